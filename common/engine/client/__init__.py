@@ -1,0 +1,1 @@
+"""How the rest of a pod talks to its engine."""

@@ -1,0 +1,53 @@
+"""The asynchronous engine client Protocol that pods are written against."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from common.engine.messages import (
+    AddRequest,
+    EngineCoreOutputs,
+    EngineSpec,
+    EngineStats,
+    IntegrityReport,
+    TransferUpdate,
+)
+from common.types import RequestId
+
+
+class EngineClient(Protocol):
+    """One engine, seen from an asyncio event loop. All methods are called on that loop.
+
+    Commands are delivered in order. After the engine has died, every method raises EngineDeadError.
+    """
+
+    async def start(self) -> EngineSpec:
+        """Start the engine and wait until it can serve. Raises ConfigError if a setting or the model is at fault."""
+
+    def add_request(self, request: AddRequest) -> None:
+        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
+
+    def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
+        """End generations; each live one still answers, with FinishReason.ABORT."""
+
+    def update_transfer(self, update: TransferUpdate) -> None:
+        """Report news of a consumer's handoff."""
+
+    def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        """Everything the engine says, one item per step. To be iterated once, by one task; raises EngineDeadError."""
+
+    async def spec(self) -> EngineSpec:
+        """Facts of the started engine."""
+
+    async def stats(self) -> EngineStats:
+        """Current figures."""
+
+    async def check_integrity(self) -> IntegrityReport:
+        """State the engine's invariants."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that no request owns."""
+
+    async def close(self) -> None:
+        """End the engine. Idempotent; safe after a partial start."""

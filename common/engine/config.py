@@ -1,0 +1,84 @@
+"""Settings of one engine. Frozen; "auto" values are resolved by `EngineCore` once the model is known.
+
+The `Meta` descriptions feed `--help` and the bounds feed validation, both in YAML and on the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+AttentionBackendName = Literal["auto", "torch"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how it is computed."""
+
+    model: Annotated[
+        str, Meta(description="Local directory or hub id of a safetensors model; empty: the demo model.")
+    ] = ""
+    revision: Annotated[str | None, Meta(description="Hub revision.")] = None
+    dtype: Annotated[
+        DType, Meta(description="Compute and KV dtype; auto: float32 on CPU, the model's own on CUDA.")
+    ] = "auto"
+    device: Annotated[Device, Meta(description="Where it runs; auto: CUDA if there is one.")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Meta(ge=1, description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
+    ] = None
+    attention_backend: Annotated[AttentionBackendName, Meta(description="Paged attention implementation.")] = "auto"
+    num_threads: Annotated[int | None, Meta(ge=1, description="CPU threads of the forward pass; default: torch's.")] = (
+        None
+    )
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
+    kv_cache_memory: Annotated[
+        int | None, Meta(ge=1, description="Bytes of KV cache; default: from measured free memory.")
+    ] = None
+    memory_fraction: Annotated[
+        float | None,
+        Meta(gt=0, le=1, description="Share of free memory for the KV cache; default: 0.9 on CUDA, 0.1 on CPU."),
+    ] = None
+    num_blocks: Annotated[
+        int | None, Meta(ge=2, description="Exact number of KV blocks; overrides both memory settings.")
+    ] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of equal prompt prefixes.")] = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What fits in a step."""
+
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of a step.")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests running at once.")] = 256
+    max_num_waiting: Annotated[int, Meta(ge=1, description="Most requests queued; more are refused.")] = 4096
+    policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
+    watermark: Annotated[float, Meta(ge=0, lt=1, description="Share of blocks held back at admission for growth.")] = (
+        0.01
+    )
+
+
+class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which connector the worker builds. `factory` ("module:function") is set by the pod, never by a user:
+    the engine owns the connector Protocols, and the implementations live above it."""
+
+    factory: str
+    name: str
+    options: dict[str, str | int | float | bool] = {}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything one engine needs."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    connector: KVConnectorConfig | None = None

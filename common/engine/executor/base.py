@@ -1,0 +1,42 @@
+"""The executor Protocol: where the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine must know of a loaded model. "auto" is resolved here."""
+
+    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
+    vocab_size: int
+    max_model_len: int  # the model's own limit
+    eos_token_ids: frozenset[int]
+    bytes_per_block: int
+    available_kv_bytes: int  # what the KV cache may take, from settings and measured free memory
+    device: str
+    dtype: str
+
+
+class Executor(Protocol):
+    """Owns the workers. Called by EngineCore on its one thread, in this order:
+    `load_model`, `initialize_kv_cache`, then `execute` once per step, then `close`."""
+
+    def load_model(self) -> ModelFacts:
+        """Load weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
+
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+        """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block, and
+        open the connector. `on_transfer_settled` may be called from any thread, also between steps."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step: forget dropped requests, start loads, forward, sample, start saves, collect settled
+        transfers. A step without scheduled tokens only does the transfers' part."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent; safe after a partial start."""

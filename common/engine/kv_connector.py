@@ -1,0 +1,75 @@
+"""The connector Protocol: how KV blocks get in and out of an engine.
+
+The life of a transfer:
+
+1. The scheduler decides that blocks are to be loaded (consumer) or saved (producer), pins them and puts a
+   BlockTransfer with a fresh job id into the step's SchedulerOutput.
+2. The worker hands it to its WorkerConnector: loads before the forward pass, saves after it.
+3. The connector works in threads or in the transport of its own and calls `on_settled` from any thread once jobs
+   have settled, so that an idle engine wakes up.
+4. The worker collects results with `poll` at each step; they travel back in ModelRunnerOutput.
+5. The scheduler unpins the blocks. Until a job has settled, nobody else may own its blocks: an error or a
+   cancellation does not prove that the transport stopped writing.
+
+The engine owns this Protocol; `kv_store` implements it; the pod's composition root names the factory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from common.types import BlockHash, RequestId
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """A run of one request's blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
+
+    job_id: int  # unique per engine
+    request_id: RequestId
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
+    num_tokens_in_last: int  # tokens in the last block; block_size if it is full
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A settled job: the transport no longer touches its blocks."""
+
+    job_id: int
+    num_blocks_ok: int  # leading blocks moved and verified
+    error: str = ""  # reason label (TransferError.reason) if not all were
+
+
+class WorkerConnector(Protocol):
+    """Moves blocks between one worker's KV cache and a medium. All methods are called on the worker's thread
+    and return without waiting for the medium; every started job settles exactly once, within a deadline."""
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+        """Called once, before anything else. `kv_cache` is
+        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab.
+        Opens the medium; raises ConfigError naming the setting if that is impossible."""
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """Begin to fill the blocks. Each is checked against fingerprint, hash, length and digest."""
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """Begin to make sure that the medium holds the blocks, which no longer change."""
+
+    def cancel(self, job_id: int) -> None:
+        """The result is no longer wanted; settle soon. Unknown and settled ids are ignored."""
+
+    def poll(self) -> list[TransferResult]:
+        """Jobs settled since the last call."""
+
+    def close(self) -> None:
+        """Settle or abandon everything and release the medium. Idempotent; safe after a partial start."""
+
+
+ConnectorFactory = Callable[[str, Mapping[str, str | int | float | bool]], WorkerConnector]
+"""(connector name, options) -> connector. Raises ConfigError for an unknown name or a bad option."""

@@ -1,0 +1,167 @@
+"""What a client and an EngineCore say to each other; msgspec structs, msgpack on the wire.
+
+Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, Call.
+Core -> client: `EngineCoreOutputs`, one per step that has something to say, and `CallResult`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from common.types import BlockHash, FinishReason, RequestId, SampledToken, SamplingParams, TransferId
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's part in a handoff."""
+
+    transfer_id: TransferId
+    epoch: int  # attempt number, from 1; updates of another epoch are ignored
+    role: Literal["producer", "consumer"]
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Starts one generation.
+
+    A producer stops after its first token and saves its prompt's KV through the connector. A consumer reserves
+    blocks for the prompt, waits in WAITING_FOR_REMOTE_KV and is fed by TransferUpdate.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
+    block_hashes: list[BlockHash] = []  # of the prompt's full blocks; empty: the engine computes them
+    cache_salt: str = ""
+    priority: int = 0  # lower runs first under the priority policy
+    transfer: KVTransferParams | None = None
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
+    """Ends requests. Unknown and ended ones are ignored; the others answer with FinishReason.ABORT."""
+
+    request_ids: list[RequestId]
+
+
+class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """News of a consumer's handoff.
+
+    `num_ready_tokens` leading prompt tokens can be loaded through the connector now; it never decreases.
+    `final` means that no more will come: with `first_token` the handoff succeeded, without it failed with
+    `failure` and the consumer computes what it lacks.
+    """
+
+    request_id: RequestId
+    epoch: int
+    num_ready_tokens: int
+    final: bool = False
+    first_token: SampledToken | None = None
+    failure: str = ""  # reason label of the recompute, set if and only if final without full success
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Asks the core something off the hot path; answered by a CallResult with the same id."""
+
+    call_id: int
+    method: Literal["engine_spec", "stats", "check_integrity", "reset_prefix_cache"]
+
+
+EngineCommand = AddRequest | AbortRequests | TransferUpdate | Call
+
+
+class RequestStarted(msgspec.Struct, frozen=True, tag=True):
+    """The request was scheduled, or its blocks were reserved, for the first time."""
+
+    queue_s: float  # seconds since the core received it
+    num_cached_tokens: int  # prompt tokens found in the local prefix cache
+
+
+class KVSaved(msgspec.Struct, frozen=True, tag=True):
+    """Producer: the KV of the first `num_tokens` prompt tokens is in the connector. `failure`: no more will come."""
+
+    num_tokens: int
+    failure: str = ""
+
+
+class KVReceived(msgspec.Struct, frozen=True, tag=True):
+    """Consumer: the handoff is over. `num_tokens` prompt tokens came through the connector."""
+
+    num_tokens: int
+    handoff_s: float  # seconds from the final TransferUpdate to runnable
+    recompute_reason: str = ""  # why the rest is computed here; empty: nothing is
+
+
+RequestEvent = RequestStarted | KVSaved | KVReceived
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one request gained in one step. After `finish_reason` only KVSaved events may follow, and a
+    producer's last KVSaved has either all prompt tokens or a failure."""
+
+    request_id: RequestId
+    start_index: int = 0  # output index of tokens[0]
+    tokens: list[SampledToken] = []
+    finish_reason: FinishReason | None = None
+    error: str = ""  # set with FinishReason.ERROR
+    events: list[RequestEvent] = []
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A snapshot after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_remote_kv: int = 0
+    num_free_blocks: int = 0  # cached unreferenced blocks included
+    num_blocks: int = 0  # the null block excluded
+    num_queued_tokens: int = 0  # tokens not yet computed, waiting and running
+    last_step_s: float = 0.0
+    last_step_tokens: int = 0
+    num_preemptions: int = 0  # since start, as all below
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    num_prompt_tokens: int = 0  # computed here
+    num_generation_tokens: int = 0
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Facts of a started engine, "auto" resolved."""
+
+    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    bytes_per_block: int
+
+
+class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Whether every block is free, cached or owned by a live request, and who is alive."""
+
+    violations: list[str]  # empty: sound
+    num_requests: int
+    num_blocks_in_use: int
+    num_transfers: int  # block transfers not settled
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything of one step."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to a Call."""
+
+    call_id: int
+    result: EngineSpec | EngineStats | IntegrityReport | None = None
+    error: str = ""
+
+
+EngineReply = EngineCoreOutputs | CallResult

@@ -1,0 +1,58 @@
+"""What the scheduler decides for a step, and what the model runner answers. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.types import RequestId, SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the runner does not know: fresh, resumed after preemption, or arrived by handoff."""
+
+    request_id: RequestId
+    token_ids: list[int]  # prompt and output so far
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRequest:
+    """A request that the runner knows. Tokens that it sampled itself are not repeated."""
+
+    request_id: RequestId
+    new_block_ids: list[int]  # appended to its block table
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. A request samples a token if and only if its scheduled tokens reach its last one."""
+
+    new_requests: list[NewRequest] = field(default_factory=list)
+    continued_requests: list[ContinuedRequest] = field(default_factory=list)
+    num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)  # in batch order
+    total_num_scheduled_tokens: int = 0
+    dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
+    loads: list[BlockTransfer] = field(default_factory=list)  # start before the forward
+    saves: list[BlockTransfer] = field(default_factory=list)  # start after the forward, which computes them
+    cancelled_job_ids: list[int] = field(default_factory=list)  # transfers whose request ended: hurry them
+
+    @property
+    def has_work(self) -> bool:
+        """True if the executor has anything to do."""
+        return bool(
+            self.num_scheduled_tokens or self.dropped_request_ids or self.loads or self.saves or self.cancelled_job_ids
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What a step produced."""
+
+    sampled: dict[RequestId, SampledToken] = field(default_factory=dict)
+    transfers: list[TransferResult] = field(default_factory=list)  # settled since the last step

@@ -1,0 +1,175 @@
+"""Every failure Baton can name.
+
+BatonError                      code -> HTTP status, gRPC status, metric label
+|-- ConfigError                 a setting is wrong; the process exits with code 2
+|   `-- ModelLoadError          the model directory is unusable or its architecture unsupported
+|-- InvalidRequestError         400; `param` names the field
+|   |-- PromptTooLongError      400 on HTTP as OpenAI does it
+|   `-- UnprocessableError      422; a value of the right type that cannot be meant
+|-- UnknownModelError           404
+|-- PayloadTooLargeError        413
+|-- OverloadedError             429; `retry_after_s` says when to come back
+|-- UnavailableError            503; no pod can serve, or the pod is draining
+|   `-- EngineDeadError         the engine process is gone
+|-- DeadlineExceededError       504
+|-- RequestCancelledError       499; the client went away
+|-- IncompatiblePeerError       fingerprints, connectors or layouts do not match
+`-- TransferError               KV could not be moved; `reason` is the metric label of the recompute
+    |-- BlockMissingError       the store has no such block
+    |-- BlockCorruptError       length, header or digest is wrong
+    `-- StoreError              the medium failed: full, unreachable, unwritable
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class CodeSpec(NamedTuple):
+    """How one error code looks to each kind of client."""
+
+    number: int  # value of baton.v1.ErrorCode
+    http_status: int
+    grpc_status: str  # name in grpc.StatusCode
+    openai_type: str  # `type` of an OpenAI-style error object
+
+
+class ErrorCode(enum.Enum):
+    """Class of a failure. The lower-case name is the metric label."""
+
+    INVALID_ARGUMENT = CodeSpec(1, 400, "INVALID_ARGUMENT", "invalid_request_error")
+    NOT_FOUND = CodeSpec(2, 404, "NOT_FOUND", "invalid_request_error")
+    TOO_LARGE = CodeSpec(3, 413, "INVALID_ARGUMENT", "invalid_request_error")
+    UNPROCESSABLE = CodeSpec(4, 422, "INVALID_ARGUMENT", "invalid_request_error")
+    UNAUTHENTICATED = CodeSpec(5, 401, "UNAUTHENTICATED", "authentication_error")
+    RESOURCE_EXHAUSTED = CodeSpec(6, 429, "RESOURCE_EXHAUSTED", "rate_limit_error")
+    UNAVAILABLE = CodeSpec(7, 503, "UNAVAILABLE", "server_error")
+    DEADLINE_EXCEEDED = CodeSpec(8, 504, "DEADLINE_EXCEEDED", "server_error")
+    CANCELLED = CodeSpec(9, 499, "CANCELLED", "server_error")
+    INCOMPATIBLE = CodeSpec(10, 500, "FAILED_PRECONDITION", "server_error")
+    INTERNAL = CodeSpec(11, 500, "INTERNAL", "server_error")
+
+    @property
+    def label(self) -> str:
+        """Value of the `code` label in metrics and of `code` in OpenAI-style errors."""
+        return self.name.lower()
+
+    @classmethod
+    def from_number(cls, number: int) -> ErrorCode:
+        """The code with this number in baton.v1.ErrorCode; unknown numbers are INTERNAL."""
+        return _BY_NUMBER.get(number, cls.INTERNAL)
+
+
+_BY_NUMBER = {code.value.number: code for code in ErrorCode}
+
+
+class BatonError(Exception):
+    """Base of all errors. `message` is one line for a person, `param` the field or setting at fault."""
+
+    code = ErrorCode.INTERNAL
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(BatonError):
+    """A setting is wrong. Raised at start only; the process prints the message and exits with code 2."""
+
+    code = ErrorCode.INVALID_ARGUMENT
+
+
+class ModelLoadError(ConfigError):
+    """The model cannot be loaded or its architecture cannot be served."""
+
+
+class InvalidRequestError(BatonError):
+    """The request is malformed or out of range; nothing was started."""
+
+    code = ErrorCode.INVALID_ARGUMENT
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt plus answer do not fit the model's context."""
+
+
+class UnprocessableError(InvalidRequestError):
+    """The request is well-formed but cannot be meant, such as a token id outside the vocabulary."""
+
+    code = ErrorCode.UNPROCESSABLE
+
+
+class UnknownModelError(BatonError):
+    """No model of that name is served."""
+
+    code = ErrorCode.NOT_FOUND
+
+
+class PayloadTooLargeError(BatonError):
+    """The body exceeds the configured limit."""
+
+    code = ErrorCode.TOO_LARGE
+
+
+class OverloadedError(BatonError):
+    """A bounded queue is full; come back after `retry_after_s` seconds."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(BatonError):
+    """Nobody can serve this now."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class EngineDeadError(UnavailableError):
+    """The engine process ended; the pod must be restarted."""
+
+
+class DeadlineExceededError(BatonError):
+    """The request's deadline passed."""
+
+    code = ErrorCode.DEADLINE_EXCEEDED
+
+
+class RequestCancelledError(BatonError):
+    """The client went away or aborted."""
+
+    code = ErrorCode.CANCELLED
+
+
+class IncompatiblePeerError(BatonError):
+    """Two sides of a handoff do not fit together."""
+
+    code = ErrorCode.INCOMPATIBLE
+
+
+class TransferError(BatonError):
+    """KV blocks could not be moved. Never fatal: what is missing is recomputed and counted under `reason`."""
+
+    reason = "transfer"
+
+
+class BlockMissingError(TransferError):
+    """The store does not hold the block."""
+
+    reason = "block_missing"
+
+
+class BlockCorruptError(TransferError):
+    """A block's header, length or digest is wrong."""
+
+    reason = "block_corrupt"
+
+
+class StoreError(TransferError):
+    """The medium failed."""
+
+    reason = "store_failed"

@@ -1,0 +1,26 @@
+"""Plain values that travel between router, pods and engine. No torch, no grpc, no I/O."""
+
+from common.types.block_hash import HASH_BYTES, BlockHash, hash_block, hash_partial_block, hash_prompt, root_hash
+from common.types.generation import (
+    FinishReason,
+    Logprobs,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    TransferId,
+)
+
+__all__ = [
+    "HASH_BYTES",
+    "BlockHash",
+    "FinishReason",
+    "Logprobs",
+    "RequestId",
+    "SampledToken",
+    "SamplingParams",
+    "TransferId",
+    "hash_block",
+    "hash_partial_block",
+    "hash_prompt",
+    "root_hash",
+]

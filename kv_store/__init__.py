@@ -1,0 +1,1 @@
+"""Connectors that move KV blocks between engines."""
