@@ -1,0 +1,109 @@
+"""Range checks at the edge. What passes here is not checked again inside.
+
+Used by whoever takes parameters from a person: the router's HTTP and gRPC fronts, and the offline `LLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.types.generation import SamplingParams
+
+MAX_LOGPROBS = 20
+SEED_LIMIT = 2**64  # seeds are unsigned 64-bit integers, [0, SEED_LIMIT)
+_TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
+_NO_NAMES: Mapping[str, str] = {}
+
+
+class _Range(NamedTuple):
+    low: float
+    high: float
+    low_included: bool = True
+    integer: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            return False
+        above = value >= self.low if self.low_included else value > self.low  # NaN compares false
+        return above and value <= self.high
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.integer else "a number"
+        if self.high == float("inf"):
+            return f"{kind} of at least {self.low:g}"
+        return f"{kind} in {'[' if self.low_included else '('}{self.low:g}, {self.high:g}]"
+
+
+_RANGES = {
+    "temperature": _Range(0, 2),
+    "top_p": _Range(0, 1, low_included=False),
+    "top_k": _Range(0, float("inf"), integer=True),
+    "min_p": _Range(0, 1),
+    "max_tokens": _Range(1, float("inf"), integer=True),
+    "min_tokens": _Range(0, float("inf"), integer=True),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 10, low_included=False),
+}
+_LOGPROBS_RANGE = _Range(0, MAX_LOGPROBS, integer=True)
+
+
+def validate_sampling(
+    params: SamplingParams, *, vocab_size: int | None = None, names: Mapping[str, str] = _NO_NAMES
+) -> None:
+    """Check every field of `params`; token ids must be in [0, vocab_size) if that is given.
+
+    Raises InvalidRequestError, or UnprocessableError for a token id outside the vocabulary. `param` is the field's name
+    in SamplingParams unless `names` maps it to the one that the caller's protocol uses.
+    """
+    for field, allowed in _RANGES.items():
+        value = getattr(params, field)
+        if value not in allowed:
+            raise _out_of_range(field, value, str(allowed), names)
+    if params.num_logprobs is not None and params.num_logprobs not in _LOGPROBS_RANGE:
+        raise _out_of_range("num_logprobs", params.num_logprobs, str(_LOGPROBS_RANGE), names)
+    if not isinstance(params.seed, int) or not 0 <= params.seed < SEED_LIMIT:
+        raise _out_of_range("seed", params.seed, "an integer in [0, 2^64)", names)
+    if params.min_tokens > params.max_tokens:
+        limit = f"at most {names.get('max_tokens', 'max_tokens')} ({params.max_tokens})"
+        raise _out_of_range("min_tokens", params.min_tokens, limit, names)
+    stop_name = names.get("stop_token_ids", "stop_token_ids")
+    _check_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
+
+
+def validate_prompt(
+    token_ids: Sequence[int], *, vocab_size: int | None, max_model_len: int, max_tokens: int, param: str = "prompt"
+) -> None:
+    """Check a tokenised prompt against the model.
+
+    Raises InvalidRequestError if it is empty, UnprocessableError for a token id outside [0, vocab_size), and
+    PromptTooLongError if it and `max_tokens` answer tokens exceed `max_model_len`. `param` names the field.
+    """
+    if not token_ids:
+        raise InvalidRequestError(f"{param} is empty", param=param)
+    if len(token_ids) + max_tokens > max_model_len:
+        raise PromptTooLongError(
+            f"{param} has {len(token_ids)} tokens and max_tokens is {max_tokens}: "
+            f"together more than the model's context of {max_model_len} tokens",
+            param=param,
+        )
+    _check_token_ids(token_ids, vocab_size=vocab_size, param=param)
+
+
+def _check_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param: str) -> None:
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidRequestError(f"{param} must hold integers only", param=param)
+    if not token_ids:
+        return
+    low, high = min(token_ids), max(token_ids)
+    limit = _TOKEN_ID_LIMIT if vocab_size is None else vocab_size
+    if low < 0 or high >= limit:
+        culprit = low if low < 0 else high
+        raise UnprocessableError(f"{param} has token id {culprit}, outside the vocabulary [0, {limit})", param=param)
+
+
+def _out_of_range(field: str, value: object, expected: str, names: Mapping[str, str]) -> InvalidRequestError:
+    name = names.get(field, field)
+    return InvalidRequestError(f"{name} must be {expected}, got {value!r}", param=name)
