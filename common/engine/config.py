@@ -14,6 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackendName = Literal["auto", "torch"]
+PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,13 +29,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     device: Annotated[Device, Meta(description="Where it runs; auto: CUDA if there is one.")] = "auto"
     max_model_len: Annotated[
-        int | None,
-        Meta(ge=1, description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
+        PositiveInt | None,
+        Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
     ] = None
     attention_backend: Annotated[AttentionBackendName, Meta(description="Paged attention implementation.")] = "auto"
-    num_threads: Annotated[int | None, Meta(ge=1, description="CPU threads of the forward pass; default: torch's.")] = (
-        None
-    )
+    num_threads: Annotated[
+        PositiveInt | None, Meta(description="CPU threads of the forward pass; default: torch's.")
+    ] = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,14 +43,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[
-        int | None, Meta(ge=1, description="Bytes of KV cache; default: from measured free memory.")
+        PositiveInt | None, Meta(description="Bytes of KV cache; default: from measured free memory.")
     ] = None
     memory_fraction: Annotated[
-        float | None,
-        Meta(gt=0, le=1, description="Share of free memory for the KV cache; default: 0.9 on CUDA, 0.1 on CPU."),
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="Share of free memory for the KV cache; default: 0.9 on CUDA, 0.1 on CPU."),
     ] = None
     num_blocks: Annotated[
-        int | None, Meta(ge=2, description="Exact number of KV blocks; overrides both memory settings.")
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Exact number of KV blocks; overrides both memory settings."),
     ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of equal prompt prefixes.")] = True
 
