@@ -1,0 +1,219 @@
+"""An executor without a model: deterministic pseudo-tokens, a real (tiny) KV cache, real transfers.
+
+The "KV" of a token is its id and its position, written to the slot that the block table says. The next token is a hash
+of everything read back through the block table, so a block owned twice, a wrong slot, a lost load or a stale prefix
+changes the output: `expected_tokens` says what a correct engine generates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.engine.executor.base import ModelFacts
+from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
+from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
+
+FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
+
+_MASK64 = (1 << 64) - 1
+_MULTIPLIER = 6364136223846793005  # odd, of Knuth's MMIX generator: its powers keep token order in the hash
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int = 512,
+    sampling: SamplingParams | None = None,
+) -> list[int]:
+    """The `num_tokens` tokens that a correct engine over a FakeExecutor generates after the prompt."""
+    sampling = sampling or SamplingParams(temperature=0.0)
+    tokens = np.array(prompt_token_ids, dtype=np.uint64)
+    generated: list[int] = []
+    for _ in range(num_tokens):
+        positions = np.arange(len(tokens), dtype=np.uint64)
+        generated.append(_next_token(tokens, positions, sampling, vocab_size))
+        tokens = np.append(tokens, np.uint64(generated[-1]))
+    return generated
+
+
+class MemoryConnector:
+    """A WorkerConnector over a dict, which several executors may share. Every job settles within its start call."""
+
+    def __init__(self, store: dict[BlockHash, torch.Tensor] | None = None) -> None:
+        self.store: dict[BlockHash, torch.Tensor] = {} if store is None else store
+        self._kv_cache: torch.Tensor = torch.empty(0)
+        self._on_settled: Callable[[], None] = lambda: None
+        self._settled: list[TransferResult] = []
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+        """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
+        self._kv_cache = kv_cache
+        self._on_settled = on_settled
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """Copy blocks in up to the first that the store lacks."""
+        num_ok = 0
+        for block_id, block_hash in zip(transfer.block_ids, transfer.block_hashes, strict=True):
+            if block_hash not in self.store:
+                break
+            self._kv_cache[block_id].copy_(self.store[block_hash])
+            num_ok += 1
+        self._settle(transfer, num_ok)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """Copy blocks out."""
+        for block_id, block_hash in zip(transfer.block_ids, transfer.block_hashes, strict=True):
+            self.store[block_hash] = self._kv_cache[block_id].cpu().clone()
+        self._settle(transfer, len(transfer.block_ids))
+
+    def cancel(self, job_id: int) -> None:
+        """Nothing to do: every job has settled."""
+
+    def poll(self) -> list[TransferResult]:
+        """Jobs settled since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _settle(self, transfer: BlockTransfer, num_ok: int) -> None:
+        error = "" if num_ok == len(transfer.block_ids) else "block_missing"
+        self._settled.append(TransferResult(transfer.job_id, num_ok, error))
+        self._on_settled()
+
+
+class FakeExecutor:
+    """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
+    `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 16,
+        available_blocks: int = 256,
+        vocab_size: int = 512,
+        max_model_len: int = 4096,
+        eos_token_ids: frozenset[int] = frozenset(),
+        connector: WorkerConnector | None = None,
+        step_s: float = 0.0,
+    ) -> None:
+        self._block_size = block_size
+        bytes_per_block = 2 * block_size * 4
+        self._facts = ModelFacts(
+            fingerprint=FAKE_FINGERPRINT,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            bytes_per_block=bytes_per_block,
+            available_kv_bytes=available_blocks * bytes_per_block,
+            device="cpu",
+            dtype="float32",
+        )
+        self._connector: WorkerConnector = connector or MemoryConnector()
+        self._step_s = step_s
+        self._requests: dict[RequestId, _FakeRequest] = {}
+        self._slots: npt.NDArray[np.float32] = np.empty((0, 2, block_size), dtype=np.float32)
+        self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
+        self.closed = False
+
+    def load_model(self) -> ModelFacts:
+        """The facts given to the constructor."""
+        return self._facts
+
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+        """Allocate [num_blocks, 1, 2, 1, block_size, 1] and open the connector."""
+        kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
+        self._slots = kv_cache.view(num_blocks, 2, self._block_size).numpy()
+        self._connector.register_kv_cache(kv_cache, FAKE_FINGERPRINT, on_transfer_settled)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Write the scheduled tokens' "KV"; hash what can be read where a request reaches its last token."""
+        self.steps = [*self.steps[-31:], step]
+        self._update_requests(step)
+        for job_id in step.cancelled_job_ids:
+            self._connector.cancel(job_id)
+        for load in step.loads:
+            self._connector.start_load(load)
+        if step.num_scheduled_tokens and self._step_s:
+            time.sleep(self._step_s)
+        sampled: dict[RequestId, SampledToken] = {}
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            token = self._compute(self._requests[request_id], num_tokens)
+            if token is not None:
+                sampled[request_id] = token
+        for save in step.saves:
+            self._connector.start_save(save)
+        return ModelRunnerOutput(sampled=sampled, transfers=self._connector.poll())
+
+    def close(self) -> None:
+        """Release the connector."""
+        self._connector.close()
+        self.closed = True
+
+    def _update_requests(self, step: SchedulerOutput) -> None:
+        for request_id in step.dropped_request_ids:
+            self._requests.pop(request_id, None)
+        for new in step.new_requests:
+            self._requests[new.request_id] = _FakeRequest.from_new(new)
+        for continued in step.continued_requests:
+            request = self._requests[continued.request_id]
+            request.block_ids.extend(continued.new_block_ids)
+            request.num_computed_tokens = continued.num_computed_tokens
+
+    def _compute(self, request: _FakeRequest, num_tokens: int) -> SampledToken | None:
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        if end > len(request.token_ids):
+            raise ValueError(f"{num_tokens} tokens scheduled at {start} of {len(request.token_ids)}")
+        if end > len(request.block_ids) * self._block_size:
+            raise ValueError(f"{end} tokens do not fit {len(request.block_ids)} blocks")
+        table = np.array(request.block_ids)
+        positions = np.arange(start, end)
+        blocks, offsets = table[positions // self._block_size], positions % self._block_size
+        self._slots[blocks, 0, offsets] = request.token_ids[start:end]
+        self._slots[blocks, 1, offsets] = positions
+        request.num_computed_tokens = end
+        if end < len(request.token_ids):
+            return None
+        visible = self._slots[table[: -(-end // self._block_size)]].transpose(1, 0, 2).reshape(2, -1)[:, :end]
+        seen_tokens, seen_positions = visible.astype(np.uint64)
+        token_id = _next_token(seen_tokens, seen_positions, request.sampling, self._facts.vocab_size)
+        request.token_ids.append(token_id)
+        num_logprobs = request.sampling.num_logprobs
+        logprobs = None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs])
+        return SampledToken(token_id, logprobs)
+
+
+@dataclass(slots=True)
+class _FakeRequest:
+    token_ids: list[int]
+    sampling: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+
+    @classmethod
+    def from_new(cls, new: NewRequest) -> _FakeRequest:
+        return cls(list(new.token_ids), new.sampling, list(new.block_ids), new.num_computed_tokens)
+
+
+def _next_token(
+    token_ids: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64], sampling: SamplingParams, vocab_size: int
+) -> int:
+    """Polynomial hash of tokens and positions modulo 2**64, mixed with the seed unless greedy."""
+    powers = np.cumprod(np.full(len(token_ids), _MULTIPLIER, dtype=np.uint64))
+    digest = int(((token_ids + np.uint64(1)) * powers + positions * positions).sum(dtype=np.uint64))
+    if not sampling.greedy:
+        digest ^= (sampling.seed * _MULTIPLIER + 1) & _MASK64
+    digest ^= digest >> 33
+    digest = (digest * 0xFF51AFD7ED558CCD) & _MASK64  # finaliser of MurmurHash3, A. Appleby
+    digest ^= digest >> 33
+    return digest % vocab_size

@@ -1,0 +1,71 @@
+from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
+from common.engine.kv_connector import BlockTransfer
+from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.types import RequestId, SamplingParams, hash_prompt, root_hash
+
+R = RequestId("r")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def new_request(tokens, blocks, computed=0, sampling=GREEDY):
+    return NewRequest(R, list(tokens), len(tokens), sampling, list(blocks), computed)
+
+
+def step(new=(), continued=(), scheduled=None, **kwargs):
+    scheduled = scheduled or {}
+    return SchedulerOutput(list(new), list(continued), scheduled, sum(scheduled.values()), **kwargs)
+
+
+def started(**kwargs):
+    executor = FakeExecutor(block_size=4, available_blocks=16, **kwargs)
+    executor.load_model()
+    executor.initialize_kv_cache(16, lambda: None)
+    return executor
+
+
+def test_chunks_and_decode_generate_the_expected_tokens():
+    executor = started()
+    prompt = list(range(10))
+    assert not executor.execute(step([new_request(prompt, [3, 1])], scheduled={R: 7})).sampled
+    tokens = [executor.execute(step(continued=[ContinuedRequest(R, [2], 7)], scheduled={R: 3})).sampled[R].token_id]
+    for computed in range(10, 13):
+        blocks = [9] if computed == 12 else []
+        result = executor.execute(step(continued=[ContinuedRequest(R, blocks, computed)], scheduled={R: 1}))
+        tokens.append(result.sampled[R].token_id)
+    assert tokens == expected_tokens(prompt, 4)
+
+
+def test_a_block_shared_by_mistake_changes_the_output():
+    executor = started()
+    prompt = list(range(8))
+    executor.execute(step([new_request(prompt, [1, 1])], scheduled={R: 4}))
+    token = executor.execute(step(continued=[ContinuedRequest(R, [], 4)], scheduled={R: 4})).sampled[R]
+    assert [token.token_id] != expected_tokens(prompt, 1)
+
+
+def test_seed_matters_unless_greedy():
+    prompt = [5, 6]
+    one, two = (expected_tokens(prompt, 8, sampling=SamplingParams(seed=seed)) for seed in (1, 2))
+    assert one != two
+    greedy = [expected_tokens(prompt, 8, sampling=SamplingParams(temperature=0.0, seed=seed)) for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+
+
+def test_saved_blocks_can_be_loaded_by_another_executor():
+    store = {}
+    producer, consumer = started(connector=MemoryConnector(store)), started(connector=MemoryConnector(store))
+    prompt = list(range(8))
+    hashes = tuple(hash_prompt(prompt, 4, root_hash()))
+    save = BlockTransfer(1, R, (1, 2), hashes, 4)
+    result = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8}, saves=[save]))
+    first = result.sampled[R].token_id
+    assert result.transfers[0].num_blocks_ok == 2
+
+    loaded = consumer.execute(step(loads=[BlockTransfer(7, R, (5, 6), hashes, 4)])).transfers
+    assert [(r.job_id, r.num_blocks_ok, r.error) for r in loaded] == [(7, 2, "")]
+    result = consumer.execute(step([new_request([*prompt, first], [5, 6, 7], computed=8)], scheduled={R: 1}))
+    assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
+
+    absent = tuple(hash_prompt([99] * 4, 4, root_hash()))
+    missing = consumer.execute(step(loads=[BlockTransfer(8, R, (5,), absent, 4)])).transfers[0]
+    assert (missing.num_blocks_ok, missing.error) == (0, "block_missing")
