@@ -104,6 +104,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tokens: list[SampledToken] = []
     finish_reason: FinishReason | None = None
     error: str = ""  # set with FinishReason.ERROR
+    error_code: int = 0  # number of the common.errors.ErrorCode, set with FinishReason.ERROR
     events: list[RequestEvent] = []
 
 
