@@ -1,0 +1,96 @@
+"""Token ids in, text out, piece by piece.
+
+The text of a token depends on its neighbours: a character may be split over tokens, and sentencepiece drops the
+space before the first word. So a short window of recent tokens is decoded again for each token, and what is new in
+it is the next piece. U+FFFD at the end of the window may be a character that is not complete yet; it is held back.
+
+Invariant: the pieces of all pushes and of `finish()`, joined, equal the decoding of all output ids. (The only
+exception: where a decoder with byte fallback gives up a whole run of bytes because a later one is wrong, pieces that
+were already out stay as they are.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.tokenization.tokenizer import Tokenizer
+
+_MAX_WINDOW = 8  # tokens decoded again per token before the window is cut
+_TAILS = range(4, 8)  # lengths to cut to; one of four consecutive bytes starts a character
+_MAX_HELD = 3  # an incomplete character has at most three bytes, each of which may show as one U+FFFD
+_REPLACEMENT = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """Detokenises one request's output; O(1) amortised per token."""
+
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """With the end of the prompt as `context`, the text continues the prompt's (a leading space is kept);
+        without, it stands alone."""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._window = self._tail_of(context) if context else []
+        text = self._decode(self._window)
+        self._sent = text[: len(text) - _held_back(text)]  # text of the window that is out already
+        self._num_clean = len(self._window)  # leading tokens of the window whose text is all out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next output ids; returns the text they complete, possibly none."""
+        # One at a time: with byte fallback, a complete character followed by half of one decodes to U+FFFD only.
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def _push_one(self, token_id: int) -> str:
+        if self._skip_special and not self._tokenizer.is_visible(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text.startswith(self._sent):  # byte fallback gave up a run: keep what is out, go on after it
+            del self._window[: self._num_clean]
+            self._sent = ""
+            self._num_clean = 0
+            text = self._decode(self._window)
+        held = _held_back(text)
+        piece = text[len(self._sent) : len(text) - held]
+        self._sent += piece
+        if not held:
+            self._num_clean = len(self._window)
+        if len(self._window) > _MAX_WINDOW:
+            self._cut(text)
+        return piece
+
+    def finish(self) -> str:
+        """The text held back; call it once, after the last push."""
+        piece = self._decode(self._window)[len(self._sent) :]
+        self._sent += piece
+        return piece
+
+    def _cut(self, text: str) -> None:
+        """Drop leading tokens of the window whose absence changes nothing in what follows."""
+        pending = len(text) - len(self._sent)
+        for length in _TAILS:
+            tail = self._decode(self._window[-length:])
+            # A real suffix: the cut splits no character. Longer than what is pending: a visible token stays in
+            # front, so that nothing is taken for the start of the text.
+            if len(tail) > pending and text.endswith(tail):
+                self._num_clean = max(0, self._num_clean - (len(self._window) - length))
+                del self._window[:-length]
+                self._sent = tail[: len(tail) - pending]
+                return
+
+    def _tail_of(self, context: Sequence[int]) -> list[int]:
+        for length in _TAILS:
+            tail = list(context[-length:])
+            if not self._decode(tail).startswith(_REPLACEMENT):
+                break
+        return tail
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+
+
+def _held_back(text: str) -> int:
+    """How many characters at the end of `text` may still change."""
+    if not text.endswith(_REPLACEMENT):
+        return 0
+    tail = text[-_MAX_HELD:]
+    return len(tail) - len(tail.rstrip(_REPLACEMENT))

@@ -1,0 +1,59 @@
+"""Stop strings over a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StopResult(NamedTuple):
+    """What to do after a piece."""
+
+    text: str  # to be sent now
+    stopped: bool  # a stop string is complete; it and all that follows are dropped
+
+
+class StopChecker:
+    """Finds the first stop string to be complete, however the text is cut into pieces.
+
+    Of two that end at the same character, the one that starts first counts. Only what may be the beginning of a stop
+    string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises ValueError for an empty stop string."""
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, piece: str) -> StopResult:
+        """Take the next piece of text. Not to be called again after it stopped."""
+        if not self._stops:
+            return StopResult(piece, stopped=False)
+        text = self._held + piece
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self._held = ""
+            _, start = min(matches)
+            return StopResult(text[:start], stopped=True)
+        out = len(text) - self._longest_beginning(text)
+        self._held = text[out:]
+        return StopResult(text[:out], stopped=False)
+
+    def finish(self) -> str:
+        """The text held back, once no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_beginning(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = 0
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while start >= 0:
+                if stop.startswith(text[start:]):
+                    longest = max(longest, len(text) - start)
+                    break
+                start = text.find(stop[0], start + 1)
+        return longest

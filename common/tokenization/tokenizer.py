@@ -1,0 +1,155 @@
+"""One model's tokenizer, read from its directory with the `tokenizers` library alone.
+
+`transformers.AutoTokenizer` is not used: it imports torch and costs the router 245 MB.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from common.errors import ConfigError, InvalidRequestError
+from common.tokenization.chat import ChatTemplate
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, chat_template: ChatTemplate | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        decoder = backend.decoder
+        layout = repr(decoder) if decoder is not None else ""
+        self._byte_level = "ByteLevel" in layout
+        self._sentencepiece = "\u2581" in layout
+        # Bounded by the vocabulary, and a hit costs a third of a decode.
+        self._bytes_of = functools.cache(self._uncached_token_bytes)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read tokenizer.json and, if present, tokenizer_config.json and chat_template.jinja.
+
+        Raises ConfigError if a file is missing or unreadable.
+        """
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"model: {directory} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise ConfigError(f"model: {file} cannot be read: {error}") from error
+        settings = _read_settings(directory)
+        source = _chat_template_source(directory, settings)
+        template = ChatTemplate(source, _special_tokens(settings)) if source else None
+        return cls(backend, chat_template=template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if `render_chat` can be used."""
+        return self._chat_template is not None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` skips."""
+        return self._special_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids that the tokenizer does not know have no text."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_visible(self, token_id: int) -> bool:
+        """True if `decode` would look at the token at all."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; part of a character where characters are split over tokens."""
+        return self._bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, special ones included; bytes that are no character become U+FFFD."""
+        return self._bytes_of(token_id).decode("utf-8", "replace")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`.
+
+        Raises InvalidRequestError if the model has no chat template or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError("the model has no chat template; use the completions API", param="messages")
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def _uncached_token_bytes(self, token_id: int) -> bytes:
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_character()
+            return b"".join(table.get(char) or char.encode() for char in piece)
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        return (piece.replace("\u2581", " ") if self._sentencepiece else piece).encode()
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, bytes]:
+    """Byte-level BPE writes each byte as a printable character: itself if it is one, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): bytes([byte]) for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + rank): bytes([byte]) for rank, byte in enumerate(others)})
+    return table
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"model: {file} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"model: {file} does not hold a JSON object")
+    return settings
+
+
+def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for key in _SPECIAL_TOKEN_KEYS:
+        value = settings.get(key)
+        if isinstance(value, dict):  # a serialised AddedToken
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[key] = value
+    return tokens

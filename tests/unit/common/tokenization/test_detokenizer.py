@@ -1,0 +1,85 @@
+"""The pieces of an incremental detokenizer, joined, are the whole text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.tokenization import IncrementalDetokenizer
+from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
+
+
+def stream(tokenizer, ids, sizes, **kwargs):
+    detokenizer = IncrementalDetokenizer(tokenizer, **kwargs)
+    pieces, start = [], 0
+    while start < len(ids):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(detokenizer.push(ids[start : start + size]))
+        start += size
+    return [*pieces, detokenizer.finish()]
+
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 330), max_size=80), sizes=SIZES)
+def test_any_ids_of_a_byte_level_tokenizer(ids, sizes):
+    tokenizer = byte_level()
+    assert "".join(stream(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(st.sampled_from("hello world 日本😀é\u200d\n  "), max_size=60),
+    sizes=SIZES,
+    kind=st.sampled_from([*KINDS]),
+)
+def test_any_text(text, sizes, kind):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)
+    ids[len(ids) // 2 : len(ids) // 2] = [2 if kind == "sentencepiece" else 1]  # a special token changes nothing
+    assert "".join(stream(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+def test_a_split_character_is_held_back_until_complete():
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("he😀")
+    assert stream(tokenizer, ids, [1]) == ["he", "", "", "", "😀", ""]
+
+
+def test_an_incomplete_character_at_the_end_is_flushed():
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("a"), *(i for i in range(2, 258) if tokenizer.token_bytes(i) == b"\xe4")]
+    assert stream(tokenizer, ids, [1]) == ["a", "", "\ufffd"]
+
+
+def test_a_wrong_byte_does_not_disturb_what_is_out():
+    tokenizer = sentencepiece()
+    ids = [*tokenizer.encode("日本"), 3 + 0xFF, *tokenizer.encode(" he")]
+    assert "".join(stream(tokenizer, ids, [1])) == " 日本\ufffd he".lstrip()
+
+
+def test_context_keeps_the_space_between_prompt_and_answer():
+    tokenizer = sentencepiece()
+    prompt, answer = tokenizer.encode("hello"), tokenizer.encode("world")
+    assert "".join(stream(tokenizer, answer, [1])) == "world"
+    assert "".join(stream(tokenizer, answer, [1], context=prompt)) == " world"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_window_stays_short(kind, monkeypatch):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode("hello world 日本 " * 40)
+    longest = 0
+    decode = tokenizer.decode
+
+    def counting(ids, **kwargs):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    stream(tokenizer, ids, [1])
+    assert longest <= 12

@@ -1,0 +1,60 @@
+"""Stop strings are found as on the whole text, wherever the pieces are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.tokenization import StopChecker
+
+
+def whole(text, stops):
+    """Reference: the text before the stop string that is complete first."""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return (text[: min(ends)[1]], True) if ends else (text, False)
+
+
+def pieces_of(text, cuts):
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text("abc", max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=0, max_size=3),
+    cuts=st.lists(st.integers(0, 20)),
+)
+def test_equals_find_on_the_whole_text(text, stops, cuts):
+    checker = StopChecker(stops)
+    out, stopped = "", False
+    for piece in pieces_of(text, cuts):
+        result = checker.push(piece)
+        out += result.text
+        if stopped := result.stopped:
+            break
+    else:
+        out += checker.finish()
+    assert (out, stopped) == whole(text, stops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("abc", max_size=12), stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_only_a_possible_beginning_is_held_back(text, stops):
+    checker = StopChecker(stops)
+    out = ""
+    for end, char in enumerate(text, start=1):
+        result = checker.push(char)
+        if result.stopped:
+            return
+        out += result.text
+        held = text[len(out) : end]
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        StopChecker(["a", ""])

@@ -1,0 +1,98 @@
+"""Reading a model directory, encoding, decoding, chat templates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import ConfigError, InvalidRequestError
+from common.tokenization import ChatTemplate, Tokenizer
+from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_missing_tokenizer_is_one_clear_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json") as caught:
+        Tokenizer.from_directory(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_broken_files_name_what_is_wrong(model_dir, name, content):
+    (model_dir / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer|chat template"):
+        Tokenizer.from_directory(model_dir)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind):
+    tokenizer = KINDS[kind]()
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte_level", "sentencepiece"])
+def test_token_bytes_joined_are_the_text(tokenizer):
+    ids = tokenizer.encode("hello wör 日😀")
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == "hello wör 日😀"
+    assert tokenizer.token_text(tokenizer.encode("</s>")[-1]) == "</s>"
+
+
+def test_chat_template_from_either_file(model_dir):
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    settings = {"chat_template": template, "bos_token": {"content": "<s>"}}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    messages = [{"role": "user", "content": "hi"}]
+    assert Tokenizer.from_directory(model_dir).render_chat(messages) == "<s>[user]hi"
+    (model_dir / "chat_template.jinja").write_text("{{ messages | tojson }}")
+    assert Tokenizer.from_directory(model_dir).render_chat(messages) == json.dumps(messages)
+
+
+def test_template_offers_what_the_hub_expects():
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.render([{"content": "<a&b>"}, {"content": "c"}]) == "<a&b>4>"
+    assert template.render([], add_generation_prompt=False) == "4"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.__class__.__mro__ }}",
+    ],
+)
+def test_a_refusing_template_names_the_messages(source):
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+    assert caught.value.param == "messages"
+
+
+def test_no_template_is_an_error_not_a_guess():
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        byte_level().render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_torch_is_not_imported():
+    code = "import common.tokenization, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
