@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def generate(target: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
         arguments = ["protoc", f"-I{PROTO_ROOT}", "-I" + str(Path(protoc.__file__).parent / "_proto"), *outputs]
+        scripts = Path(sysconfig.get_path("scripts"))  # named, so that they are found in an environment not activated
+        arguments += [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
         if protoc.main([*arguments, *map(str, protos)]) != 0:
             raise RuntimeError("protoc failed; its messages are above")
         target.mkdir(parents=True, exist_ok=True)

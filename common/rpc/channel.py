@@ -1,0 +1,114 @@
+"""Client channels: keepalive, connect deadlines, and a pool of them by address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from common.errors import UnavailableError
+from common.rpc.options import SHARED_OPTIONS, Options
+
+_CHANNEL_OPTIONS: Options = [
+    *SHARED_OPTIONS,
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.enable_retries", 0),  # who retries what is decided by the router and the handoff, not below them
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also gRPC's deadline of one connect attempt
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+_READY = grpc.ChannelConnectivity.READY
+_BROKEN = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port. It connects with its first call and reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+async def connect(channel: grpc.aio.Channel, timeout_s: float) -> None:
+    """Return once the channel is connected.
+
+    Raises UnavailableError as soon as an attempt is refused, or after `timeout_s` seconds without an answer.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            state = channel.get_state(try_to_connect=True)
+            while state is not _READY:
+                if state in _BROKEN:
+                    raise UnavailableError("connection refused")
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+    except TimeoutError as error:
+        raise UnavailableError(f"no connection within {timeout_s:g} s") from error
+
+
+class _PooledChannel:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = open_channel(address)
+        self.num_users = 0
+
+
+class ChannelPool:
+    """One channel per address, shared by all who use it at a time. Owns its channels.
+
+    At most `max_idle` unused channels stay open, the one taken longest ago closes first. A broken channel is replaced
+    when it is next asked for, so that a peer that came back is tried at once and not after a backoff.
+    """
+
+    def __init__(self, max_idle: int = 64) -> None:
+        self._max_idle = max_idle
+        self._by_address: OrderedDict[str, _PooledChannel] = OrderedDict()  # taken longest ago first
+
+    @asynccontextmanager
+    async def channel(self, address: str, connect_timeout_s: float) -> AsyncIterator[grpc.aio.Channel]:
+        """A connected channel for the time of the context. Raises UnavailableError as `connect` does."""
+        pooled = await self._take(address)
+        try:
+            await connect(pooled.channel, connect_timeout_s)
+            yield pooled.channel
+        finally:
+            await self._give_back(pooled)
+
+    async def close(self) -> None:
+        """Close all channels; calls on them end. Idempotent."""
+        while self._by_address:
+            _, pooled = self._by_address.popitem()
+            await pooled.channel.close(None)
+
+    async def _take(self, address: str) -> _PooledChannel:
+        pooled = self._by_address.get(address)
+        broken = None
+        if pooled is None or pooled.channel.get_state() in _BROKEN:
+            broken, pooled = pooled, _PooledChannel(address)
+            self._by_address[address] = pooled
+        self._by_address.move_to_end(address)
+        pooled.num_users += 1
+        if broken is not None and broken.num_users == 0:  # else its last user closes it
+            await broken.channel.close(None)
+        return pooled
+
+    async def _give_back(self, pooled: _PooledChannel) -> None:
+        pooled.num_users -= 1
+        if pooled.num_users == 0 and self._by_address.get(pooled.address) is not pooled:
+            await pooled.channel.close(None)
+        idle = [each for each in self._by_address.values() if each.num_users == 0]
+        for surplus in idle[: max(0, len(idle) - self._max_idle)]:
+            del self._by_address[surplus.address]
+            await surplus.channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

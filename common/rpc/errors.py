@@ -1,0 +1,139 @@
+"""The one mapping between BatonError, gRPC statuses and `baton.v1.Error`.
+
+A status carries the exact error class in trailing metadata, since several classes share one gRPC status:
+
+    baton-error-code      lower-case name of the ErrorCode
+    baton-error-param     request field at fault, if one is
+    baton-retry-after-s   seconds, of an OverloadedError
+
+Servicers wrap their bodies in `rpc_errors`; clients turn an AioRpcError into a BatonError with `from_rpc_error`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, cast
+
+import grpc
+
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    ErrorCode,
+    IncompatiblePeerError,
+    InvalidRequestError,
+    OverloadedError,
+    PayloadTooLargeError,
+    RequestCancelledError,
+    UnavailableError,
+    UnknownModelError,
+    UnprocessableError,
+)
+from common.pb import common_pb2
+
+logger = logging.getLogger(__name__)
+
+CODE_KEY = "baton-error-code"
+PARAM_KEY = "baton-error-param"
+RETRY_AFTER_KEY = "baton-retry-after-s"
+
+_CLASSES: dict[ErrorCode, type[BatonError]] = {
+    ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
+    ErrorCode.NOT_FOUND: UnknownModelError,
+    ErrorCode.TOO_LARGE: PayloadTooLargeError,
+    ErrorCode.UNPROCESSABLE: UnprocessableError,
+    ErrorCode.UNAVAILABLE: UnavailableError,
+    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    ErrorCode.CANCELLED: RequestCancelledError,
+    ErrorCode.INCOMPATIBLE: IncompatiblePeerError,
+}
+
+# For a status without our metadata: gRPC itself, or a proxy, made it.
+_CODES_BY_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND: ErrorCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,  # gRPC's word for a message over the size limit
+    grpc.StatusCode.UNAUTHENTICATED: ErrorCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
+    grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.INCOMPATIBLE,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorCode.INCOMPATIBLE,  # the peer serves another API
+}
+
+
+def make_error(
+    code: ErrorCode, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> BatonError:
+    """The BatonError of this code, as a peer reported it."""
+    if code is ErrorCode.RESOURCE_EXHAUSTED:
+        return OverloadedError(message, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
+    error = _CLASSES.get(code, BatonError)(message, param=param)
+    error.code = code  # UNAUTHENTICATED has no class of its own
+    return error
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
+    """What a failed call means. Callers write `raise from_rpc_error(error) from error`."""
+    pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())  # the type stubs know less
+    metadata = {key: value for key, value in pairs if isinstance(value, str)}
+    message = error.details() or error.code().name
+    name = metadata.get(CODE_KEY)
+    if name is not None and name.upper() in ErrorCode.__members__:
+        code = ErrorCode[name.upper()]
+    else:
+        code = _CODES_BY_STATUS.get(error.code(), ErrorCode.INTERNAL)
+    return make_error(
+        code, message, param=metadata.get(PARAM_KEY), retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY))
+    )
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End the call with the status and metadata of `error`."""
+    metadata = [(CODE_KEY, error.code.label)]
+    if error.param:
+        metadata.append((PARAM_KEY, _ascii(error.param)))
+    if isinstance(error, OverloadedError):
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"))
+    await context.abort(grpc.StatusCode[error.code.value.grpc_status], error.message, tuple(metadata))
+
+
+@asynccontextmanager
+async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turns what a servicer raises into the call's status; an unforeseen exception is logged and told as INTERNAL."""
+    try:
+        yield
+    except BatonError as error:
+        await abort_with(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except Exception:
+        logger.exception("a call failed for an unforeseen reason")
+        await abort_with(context, BatonError("internal error; the pod's log has the details"))
+
+
+def error_to_pb(error: BatonError) -> common_pb2.Error:
+    """The error as an event on a stream."""
+    return common_pb2.Error(
+        code=common_pb2.ErrorCode.ValueType(error.code.value.number), message=error.message, param=error.param or ""
+    )
+
+
+def error_from_pb(message: common_pb2.Error) -> BatonError:
+    """The error that a stream event carries."""
+    return make_error(ErrorCode.from_number(message.code), message.message, param=message.param or None)
+
+
+def _ascii(text: str) -> str:
+    """Metadata values are printable ASCII."""
+    return text.encode("ascii", "backslashreplace").decode().replace("\n", " ")
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

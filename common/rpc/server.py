@@ -1,0 +1,92 @@
+"""A gRPC server as every Baton process runs it: health, reflection, keepalive, a port that is really ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import ConfigError
+from common.rpc.options import KEEPALIVE_INTERVAL_MS, SHARED_OPTIONS, Options
+
+logger = logging.getLogger(__name__)
+
+_SERVER_OPTIONS: Options = [
+    *SHARED_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two pods on one port is an error, not a load balancer
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_INTERVAL_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class RpcServer:
+    """One listening server. The caller adds its servicers to `grpc_server`, then starts it:
+
+        server = RpcServer("127.0.0.1", 0, ["baton.v1.Decode"])
+        add_DecodeServicer_to_server(servicer, server.grpc_server)
+        async with server:
+            await server.set_serving(True)
+            ...
+
+    Health answers NOT_SERVING for "" and each service until `set_serving(True)`. Leaving the context ends all calls.
+    """
+
+    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
+        """`service_names` are full names for health and reflection. Port 0 takes a free one."""
+        self.host = host
+        self.port = port
+        self.grpc_server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._service_names = tuple(service_names)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the type stubs
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        reflection.enable_server_reflection(
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc_server
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port it listens on; the port is known once it has started."""
+        return join_address(self.host, self.port)
+
+    async def start(self) -> None:
+        """Bind and listen. Raises ConfigError naming `port` if the address cannot be had."""
+        await self.set_serving(False)
+        try:
+            bound = self.grpc_server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise ConfigError(f"--port: cannot listen on {self.address}: in use or not ours", param="port") from error
+        if bound == 0:
+            raise ConfigError(f"--port: cannot listen on {self.address}: in use or not ours", param="port")
+        self.port = bound
+        await self.grpc_server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers from now on, for the server and each of its services."""
+        response = health_pb2.HealthCheckResponse
+        for name in ("", *self._service_names):
+            await self._health.set(name, response.SERVING if serving else response.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls, give running ones `grace_s` seconds, then cancel them. Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_s or None)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

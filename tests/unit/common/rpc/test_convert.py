@@ -1,0 +1,55 @@
+import msgspec
+import pytest
+
+from common.pb import common_pb2
+from common.rpc.convert import (
+    finish_reason_from_pb,
+    finish_reason_to_pb,
+    logprobs_from_pb,
+    logprobs_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+)
+from common.types import FinishReason, Logprobs, SamplingParams
+
+FULL = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    seed=2**64 - 1,
+    max_tokens=7,
+    min_tokens=2,
+    stop_token_ids=(3, 9),
+    ignore_eos=True,
+    num_logprobs=0,
+    presence_penalty=-1.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.1,
+)
+
+
+@pytest.mark.parametrize("params", [FULL, SamplingParams()])
+def test_sampling_survives_the_wire(params: SamplingParams) -> None:
+    wire = sampling_to_pb(params).SerializeToString()
+    assert sampling_from_pb(common_pb2.SamplingParams.FromString(wire)) == params
+
+
+def test_every_sampling_field_is_carried() -> None:
+    """A field added to SamplingParams and forgotten in the conversion shows here."""
+    assert all(value != default for value, default in zip(_values(FULL), _values(SamplingParams()), strict=True))
+    assert set(SamplingParams.__struct_fields__) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def _values(params: SamplingParams) -> list[object]:
+    return list(msgspec.structs.astuple(params))
+
+
+def test_logprobs_survive_the_wire() -> None:
+    logprobs = Logprobs(sampled=-0.5, top=[(7, -0.25), (1, -2.0)])
+    assert logprobs_from_pb(logprobs_to_pb(logprobs)) == logprobs
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
+def test_finish_reason_survives_the_wire(reason: FinishReason | None) -> None:
+    assert finish_reason_from_pb(finish_reason_to_pb(reason)) == reason

@@ -1,0 +1,73 @@
+import inspect
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from common import errors
+from common.errors import BatonError, ErrorCode, InvalidRequestError, OverloadedError
+from common.pb import pods_pb2, pods_pb2_grpc
+from common.rpc.channel import open_channel
+from common.rpc.errors import error_from_pb, error_to_pb, from_rpc_error, rpc_errors
+from common.rpc.server import RpcServer
+
+
+class FailingPrefill(pods_pb2_grpc.PrefillServicer):
+    def __init__(self, make: Callable[[], Exception]) -> None:
+        self.make = make
+
+    async def Prefill(self, request, context):  # noqa: N802
+        async with rpc_errors(context):
+            raise self.make()
+
+
+async def call_failing_with(make: Callable[[], Exception]) -> grpc.aio.AioRpcError:
+    server = RpcServer("127.0.0.1", 0, ["baton.v1.Prefill"])
+    pods_pb2_grpc.add_PrefillServicer_to_server(FailingPrefill(make), server.grpc_server)
+    async with server, open_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pods_pb2_grpc.PrefillStub(channel).Prefill(pods_pb2.PrefillRequest(), timeout=10)
+    return caught.value
+
+
+async def test_error_keeps_its_class_over_the_wire() -> None:
+    rpc_error = await call_failing_with(lambda: InvalidRequestError("top_p must be positive", param="top_p"))
+    assert rpc_error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = from_rpc_error(rpc_error)
+    assert (type(error), error.message, error.param) == (InvalidRequestError, "top_p must be positive", "top_p")
+
+
+async def test_overload_tells_when_to_come_back() -> None:
+    error = from_rpc_error(await call_failing_with(lambda: OverloadedError("full", retry_after_s=2.5)))
+    assert isinstance(error, OverloadedError)
+    assert error.retry_after_s == 2.5
+
+
+async def test_unforeseen_exception_is_logged_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    rpc_error = await call_failing_with(lambda: RuntimeError("the secret path"))
+    assert rpc_error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (rpc_error.details() or "")
+    assert "the secret path" in caplog.text
+    assert from_rpc_error(rpc_error).code is ErrorCode.INTERNAL
+
+
+def test_status_without_our_metadata_is_understood() -> None:
+    for status, code in [
+        (grpc.StatusCode.UNAVAILABLE, ErrorCode.UNAVAILABLE),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorCode.TOO_LARGE),
+        (grpc.StatusCode.DATA_LOSS, ErrorCode.INTERNAL),
+    ]:
+        empty = grpc.aio.Metadata()
+        assert from_rpc_error(grpc.aio.AioRpcError(status, empty, empty, "details")).code is code
+
+
+def test_every_error_class_survives_as_a_stream_event() -> None:
+    classes = [
+        cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BatonError) and cls.code
+    ]
+    for cls in classes:
+        returned = error_from_pb(error_to_pb(cls("what happened")))
+        assert (returned.code, returned.message) == (cls.code, "what happened")
+    assert {error_from_pb(error_to_pb(cls("x"))).code for cls in classes} == set(ErrorCode) - {
+        ErrorCode.UNAUTHENTICATED
+    }
