@@ -199,6 +199,25 @@ def parse(
     return build(struct_type, args, yaml_section, exclude=exclude)
 
 
+def to_arguments(settings: msgspec.Struct, *, exclude: frozenset[str] = frozenset()) -> list[str]:
+    """The options that make another process `build` the same settings; those at their defaults are left out."""
+    values = dict(_flat_values(settings))
+    arguments: list[str] = []
+    for leaf in _leaves(type(settings), exclude):
+        value = values[leaf.name]
+        if value == leaf.default:
+            continue
+        if isinstance(value, bool):
+            arguments.append(leaf.option if value else f"--no-{leaf.option.removeprefix('--')}")
+        elif isinstance(value, dict):
+            arguments += [f"{leaf.option}={key}={_text(item)}" for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            arguments += [f"{leaf.option}={_text(item)}" for item in value]
+        else:
+            arguments.append(f"{leaf.option}={_text(value)}")
+    return arguments
+
+
 def report_config_error(error: ConfigError) -> int:
     """Prints the error on one line of stderr and returns the exit code, 2."""
     sys.stderr.write(f"baton: error: {' '.join(error.message.split())}\n")
@@ -292,6 +311,19 @@ def _default_of(field: mi.Field) -> msgspec.Struct | None:
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()  # type: ignore[no-any-return]
     return field.default if isinstance(field.default, msgspec.Struct) else None
+
+
+def _flat_values(settings: msgspec.Struct) -> Iterator[tuple[str, object]]:
+    for name in type(settings).__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _flat_values(value)
+        else:
+            yield name, value
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 # --- help ---

@@ -9,7 +9,16 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from common.config import ArgumentParser, add_arguments, build, load_yaml, parse, parse_byte_size, report_config_error
+from common.config import (
+    ArgumentParser,
+    add_arguments,
+    build,
+    load_yaml,
+    parse,
+    parse_byte_size,
+    report_config_error,
+    to_arguments,
+)
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
 
@@ -149,6 +158,20 @@ def test_parse_reads_its_section(tmp_path: Path) -> None:
     file.write_text("strict: {address: yaml, high: 9}\nother: {anything: 1}\n")
     built = parse(Strict, ["--config", str(file), "--low", "3"], prog="test", section="strict")
     assert built == Strict(address="yaml", low=3, high=9)
+
+
+def test_settings_travel_to_another_process_as_options() -> None:
+    settings = Pod(
+        cache=Cache(block_size=8, enable_prefix_caching=False),
+        name="-x y",
+        peers=("a:1", "b:2"),
+        options={"path": "/a=b", "fsync": True, "size": 3},
+        timeout_s=0.25,
+    )
+    assert pod(*to_arguments(settings)) == settings
+    assert to_arguments(Pod()) == []
+    unset = EngineConfig()
+    assert to_arguments(unset) == []
 
 
 def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,29 @@
+"""`baton complete`: continues a prompt on a running router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cli.generation import parse_generation, read_stdin, report_router_error, write_pieces
+from cli.router_client import RouterClient, RouterError
+from common.config import ArgumentParser
+from common.errors import ConfigError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the continuation of the prompt. Returns the exit code; raises ConfigError."""
+    parser = ArgumentParser(
+        prog="baton complete", description="Prints how the model continues a prompt.", allow_abbrev=False
+    )
+    parser.add_argument("prompt", nargs="?", help="The text to continue; default: read from stdin.")
+    args, options = parse_generation(parser, argv)
+    try:
+        prompt = args.prompt if args.prompt is not None else read_stdin("the prompt")
+        if not prompt:
+            raise ConfigError("no prompt: give one as argument or on stdin")
+        with RouterClient(options.url, timeout_s=options.timeout_s) as router:
+            body = options.body(options.model or router.default_model()) | {"prompt": prompt}
+            write_pieces(router.stream_complete(body) if options.stream else [router.complete(body)])
+    except RouterError as error:
+        return report_router_error(error)
+    return 0

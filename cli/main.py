@@ -1,0 +1,84 @@
+"""The `baton` command: finds the command's module and imports nothing else, so that `baton --help` is instant."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common import __version__
+
+
+class Command(NamedTuple):
+    """Where a command lives, and its line in the help."""
+
+    module: str  # with a function main(argv) -> exit code
+    summary: str
+
+
+COMMANDS = {
+    "up": Command("cli.up", "Start a cluster on this machine: prefill pods, decode pods and a router."),
+    "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
+    "complete": Command("cli.complete", "Continue a prompt."),
+    "chat": Command("cli.chat", "Talk to the model."),
+}
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the process's arguments) names. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"baton {__version__}")
+        return 0
+    try:
+        return _run(arguments[0], arguments[1:])
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; keep the interpreter from failing once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def help_text() -> str:
+    """What `baton --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: baton COMMAND [options]",
+            "",
+            "Serves large language models with prefill and decode on separate pods.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`baton COMMAND --help` describes a command's options; `baton --version` prints the version.",
+        ]
+    )
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    from common.config import report_config_error
+    from common.errors import ConfigError
+
+    try:
+        command = COMMANDS.get(name)
+        if command is None:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
+            raise ConfigError(f"{name}: unknown command; {hint}")
+        return int(importlib.import_module(command.module).main(arguments))
+    except ConfigError as error:
+        return report_config_error(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""`baton serve ROLE`: one process of a cluster."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from common.errors import ConfigError
+from deploy.parent_death import die_with_parent
+
+ROLES = {
+    "router": "router.__main__",
+    "prefill": "prefill_service.__main__",
+    "decode": "decode_service.__main__",
+}
+_NEEDS = {"router": "router", "prefill": "engine", "decode": "engine"}  # extra of the distribution
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hands the options over to the role's own main function."""
+    die_with_parent()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(
+            "usage: baton serve {router,prefill,decode} [options]\n\n`baton serve ROLE --help` describes its options."
+        )
+        return 0
+    role, *options = argv
+    if role not in ROLES:
+        raise ConfigError(f"{role}: unknown role; known: {', '.join(ROLES)}")
+    try:
+        module = importlib.import_module(ROLES[role])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in (
+            "router",
+            "prefill_service",
+            "decode_service",
+            "common",
+            "kv_store",
+        ):
+            raise
+        raise ConfigError(f"{role}: {error.name} is not installed; pip install 'baton-llm[{_NEEDS[role]}]'") from error
+    return int(module.main(options))

@@ -1,0 +1,262 @@
+"""A whole cluster on this machine: `baton up`.
+
+1. Check the settings, pick ports for the pods, make the directory through which they share KV blocks.
+2. Start all pods and the router at once, each a process of its own; say when each is ready.
+3. Print a request that works, and stay in the foreground. A pod that dies is started again.
+4. At the first SIGINT, SIGTERM or SIGHUP end the router, then the pods; at the second kill them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from common import __version__
+from common.config import ArgumentParser, add_arguments, build, load_yaml, to_arguments
+from common.engine.config import EngineConfig
+from common.errors import ConfigError
+from common.observability.logging import LogLevel
+from deploy.pod_process import PodProcess, PodSpec, PodStartError
+from deploy.ports import check_free, pick_ports
+from deploy.probes import first_model, grpc_probe, http_probe
+from deploy.scratch import scratch_directory
+from deploy.terminal import Terminal
+
+SECTIONS = ("cluster", "prefill", "decode", "router")
+LOOPBACK = "127.0.0.1"  # where the pods listen; only the router is reachable from elsewhere
+EXAMPLE_PROMPT = "The capital of France is"
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+PodCount = Annotated[int, Meta(le=64)]
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `baton up` starts."""
+
+    prefill: Annotated[PodCount, Meta(ge=0, description="Prefill pods; 0: decode pods prefill themselves.")] = 1
+    decode: Annotated[PodCount, Meta(ge=1, description="Decode pods.")] = 1
+    connector: Annotated[str, Meta(min_length=1, description="How KV blocks travel from prefill to decode pods.")] = (
+        "shared-storage"
+    )
+    host: Annotated[str, Meta(min_length=1, description="Address the router listens on.")] = LOOPBACK
+    port: Annotated[Port, Meta(description="HTTP port of the router; 0: a free one.")] = 8000
+    grpc_port: Annotated[Port, Meta(description="gRPC port of the router; 0: a free one.")] = 9000
+    served_model_name: Annotated[
+        str | None, Meta(description="Name of the model in the API; default: that of its directory or hub id.")
+    ] = None
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds within which every pod must be ready, downloads included.")
+    ] = 900.0
+    stop_grace_s: Annotated[
+        float, Meta(ge=0, description="Seconds that the router, then the pods, get to finish before they are killed.")
+    ] = 10.0
+    log_level: Annotated[LogLevel, Meta(description="Log lines of the pods from this level on.")] = "warning"
+    engine: EngineConfig = EngineConfig()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a local cluster until a signal. Returns the exit code; raises ConfigError."""
+    parser = ArgumentParser(
+        prog="baton up",
+        description="Starts prefill pods, decode pods and a router on this machine. "
+        "Engine settings hold for every pod; sections of the --config file tell them apart.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file with the sections {', '.join(SECTIONS)}, all optional."
+    )
+    add_arguments(parser, ClusterConfig)
+    args = parser.parse_args(argv)
+    document = load_yaml(args.config) if args.config else None
+    if document is not None:
+        document.check_names(SECTIONS)
+    config = build(ClusterConfig, args, document.section("cluster") if document is not None else None)
+    terminal = Terminal()
+    try:
+        with scratch_directory() as scratch:
+            config_file = Path(args.config).resolve() if args.config else None
+            return asyncio.run(LocalCluster(config, terminal, scratch, config_file).run())
+    except PodStartError as error:
+        terminal.warn(f"baton: error: {error.message}")
+        return 1
+
+
+class LocalCluster:
+    """Owns the processes of one cluster."""
+
+    def __init__(
+        self, config: ClusterConfig, terminal: Terminal, scratch: Path, config_file: Path | None = None
+    ) -> None:
+        """Raises ConfigError if a port is taken."""
+        self._config = config
+        self._terminal = terminal
+        self._stop_asked = asyncio.Event()
+        port, grpc_port = _public_ports(config)
+        self._probe_host = _reachable(config.host)
+        self._port = port
+        plan = plan_cluster(config, port, grpc_port, scratch, config_file)
+        self._pods = [PodProcess(spec, grpc_probe(spec.address), terminal) for spec in plan.pods]
+        self._router = PodProcess(plan.router, http_probe(self._probe_host, port), terminal)
+
+    async def run(self) -> int:
+        """Starts everything and waits for a signal. Returns 0; raises ConfigError or PodStartError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        self._announce()
+        started = time.monotonic()
+        supervisors = [asyncio.create_task(pod.supervise(), name=pod.spec.name) for pod in (*self._pods, self._router)]
+        try:
+            await self._until_ready(supervisors)
+            if not self._stop_asked.is_set():
+                await self._say_ready(time.monotonic() - started)
+                await self._first_of(*supervisors)
+        finally:
+            await self._stop()
+            await asyncio.gather(*supervisors, return_exceptions=True)
+        self._terminal.say("Stopped.")
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._stop_asked.is_set():
+            for pod in (self._router, *self._pods):
+                pod.kill()
+            return
+        self._terminal.say(f"\nStopping. {self._terminal.dim('Once more to kill.')}")
+        self._stop_asked.set()
+
+    async def _until_ready(self, supervisors: Iterable[asyncio.Task[None]]) -> None:
+        """Returns when every pod is ready or a stop was asked for; raises what a supervisor raised."""
+        timeout_s = self._config.start_timeout_s
+        all_ready = asyncio.gather(*(pod.ready.wait() for pod in (*self._pods, self._router)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._first_of(all_ready, *supervisors)
+        except TimeoutError:
+            late = ", ".join(pod.spec.name for pod in (*self._pods, self._router) if not pod.ready.is_set())
+            raise PodStartError(f"not ready within {timeout_s:g} s: {late}") from None
+        finally:
+            all_ready.cancel()
+
+    async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
+        """Waits for the first of `awaited` or a stop; raises what the finished ones raised."""
+        stop = asyncio.create_task(self._stop_asked.wait())
+        try:
+            done, _ = await asyncio.wait([*awaited, stop], return_when=asyncio.FIRST_COMPLETED)
+            for finished in done:
+                finished.result()
+        finally:
+            stop.cancel()
+
+    async def _stop(self) -> None:
+        """The router first: while it ends, its streams still have their pods."""
+        grace_s = self._config.stop_grace_s
+        await self._router.stop(grace_s)
+        await asyncio.gather(*(pod.stop(grace_s) for pod in self._pods))
+
+    def _announce(self) -> None:
+        config = self._config
+        model = config.engine.model.model or "the demo model"
+        if config.prefill:
+            topology = f"{config.prefill} prefill + {config.decode} decode, connector {config.connector}"
+        else:
+            topology = f"{config.decode} decode, colocated"
+        self._terminal.say(f"{self._terminal.bold(f'Baton {__version__}')}: {topology}, model {model}")
+
+    async def _say_ready(self, seconds: float) -> None:
+        say, host = self._terminal.say, self._probe_host
+        model = await first_model(host, self._port)
+        say(f"\nReady in {seconds:.1f} s. Try:\n")
+        say(f"  {curl_line(base_url(host, self._port), model)}\n")
+        say(self._terminal.dim("Stop with Ctrl-C."))
+
+
+class ClusterPlan(msgspec.Struct, frozen=True):
+    """The processes of a cluster."""
+
+    pods: list[PodSpec]
+    router: PodSpec
+
+
+def plan_cluster(
+    config: ClusterConfig, port: int, grpc_port: int, scratch: Path, config_file: Path | None
+) -> ClusterPlan:
+    """Commands, ports and environment of every process."""
+    env = pod_environment(os.environ, config.prefill + config.decode)
+    common = ["--log-level", config.log_level]
+    if config_file is not None:
+        common += ["--config", str(config_file)]
+    if config.prefill:
+        pod_options = ["--connector", config.connector]
+        if config.connector == "shared-storage":
+            pod_options.append(f"--connector-options=path={scratch}")
+    else:
+        pod_options = []
+    pod_options += to_arguments(config.engine)
+    ports = pick_ports(LOOPBACK, config.prefill + config.decode)
+    names = [("prefill", index) for index in range(config.prefill)]
+    names += [("decode", index) for index in range(config.decode)]
+    pods: list[PodSpec] = []
+    for (role, index), pod_port in zip(names, ports, strict=True):
+        name = f"{role}-{index}"
+        own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
+        pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", [*own, *pod_options, *common], env))
+    router_options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
+    for pod in pods:
+        router_options += [f"--{pod.role}", pod.address]
+    if config.engine.model.model:
+        router_options += ["--model", config.engine.model.model]
+    if config.served_model_name:
+        router_options += ["--served-model-name", config.served_model_name]
+    router_address = f"{base_url(_reachable(config.host), port)} grpc :{grpc_port}"
+    return ClusterPlan(pods, _spec("router", "router", router_address, [*router_options, *common], env))
+
+
+def _spec(name: str, role: str, address: str, options: Sequence[str], env: Mapping[str, str]) -> PodSpec:
+    return PodSpec(name, role, (sys.executable, "-m", "cli.main", "serve", role, *options), env, address)
+
+
+def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]:
+    """`base` with the cores shared out among the engines, unless it says otherwise, and this code importable."""
+    threads = max(1, len(os.sched_getaffinity(0)) // num_engines)
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **base}
+    root = str(Path(__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, base.get("PYTHONPATH", "")]))
+    return env
+
+
+def curl_line(url: str, model: str) -> str:
+    """A completion request to paste into a shell."""
+    body = json.dumps({"model": model, "prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0})
+    return f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+def base_url(host: str, port: int) -> str:
+    """The router's HTTP address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _reachable(host: str) -> str:
+    """Where to reach a server that listens on `host`."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)  # noqa: S104
+
+
+def _public_ports(config: ClusterConfig) -> tuple[int, int]:
+    """HTTP and gRPC port of the router. Raises ConfigError if one is taken."""
+    if config.port and config.port == config.grpc_port:
+        raise ConfigError("--grpc-port: must differ from --port", param="grpc_port")
+    free = iter(pick_ports(config.host, 2))
+    for port, option in ((config.port, "--port"), (config.grpc_port, "--grpc-port")):
+        if port:
+            check_free(config.host, port, option)
+    return config.port or next(free), config.grpc_port or next(free)

@@ -1,0 +1,66 @@
+"""What a person sees of a local cluster: progress on stdout, the pods' own lines on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from deploy.pod_process import PodSpec, describe_exit
+
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93)  # of pod names, in order of appearance
+_BOLD, _RED, _DIM = 1, 31, 2
+
+
+class Terminal:
+    """Plain text without a terminal or with NO_COLOR; the same text with colours otherwise."""
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = out if out is not None else sys.stdout
+        self._err = err if err is not None else sys.stderr
+        self._colour_of: dict[str, int] = {}
+
+    def say(self, text: str = "") -> None:
+        """A line of progress."""
+        self._write(self._out, text)
+
+    def warn(self, text: str) -> None:
+        """A line about something that went wrong."""
+        self._write(self._err, self._paint(self._err, text, _RED))
+
+    def pod_line(self, name: str, line: str) -> None:
+        """A pod's own line, under the pod's name; lines that start with the name keep the one they have."""
+        text = line.removeprefix(f"[{name}]").lstrip() if line.startswith(f"[{name}]") else line
+        self._write(self._err, f"{self._paint(self._err, f'[{name}]', self._colour(name))} {text}")
+
+    def pod_ready(self, spec: PodSpec, seconds: float, *, again: bool) -> None:
+        """A pod serves."""
+        name = self._paint(self._out, f"{spec.name:<10}", self._colour(spec.name))
+        self.say(f"  {name} {spec.role:<8} {spec.address:<22} ready{' again' if again else ''} in {seconds:.1f} s")
+
+    def pod_died(self, spec: PodSpec, exit_code: int, delay_s: float) -> None:
+        """A pod ended unasked."""
+        self.warn(f"  {spec.name:<10} {spec.role:<8} ended ({describe_exit(exit_code)}), restart in {delay_s:g} s")
+
+    def bold(self, text: str) -> str:
+        """`text` for emphasis in `say`."""
+        return self._paint(self._out, text, _BOLD)
+
+    def dim(self, text: str) -> str:
+        """`text` for an aside in `say`."""
+        return self._paint(self._out, text, _DIM)
+
+    def _colour(self, name: str) -> int:
+        return self._colour_of.setdefault(name, _COLOURS[len(self._colour_of) % len(_COLOURS)])
+
+    def _paint(self, stream: TextIO, text: str, colour: int) -> str:
+        if not stream.isatty() or "NO_COLOR" in os.environ:
+            return text
+        return f"\x1b[{colour}m{text}\x1b[0m"
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text + "\n")
+            stream.flush()
+        except (BrokenPipeError, ValueError):  # nobody reads any more; the cluster goes on
+            pass
