@@ -12,12 +12,13 @@ TransferId = NewType("TransferId", str)
 
 
 class FinishReason(enum.IntEnum):
-    """Why a generation ended. Values equal baton.v1.FinishReason."""
+    """Why a generation ended. Values equal baton.v1.FinishReason, which has no HANDOFF: that one stays in the pods."""
 
     STOP = 1  # end-of-sequence, stop token or stop string
     LENGTH = 2  # max_tokens or the context length
     ABORT = 3  # the client or a deadline ended it
     ERROR = 4  # it failed
+    HANDOFF = 5  # producer: continued on the decode pod
 
     @property
     def label(self) -> str:

@@ -1,0 +1,144 @@
+"""Block tables: which blocks hold which request's KV."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from common.engine.kv_cache.block_pool import Block, BlockPool
+from common.engine.request import Request
+from common.types import RequestId
+
+
+class _BlockTable:
+    """One request's blocks, in token order. Token i lives in blocks[i // block_size]."""
+
+    __slots__ = ("blocks", "capacity", "num_cached")
+
+    def __init__(self, blocks: list[Block], num_cached: int, block_size: int) -> None:
+        self.blocks = blocks
+        self.capacity = len(blocks) * block_size  # tokens that fit
+        self.num_cached = num_cached  # leading blocks that were offered to the prefix cache
+
+
+class KVCacheManager:
+    """Gives blocks to requests and takes them back; keeps full computed blocks findable by content.
+
+    A request owns either no blocks or blocks for all tokens it had at admission; nothing is ever half-allocated.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self._pool = BlockPool(num_blocks)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._tables: dict[RequestId, _BlockTable] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block excluded."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated, cached unused ones included."""
+        return self._pool.num_free
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_cached_prefix(self, request: Request) -> list[Block]:
+        """The longest run of cached blocks that `request` starts with.
+
+        It never covers the last token: one token must be computed to sample the next, and a shared block must
+        not be written to.
+        """
+        if not self._enable_prefix_caching:
+            return []
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        request.complete_block_hashes(self.block_size, max_blocks)
+        prefix: list[Block] = []
+        for block_hash in request.block_hashes[:max_blocks]:
+            block = self._pool.find(block_hash)
+            if block is None:
+                break
+            prefix.append(block)
+        return prefix
+
+    def can_allocate(self, request: Request, prefix: Sequence[Block], held_back: int) -> bool:
+        """Whether all tokens of `request` fit behind `prefix` and `held_back` free blocks remain."""
+        needed = self.num_blocks_for(request.num_tokens) - len(prefix)
+        revived = sum(block.ref_cnt == 0 for block in prefix)
+        return needed + revived + held_back <= self._pool.num_free
+
+    def allocate(self, request: Request, prefix: Sequence[Block]) -> None:
+        """Give `request` a table that starts with `prefix` and holds all its tokens. Needs `can_allocate`."""
+        assert request.request_id not in self._tables
+        self._pool.share(prefix)
+        fresh = self._pool.allocate(self.num_blocks_for(request.num_tokens) - len(prefix))
+        self._tables[request.request_id] = _BlockTable([*prefix, *fresh], len(prefix), self.block_size)
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Extend the table to hold `num_tokens` tokens. Ids of the blocks added; None if too few are free now."""
+        table = self._tables[request.request_id]
+        if num_tokens <= table.capacity:
+            return []
+        missing = self.num_blocks_for(num_tokens - table.capacity)
+        if missing > self._pool.num_free:
+            return None
+        fresh = self._pool.allocate(missing)
+        table.blocks += fresh
+        table.capacity += missing * self.block_size
+        return [block.block_id for block in fresh]
+
+    def cache_computed(self, request: Request) -> None:
+        """Make the full blocks among the computed tokens of `request` findable. Called once they are computed."""
+        table = self._tables[request.request_id]
+        num_full = request.num_computed_tokens // self.block_size
+        if num_full <= table.num_cached or not self._enable_prefix_caching:
+            return
+        request.complete_block_hashes(self.block_size, num_full)
+        for index in range(table.num_cached, num_full):
+            self._pool.cache(table.blocks[index], request.block_hashes[index])
+        table.num_cached = num_full
+
+    def free(self, request: Request) -> None:
+        """Take back all blocks of `request`; does nothing if it has none. Pinned ones stay out of the free queue."""
+        table = self._tables.pop(request.request_id, None)
+        if table is not None:
+            self._pool.free(table.blocks)
+
+    def blocks(self, request: Request) -> Sequence[Block]:
+        """The blocks of `request`, in token order; empty if it has none."""
+        table = self._tables.get(request.request_id)
+        return table.blocks if table is not None else ()
+
+    def pin(self, blocks: Sequence[Block]) -> None:
+        """Keep `blocks` from being reused, whatever happens to their request, until `unpin`."""
+        self._pool.share(blocks)
+
+    def unpin(self, blocks: Sequence[Block]) -> None:
+        """End one `pin`."""
+        self._pool.free(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that nobody uses."""
+        self._pool.reset_cache()
+
+    @property
+    def holders(self) -> Iterable[RequestId]:
+        """Requests that own blocks."""
+        return self._tables.keys()
+
+    def check_integrity(self, pinned: Iterable[Block]) -> list[str]:
+        """Violations, one line each, given the blocks pinned (as often as they are)."""
+        num_users = Counter(block.block_id for block in pinned)
+        violations: list[str] = []
+        for request_id, table in self._tables.items():
+            block_ids = [block.block_id for block in table.blocks]
+            num_users.update(block_ids)
+            if len(set(block_ids)) != len(block_ids):
+                violations.append(f"request {request_id} has a block twice in its table")
+            if table.capacity != len(table.blocks) * self.block_size:
+                violations.append(f"request {request_id} counts {table.capacity} slots in {len(table.blocks)} blocks")
+        return violations + self._pool.check_integrity(num_users)

@@ -1,0 +1,145 @@
+"""One request as the scheduler sees it.
+
+    WAITING ------------------------------> RUNNING -> FINISHED
+       |    \\-> WAITING_FOR_REMOTE_KV -/    |   ^
+       |         (consumer: blocks reserved) v   |
+       |                                  PREEMPTED
+       \\-> FINISHED (aborted, from any state)
+
+A failed handoff leads back to WAITING; such a request keeps its blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from common.engine.messages import AddRequest
+from common.engine.scheduler.transfers import Incoming, Outgoing
+from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = enum.auto()  # for its turn
+    WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
+    RUNNING = enum.auto()  # in the batch
+    PREEMPTED = enum.auto()  # lost its blocks; waits for its next turn
+    FINISHED = enum.auto()  # `finish_reason` says why; only its saves may go on
+
+
+class Request:
+    """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
+
+    __slots__ = (
+        "_root_hash",
+        "added_at",
+        "block_hashes",
+        "finish_reason",
+        "incoming",
+        "is_in_batch",
+        "is_started",
+        "max_num_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "order",
+        "outgoing",
+        "request_id",
+        "sampling",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, message: AddRequest, *, added_at: float, order: tuple[int, int], max_model_len: int, eos: frozenset[int]
+    ) -> None:
+        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated."""
+        sampling = message.sampling
+        self.request_id = message.request_id
+        self.sampling = sampling
+        self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
+        stops = frozenset() if sampling.ignore_eos else eos
+        self.stop_token_ids = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
+
+        self.added_at = added_at
+        self.order = order
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.is_started = False  # RequestStarted was said
+        self.is_in_batch = False  # the model runner knows it
+        self.num_computed_tokens = 0
+
+        self._root_hash = root_hash(message.cache_salt)
+        self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
+
+        transfer = message.transfer
+        self.incoming = Incoming(transfer.epoch) if transfer and transfer.role == "consumer" else None
+        self.outgoing = Outgoing() if transfer and transfer.role == "producer" else None
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, here or before."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV is not here; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """True once a finish reason was given."""
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token: SampledToken) -> FinishReason | None:
+        """Add an output token. The reason if the generation ends with it."""
+        self.token_ids.append(token.token_id)
+        if token.token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def complete_block_hashes(self, block_size: int, num_blocks: int) -> None:
+        """Compute what lacks of the hashes of the first `num_blocks` blocks, all of which must be full."""
+        known = len(self.block_hashes)
+        if known < num_blocks:
+            parent = self.block_hashes[-1] if known else self._root_hash
+            tokens = self.token_ids[known * block_size : num_blocks * block_size]
+            self.block_hashes += hash_prompt(tokens, block_size, parent)
+
+    def prompt_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
+        """Hashes of prompt blocks [start, stop); the last block of the prompt may be partial."""
+        num_full = self.num_prompt_tokens // block_size
+        self.complete_block_hashes(block_size, min(stop, num_full))
+        hashes = self.block_hashes[start : min(stop, num_full)]
+        if stop > num_full:
+            prompt = self.token_ids[: self.num_prompt_tokens]
+            hashes.append(hash_partial_block(prompt, block_size, self.block_hashes[:num_full], self._root_hash))
+        return tuple(hashes)
+
+    def misfit_block_hash(self, block_size: int) -> int | None:
+        """Index of a given hash that is not that of its block, None if all seem right.
+
+        Only the first and the last one are recomputed: enough to notice another block size, salt or prompt.
+        """
+        hashes = self.block_hashes
+        if len(hashes) * block_size > self.num_prompt_tokens:
+            return self.num_prompt_tokens // block_size
+        for index in {0, len(hashes) - 1} if hashes else ():
+            parent = hashes[index - 1] if index else self._root_hash
+            block = self.token_ids[index * block_size : (index + 1) * block_size]
+            if hash_prompt(block, block_size, parent) != [hashes[index]]:
+                return index
+        return None

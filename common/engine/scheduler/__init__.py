@@ -1,0 +1,1 @@
+"""Who computes what in a step. Pure: no torch, no clock, no I/O."""

@@ -1,0 +1,63 @@
+"""What requests gained since the last answer to the client, merged to one RequestOutput per request."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.engine.messages import RequestEvent, RequestOutput
+from common.engine.request import Request
+from common.types import SampledToken
+
+
+class Outbox:
+    """Keyed by request, not by id: an id may be used again while the last words of its first bearer wait here."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[Request, RequestOutput] = {}
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def add_token(self, request: Request, token: SampledToken) -> None:
+        """`token` was just appended to `request`."""
+        output = self._outputs.get(request)
+        if output is None:
+            self._outputs[request] = RequestOutput(
+                request_id=request.request_id,
+                start_index=request.num_output_tokens - 1,
+                tokens=[token],
+                finish_reason=request.finish_reason,
+            )
+        elif output.tokens:
+            output.tokens.append(token)
+        else:
+            start = request.num_output_tokens - 1
+            self._outputs[request] = msgspec.structs.replace(output, start_index=start, tokens=[token])
+
+    def add_event(self, request: Request, event: RequestEvent) -> None:
+        """Something happened to `request`."""
+        self._open(request).events.append(event)
+
+    def finish(self, request: Request) -> None:
+        """`request` has got its finish reason."""
+        output = self._open(request)
+        if output.finish_reason is not request.finish_reason:
+            self._outputs[request] = msgspec.structs.replace(output, finish_reason=request.finish_reason)
+
+    def take(self, request: Request) -> RequestOutput:
+        """The output of one request, at once."""
+        output = self._open(request)
+        del self._outputs[request]
+        return output
+
+    def drain(self) -> list[RequestOutput]:
+        """Everything, in the order in which requests first gained something."""
+        outputs = list(self._outputs.values())
+        self._outputs.clear()
+        return outputs
+
+    def _open(self, request: Request) -> RequestOutput:
+        output = self._outputs.get(request)
+        if output is None:
+            output = self._outputs[request] = RequestOutput(request_id=request.request_id)
+        return output

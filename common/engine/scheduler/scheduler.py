@@ -1,0 +1,536 @@
+"""The scheduler: one rule, no phases.
+
+A request has `num_tokens` known tokens of which `num_computed_tokens` have their KV here. Each step gives tokens to
+requests, under a token budget, so that the second number catches up with the first; when it does, one more token
+is sampled. Prefill, chunked prefill, prefix hits, decoding, resumed and handed-over requests are that rule with
+other numbers.
+
+A step:
+
+1. requests whose blocks are filled already (by a handoff) take a seat in the batch;
+2. running requests get tokens, those that decode first, so that no prefill chunk delays a token. Who finds no free
+   block preempts the last in order, itself at worst;
+3. if nobody was preempted, waiting requests are admitted in order while blocks for all their tokens, seats and
+   budget last. A consumer needs neither seat nor budget: it reserves blocks and waits for its KV;
+4. loads and saves that became possible are started.
+
+No deadlock: the first request in order can preempt all others of the batch; what else holds blocks (handoffs, jobs)
+depends on nobody's blocks and ends by itself. No starvation: admission is strictly in order, and a step's budget
+is never smaller than the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from common.engine.config import SchedulerConfig
+from common.engine.kv_cache import KVCacheManager
+from common.engine.kv_connector import TransferResult
+from common.engine.messages import (
+    AddRequest,
+    EngineStats,
+    IntegrityReport,
+    KVReceived,
+    KVSaved,
+    RequestOutput,
+    RequestStarted,
+    TransferUpdate,
+)
+from common.engine.request import Request, RequestStatus
+from common.engine.scheduler.outbox import Outbox
+from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
+from common.engine.scheduler.waiting_queue import WaitingQueue
+from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
+from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken
+
+logger = logging.getLogger(__name__)
+
+
+class _Plan:
+    """A step in the making."""
+
+    __slots__ = ("any_preempted", "budget", "new_block_ids", "scheduled")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
+        self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
+        self.any_preempted = False
+
+    def give(self, request: Request, num_tokens: int) -> None:
+        self.scheduled[request] = num_tokens
+        self.budget -= num_tokens
+
+    def take_back(self, request: Request) -> None:
+        self.budget += self.scheduled.pop(request, 0)
+        self.new_block_ids.pop(request, None)
+        self.any_preempted = True
+
+
+class Scheduler:
+    """Owns the requests of an engine and their place in life. Called by EngineCore on its one thread:
+    any number of `add_request`, `abort_requests` and `update_transfer`, then `schedule` and, with the runner's answer,
+    `update`. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        enable_prefix_caching: bool,
+    ) -> None:
+        """`num_blocks` counts the null block. Raises ConfigError if one request may outgrow the KV cache."""
+        if max_model_len > (num_blocks - 1) * block_size:
+            raise ConfigError(
+                f"max_model_len {max_model_len} needs more than the {num_blocks - 1} KV blocks of {block_size} tokens",
+                param="max_model_len",
+            )
+        self._config = config
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._enable_prefix_caching = enable_prefix_caching
+        # Each request of the batch gets at least one token per step.
+        self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self._watermark_blocks = int(config.watermark * self._kv.num_blocks)
+
+        # Every live request is in exactly one of the four places below.
+        self._live: dict[RequestId, Request] = {}
+        self._waiting = WaitingQueue()  # no blocks
+        self._remote: dict[RequestId, Request] = {}  # blocks reserved, KV in flight
+        self._ready: deque[Request] = deque()  # handoff over; has blocks, wants a seat
+        self._running: list[Request] = []  # the batch
+        self._settling: dict[RequestId, Request] = {}  # finished producers whose saves go on
+
+        self._transfers = TransferLedger(self._kv)
+        self._loadable: dict[Request, None] = {}  # consumers with loads to start; a dict keeps the order
+        self._outbox = Outbox()
+        self._dropped: list[RequestId] = []  # the runner is to forget them
+        self._is_stalled = False  # the head of the queue was refused, and nothing happened since that may change it
+        self._num_arrivals = 0
+
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._last_step_tokens = 0
+
+    # ---------------------------------------------------------------- from the client
+
+    def add_request(self, message: AddRequest, now: float) -> None:
+        """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing happened."""
+        self._check_admissible(message)
+        priority = message.priority if self._config.policy == "priority" else 0
+        request = Request(
+            message,
+            added_at=now,
+            order=(priority, self._num_arrivals),
+            max_model_len=self._max_model_len,
+            eos=self._eos_token_ids,
+        )
+        misfit = request.misfit_block_hash(self._block_size)
+        if misfit is not None:
+            raise InvalidRequestError(
+                f"block_hashes[{misfit}] is not the hash of that block of {self._block_size} prompt tokens",
+                param="block_hashes",
+            )
+        self._num_arrivals += 1
+        self._live[request.request_id] = request
+        self._waiting.push(request)
+        self._is_stalled = False
+
+    def _check_admissible(self, message: AddRequest) -> None:
+        request_id, num_outputs = message.request_id, len(message.output_token_ids)
+        num_tokens = len(message.prompt_token_ids) + num_outputs
+        if request_id in self._live or request_id in self._settling:
+            raise InvalidRequestError(f"request {request_id} exists already", param="request_id")
+        if not message.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
+        if num_tokens >= self._max_model_len:
+            raise PromptTooLongError(
+                f"{num_tokens} tokens leave no room for another one in a context of {self._max_model_len}",
+                param="prompt_token_ids",
+            )
+        if message.sampling.max_tokens <= num_outputs:
+            raise InvalidRequestError(
+                f"max_tokens {message.sampling.max_tokens} leaves nothing to generate after {num_outputs} tokens",
+                param="max_tokens",
+            )
+        if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
+            raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
+        if len(self._waiting) >= self._config.max_num_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting already")
+
+    def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
+        """End requests now; one output with FinishReason.ABORT for each that was live. Their transfers are hurried,
+        also those of a producer that has finished; the blocks stay pinned until these settle."""
+        outputs = []
+        for request_id in request_ids:
+            request = self._live.get(request_id)
+            if request is not None:
+                self._leave(request)
+                self._report_saved(request, failure="aborted")
+                self._finish(request, FinishReason.ABORT)
+                self._transfers.cancel(request)
+                outputs.append(self._outbox.take(request))
+            elif request_id in self._settling:
+                self._transfers.cancel(self._settling[request_id])
+        return outputs
+
+    def update_transfer(self, update: TransferUpdate, now: float) -> None:
+        """Take news of a consumer's handoff. Ignored if the request has ended, is past its handoff, or the epoch is
+        another one."""
+        request = self._live.get(update.request_id)
+        if request is None or request.incoming is None or request.incoming.epoch != update.epoch:
+            return
+        request.incoming.apply(update, now)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._advance_handoff(request, request.incoming, now)
+
+    # ---------------------------------------------------------------- the step
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decide the next step."""
+        plan = _Plan(self._config.max_num_batched_tokens)
+        self._seat_ready()
+        self._schedule_running(plan)
+        if not plan.any_preempted:
+            self._admit_waiting(plan, now)
+        return self._build(plan)
+
+    def _seat_ready(self) -> None:
+        while self._ready and len(self._running) < self._max_num_running:
+            request = self._ready.popleft()
+            request.status = RequestStatus.RUNNING
+            self._running.append(request)
+
+    def _schedule_running(self, plan: _Plan) -> None:
+        prefilling: list[Request] = []
+        for request in self._running.copy():  # preemption changes the batch
+            if request.num_uncomputed_tokens > 1:
+                prefilling.append(request)
+            elif request.status is RequestStatus.RUNNING and self._grow(request, 1, plan):
+                plan.give(request, 1)
+        for request in prefilling:
+            num_tokens = min(request.num_uncomputed_tokens, plan.budget)
+            if num_tokens and request.status is RequestStatus.RUNNING and self._grow(request, num_tokens, plan):
+                plan.give(request, num_tokens)
+
+    def _grow(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+        """Make room for the next `num_tokens` of `request`, preempting from the end of the order. False: itself."""
+        while (added := self._kv.grow(request, request.num_computed_tokens + num_tokens)) is None:
+            victim = max(self._running, key=lambda running: running.order)
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        if added:
+            plan.new_block_ids[request] = added
+        return True
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        plan.take_back(request)
+        self._running.remove(request)
+        self._forget(request)
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+        self._waiting.push(request)
+        self._num_preemptions += 1
+
+    def _admit_waiting(self, plan: _Plan, now: float) -> None:
+        self._is_stalled = False
+        while self._waiting:
+            request = self._waiting.head
+            needs_seat = request.incoming is None
+            if needs_seat and (not plan.budget or len(self._running) >= self._max_num_running):
+                break
+            if not self._claim_blocks(request, now):
+                self._is_stalled = True
+                break
+            if request.incoming is not None:
+                self._reserve(request, request.incoming, now)
+            else:
+                request.status = RequestStatus.RUNNING
+                self._running.append(request)
+                plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
+
+    def _claim_blocks(self, request: Request, now: float) -> bool:
+        """Take the head of the queue out with blocks for all its tokens; False if they are not free now."""
+        prefix = self._kv.find_cached_prefix(request)
+        others_hold_blocks = self._running or self._ready or self._remote
+        held_back = self._watermark_blocks if others_hold_blocks else 0
+        if not self._kv.can_allocate(request, prefix, held_back):
+            return False
+        self._waiting.pop()
+        self._kv.allocate(request, prefix)
+        request.num_computed_tokens = len(prefix) * self._block_size
+        if not request.is_started:
+            self._announce_start(request, now)
+        return True
+
+    def _announce_start(self, request: Request, now: float) -> None:
+        request.is_started = True
+        num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._prefix_cache_hits += num_cached
+        self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
+        started = RequestStarted(queue_s=now - request.added_at, num_cached_tokens=num_cached)
+        self._outbox.add_event(request, started)
+
+    def _build(self, plan: _Plan) -> SchedulerOutput:
+        """The step as data. From here on the scheduled tokens count as computed."""
+        step = SchedulerOutput(
+            total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,
+            dropped_request_ids=self._dropped,
+            cancelled_job_ids=self._transfers.take_cancelled(),
+        )
+        self._dropped = []
+        self._last_step_tokens = step.total_num_scheduled_tokens
+        self._start_loads(step)
+        for request, num_tokens in plan.scheduled.items():
+            start = request.num_computed_tokens
+            request.num_computed_tokens = start + num_tokens
+            step.num_scheduled_tokens[request.request_id] = num_tokens
+            if request.is_in_batch:
+                added = plan.new_block_ids.get(request) or []
+                step.continued_requests.append(ContinuedRequest(request.request_id, added, start))
+            else:
+                step.new_requests.append(self._introduce(request, start))
+            if start < request.num_prompt_tokens:
+                self._num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+            if request.outgoing is not None:
+                self._start_saves(request, request.outgoing, step)
+        return step
+
+    def _introduce(self, request: Request, num_computed_tokens: int) -> NewRequest:
+        request.is_in_batch = True
+        return NewRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids.copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            block_ids=[block.block_id for block in self._kv.blocks(request)],
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    def update(self, step: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
+        """Take the runner's answer to `step`. What requests gained since the last call, in any way."""
+        for transfer in result.transfers:
+            self._settle(transfer, now)
+        for request_id in step.num_scheduled_tokens:
+            request = self._live.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            self._kv.cache_computed(request)
+            if request.num_uncomputed_tokens == 0:
+                self._num_generation_tokens += 1
+                self._append_token(request, result.sampled[request_id])
+        self._running = [request for request in self._running if not request.is_finished]
+        return self._outbox.drain()
+
+    def _append_token(self, request: Request, token: SampledToken) -> None:
+        reason = request.append(token)
+        if reason is None and request.outgoing is not None:
+            reason = FinishReason.HANDOFF
+        self._outbox.add_token(request, token)
+        if reason is not None:
+            self._finish(request, reason)
+
+    # ---------------------------------------------------------------- transfers
+
+    def _reserve(self, request: Request, incoming: Incoming, now: float) -> None:
+        """The consumer holds blocks for its whole prompt; from now on KV may come."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        self._remote[request.request_id] = request
+        incoming.reserve(request.num_computed_tokens // self._block_size)
+        self._advance_handoff(request, incoming, now)
+
+    def _advance_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
+        if incoming.num_loadable(request.num_prompt_tokens, self._block_size) > incoming.num_started:
+            self._loadable[request] = None
+        elif incoming.is_over:
+            self._conclude_handoff(request, incoming, now)
+
+    def _start_loads(self, step: SchedulerOutput) -> None:
+        for request in self._loadable:
+            assert request.incoming is not None
+            stop = request.incoming.num_loadable(request.num_prompt_tokens, self._block_size)
+            if stop > request.incoming.num_started:
+                step.loads.append(self._transfers.start(request, request.incoming, stop))
+        self._loadable.clear()
+
+    def _conclude_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
+        """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
+        is left to prefill."""
+        num_local = request.num_computed_tokens
+        num_valid = max(num_local, min(incoming.num_moved * self._block_size, request.num_prompt_tokens))
+        is_complete = num_valid >= request.num_prompt_tokens and incoming.first_token is not None
+        request.incoming = None
+        self._remote.pop(request.request_id)
+        self._loadable.pop(request, None)
+        received = KVReceived(
+            num_tokens=num_valid - num_local,
+            handoff_s=0.0 if incoming.final_at is None else now - incoming.final_at,
+            recompute_reason="" if is_complete else incoming.error or incoming.failure or "incomplete",
+        )
+        self._outbox.add_event(request, received)
+        known = request.num_tokens if incoming.first_token is not None else request.num_tokens - 1
+        request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
+        self._kv.cache_computed(request)
+        request.status = RequestStatus.WAITING
+        if incoming.first_token is not None:
+            self._append_token(request, incoming.first_token)
+        if not request.is_finished:
+            self._ready.append(request)
+
+    def _start_saves(self, request: Request, outgoing: Outgoing, step: SchedulerOutput) -> None:
+        """Save the prompt blocks that are complete after this step; the partial last one once nothing more is
+        written to it. Blocks found in the prefix cache are saved too: the store may have lost them."""
+        if outgoing.is_broken:
+            return
+        if request.num_uncomputed_tokens == 0:
+            stop = self._kv.num_blocks_for(request.num_prompt_tokens)
+        else:
+            stop = min(request.num_computed_tokens, request.num_prompt_tokens) // self._block_size
+        if stop > outgoing.num_started:
+            step.saves.append(self._transfers.start(request, outgoing, stop))
+
+    def _settle(self, result: TransferResult, now: float) -> None:
+        request = self._transfers.settle(result)
+        if request is None:
+            logger.warning("connector settled job %d, which is not under way; ignored", result.job_id)
+            return
+        self._is_stalled = False
+        if request.outgoing is not None:
+            self._report_saved(request)
+            if not request.outgoing.in_flight and self._settling.pop(request.request_id, None) is not None:
+                self._kv.free(request)
+        elif request.incoming is not None and not request.is_finished:
+            self._advance_handoff(request, request.incoming, now)
+
+    def _report_saved(self, request: Request, failure: str = "") -> None:
+        """Say how much of a producer's prompt is in the connector, if that is news."""
+        outgoing = request.outgoing
+        if outgoing is None or outgoing.is_reported_broken:
+            return
+        num_tokens = min(outgoing.num_moved * self._block_size, request.num_prompt_tokens)
+        failure = "" if num_tokens == request.num_prompt_tokens else failure or outgoing.error
+        if num_tokens > outgoing.num_reported_tokens or failure:
+            outgoing.num_reported_tokens = num_tokens
+            outgoing.is_reported_broken = bool(failure)
+            self._outbox.add_event(request, KVSaved(num_tokens=num_tokens, failure=failure))
+
+    # ---------------------------------------------------------------- endings
+
+    def _leave(self, request: Request) -> None:
+        """Take a live request out of its place."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            del self._remote[request.request_id]
+            self._loadable.pop(request, None)
+        elif request in self._ready:
+            self._ready.remove(request)
+        else:
+            self._waiting.remove(request)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._live[request.request_id]
+        self._forget(request)
+        is_saving = request.outgoing is not None and request.outgoing.in_flight
+        if is_saving and reason is not FinishReason.ABORT:
+            self._settling[request.request_id] = request
+        else:
+            self._kv.free(request)
+        self._outbox.finish(request)
+        self._is_stalled = False
+
+    def _forget(self, request: Request) -> None:
+        if request.is_in_batch:
+            request.is_in_batch = False
+            self._dropped.append(request.request_id)
+
+    # ---------------------------------------------------------------- for the core
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step now would do something. False with `has_unfinished` True means: wait for a command or for
+        a transfer to settle."""
+        return bool(
+            self._running
+            or self._ready
+            or self._loadable
+            or self._dropped
+            or self._outbox
+            or self._transfers.has_cancellations
+            or (self._waiting and not self._is_stalled)
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is live or a transfer has not settled."""
+        return bool(self._live or self._settling or self._transfers)
+
+    def stats(self) -> EngineStats:
+        """Current figures; those of the step's duration are the core's."""
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._ready),
+            num_waiting_for_remote_kv=len(self._remote),
+            num_free_blocks=self._kv.num_free_blocks,
+            num_blocks=self._kv.num_blocks,
+            num_queued_tokens=self._waiting.num_tokens
+            + sum(request.num_uncomputed_tokens for request in self._running)
+            + sum(request.num_uncomputed_tokens for request in self._ready),
+            last_step_tokens=self._last_step_tokens,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that no request owns."""
+        self._kv.reset_prefix_cache()
+
+    def check_integrity(self) -> IntegrityReport:
+        """State the invariants: each block has one owner or is free, each request is in one place and each place
+        holds blocks or not as it should."""
+        violations = self._kv.check_integrity(self._transfers.pinned_blocks)
+        places = {
+            RequestStatus.RUNNING: self._running,
+            RequestStatus.WAITING_FOR_REMOTE_KV: list(self._remote.values()),
+            RequestStatus.WAITING: [*self._ready, *(r for r in self._waiting if r.status is RequestStatus.WAITING)],
+            RequestStatus.PREEMPTED: [r for r in self._waiting if r.status is RequestStatus.PREEMPTED],
+            RequestStatus.FINISHED: list(self._settling.values()),
+        }
+        for status, requests in places.items():
+            violations += [
+                f"{request} is kept with the {status.name}" for request in requests if request.status is not status
+            ]
+        placed = [request.request_id for requests in places.values() for request in requests]
+        expected = [*self._live, *self._settling]
+        if sorted(placed) != sorted(expected):
+            violations.append(f"requests {sorted(expected)} are in places {sorted(placed)}")
+        holders = {request.request_id for request in (*self._running, *self._remote.values(), *self._ready)}
+        holders |= self._settling.keys()
+        if holders != set(self._kv.holders):
+            violations.append(f"blocks are held by {sorted(self._kv.holders)}, not by {sorted(holders)}")
+        if len(self._running) > self._max_num_running:
+            violations.append(f"{len(self._running)} requests in a batch of {self._max_num_running}")
+        return IntegrityReport(
+            violations=violations,
+            num_requests=len(self._live),
+            num_blocks_in_use=self._kv.num_blocks - self._kv.num_free_blocks,
+            num_transfers=len(self._transfers),
+        )
