@@ -17,7 +17,9 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 `-- TransferError               KV could not be moved; `reason` is the metric label of the recompute
     |-- BlockMissingError       the store has no such block
     |-- BlockCorruptError       length, header or digest is wrong
-    `-- StoreError              the medium failed: full, unreachable, unwritable
+    |-- StoreError              the medium failed: full, unreachable, unwritable
+    |-- TransferTimeoutError    the transfer did not end within its deadline
+    `-- TransferCancelledError  nobody wants the blocks any more
 """
 
 from __future__ import annotations
@@ -173,3 +175,15 @@ class StoreError(TransferError):
     """The medium failed."""
 
     reason = "store_failed"
+
+
+class TransferTimeoutError(TransferError):
+    """The transfer did not end within its deadline."""
+
+    reason = "transfer_timeout"
+
+
+class TransferCancelledError(TransferError):
+    """Nobody wants the blocks any more: the request ended or the connector closes."""
+
+    reason = "transfer_cancelled"

@@ -1,1 +1,1 @@
-"""Connectors that move KV blocks between engines."""
+"""Connectors: how KV blocks get from one engine to another. `kv_store.registry` names them."""

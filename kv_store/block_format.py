@@ -1,0 +1,161 @@
+"""How one block looks on a medium: a frame, which is a fixed-size header and the block's slab of bytes.
+
+The header says what the payload is (format version, model fingerprint, block hash, dtype, shape, number of valid
+tokens) and what its bytes are (length, digest). A receiver knows all of that but the digest from its own request, so
+`verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
+frame to interpret, and nothing is unpickled.
+
+The digest is XXH3-128: it finds what media and software break. It is no defence against somebody who may write to the
+medium and wants to deceive.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from common.errors import BlockCorruptError
+from common.types import HASH_BYTES, BlockHash
+from kv_store.base import Buffer
+
+FORMAT_VERSION = 1
+FINGERPRINT_BYTES = 32
+DIGEST_BYTES = 16
+
+_MAGIC = b"BATONKV\n"
+# Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
+# fingerprint, block hash, digest, zeros. 128 bytes keep the payload aligned.
+_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s20s")
+HEADER_BYTES = _HEADER.size
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}
+_DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
+
+SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim] elements of `dtype`."""
+
+    dtype: str  # one of SUPPORTED_DTYPES
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Elements along each axis of the slab."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the slab."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+
+
+class BlockHeader(NamedTuple):
+    """A parsed header; the field names appear in error messages."""
+
+    dtype: str
+    shape: tuple[int, int, int, int, int]
+    num_tokens: int  # valid ones, from the first slot on
+    payload_bytes: int
+    fingerprint: bytes
+    block_hash: BlockHash
+    digest: bytes
+
+
+def parse_header(frame: bytes | Buffer) -> BlockHeader:
+    """Read the header at the start of `frame`. Raises BlockCorruptError naming the field that no header can have."""
+    if len(frame) < HEADER_BYTES:
+        raise BlockCorruptError(f"{len(frame)} bytes are less than a header of {HEADER_BYTES}", param="length")
+    magic, version, dtype_code, *shape, num_tokens, payload_bytes, fingerprint, block_hash, digest, padding = (
+        _HEADER.unpack_from(frame)
+    )
+    if magic != _MAGIC:
+        raise BlockCorruptError(f"not a KV block: magic is {magic!r}", param="magic")
+    if version != FORMAT_VERSION:
+        raise BlockCorruptError(f"format version {version} is not {FORMAT_VERSION}", param="version")
+    if dtype_code not in _DTYPE_NAMES:
+        raise BlockCorruptError(f"unknown dtype code {dtype_code}", param="dtype")
+    if any(padding):
+        raise BlockCorruptError("padding is not zero", param="padding")
+    return BlockHeader(
+        dtype=_DTYPE_NAMES[dtype_code],
+        shape=(shape[0], shape[1], shape[2], shape[3], shape[4]),
+        num_tokens=num_tokens,
+        payload_bytes=payload_bytes,
+        fingerprint=fingerprint,
+        block_hash=BlockHash(block_hash),
+        digest=digest,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Seals and verifies the frames of one model's blocks."""
+
+    fingerprint: bytes  # FINGERPRINT_BYTES of them
+    layout: BlockLayout
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(self.fingerprint)}")
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of header and payload."""
+        return HEADER_BYTES + self.layout.payload_bytes
+
+    @property
+    def namespace(self) -> str:
+        """Name under which this model's blocks are kept apart from all others; safe as a file name."""
+        return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}"
+
+    def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
+        """Write the header of a frame whose payload is in place."""
+        _HEADER.pack_into(
+            frame,
+            0,
+            _MAGIC,
+            FORMAT_VERSION,
+            _DTYPE_CODES[self.layout.dtype],
+            *self.layout.shape,
+            num_tokens,
+            self.layout.payload_bytes,
+            self.fingerprint,
+            block_hash,
+            xxhash.xxh3_128_digest(frame[HEADER_BYTES:]),
+            b"",
+        )
+
+    def verify(self, frame: Buffer, size: int, block_hash: BlockHash, num_tokens: int) -> None:
+        """Raises BlockCorruptError, `param` naming the field, unless `frame`, which a store filled and says to hold
+        `size` bytes, is exactly the frame of this block."""
+        if size != self.frame_bytes:
+            raise BlockCorruptError(f"{size} bytes, not {self.frame_bytes}", param="length")
+        header = parse_header(frame)
+        expected = BlockHeader(
+            dtype=self.layout.dtype,
+            shape=self.layout.shape,
+            num_tokens=num_tokens,
+            payload_bytes=self.layout.payload_bytes,
+            fingerprint=self.fingerprint,
+            block_hash=block_hash,
+            digest=header.digest,
+        )
+        for field, found, wanted in zip(header._fields, header, expected, strict=True):
+            if found != wanted:
+                raise BlockCorruptError(f"{field} is {_show(found)}, not {_show(wanted)}", param=field)
+        if xxhash.xxh3_128_digest(frame[HEADER_BYTES:]) != header.digest:
+            raise BlockCorruptError("the payload does not have the header's digest", param="digest")
+
+
+def _show(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

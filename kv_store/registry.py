@@ -1,0 +1,72 @@
+"""Connectors by name. A connector's module is imported when it is asked for, so that one needs only what one uses.
+
+`create_connector` is the factory that a pod names in its KVConnectorConfig: "kv_store.registry:create_connector".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from common.engine.kv_connector import WorkerConnector
+from common.errors import ConfigError
+
+OptionValue = str | int | float | bool
+Options = Mapping[str, OptionValue]
+
+_OptionsT = TypeVar("_OptionsT", bound=msgspec.Struct)
+
+
+def create_connector(name: str, options: Options) -> WorkerConnector:
+    """Build a connector, which opens its medium only when the KV cache is registered.
+
+    Raises ConfigError for an unknown name (`param` is "connector") or a bad option (`param` is the option).
+    """
+    if name not in _FACTORIES:
+        raise ConfigError(f"unknown connector {name!r}; known are {', '.join(CONNECTOR_NAMES)}", param="connector")
+    return _FACTORIES[name](options)
+
+
+def _memory(options: Options) -> WorkerConnector:
+    from kv_store.memory_store import InMemoryStore, MemoryStoreOptions
+    from kv_store.store_connector import StoreWorkerConnector
+
+    parsed = _parse("memory", options, MemoryStoreOptions)
+    return StoreWorkerConnector(InMemoryStore(parsed), parsed)
+
+
+def _shared_storage(options: Options) -> WorkerConnector:
+    from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
+    from kv_store.store_connector import StoreWorkerConnector
+
+    parsed = _parse("shared-storage", options, SharedStorageOptions)
+    return StoreWorkerConnector(SharedStorageStore(parsed), parsed)
+
+
+_FACTORIES: dict[str, Callable[[Options], WorkerConnector]] = {
+    "memory": _memory,
+    "shared-storage": _shared_storage,
+}
+
+CONNECTOR_NAMES = tuple(_FACTORIES)
+
+
+def _parse(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:
+    """The options as a struct. Texts become numbers where numbers are wanted, as they come from a command line."""
+    known = [field.name for field in msgspec.structs.fields(options_type)]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"connector {connector} has no option {option!r}; known are {', '.join(known)}", param=option
+            )
+    try:
+        return msgspec.convert(dict(options), options_type, strict=False)
+    except msgspec.ValidationError as error:  # "Expected `int` >= 1 - at `$.threads`", "... required field `path`"
+        problem = str(error)
+        option = re.findall(r"`(?:\$\.)?(\w+)`", problem)[-1]
+        raise ConfigError(
+            f"connector {connector}: option {option}: {problem.partition(' - at ')[0]}", param=option
+        ) from error

@@ -1,0 +1,265 @@
+"""A store in a directory that all pods see: tmpfs on one machine, a network file system on many.
+
+    path/<namespace>/<first 2 hex digits of the hash>/<hash>.kv
+
+A frame is written to a temporary file beside its place and renamed into it, so a name shows a whole frame or none, with
+no locks. Nothing is synced to disk: what a power failure leaves behind is cut short, and its reader notices.
+
+Any number of processes write to one directory and none of them knows its size. Each looks through it at start and
+whenever it has itself written another sixteenth of the bound. If less than that is left, it deletes the least recently
+used files, whatever their model and writer, until an eighth is free. So n writers may together exceed the bound by n/16
+of it. A file that another process deletes first is gone as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+
+from common.errors import BlockMissingError, ConfigError, StoreError
+from common.types import BlockHash
+from kv_store.base import Buffer, StoreConnectorOptions
+
+logger = logging.getLogger(__name__)
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+_SUFFIX = ".kv"
+_TEMP_SUFFIX = ".tmp"
+_STALE_TEMP_S = 3600.0  # the longest timeout_s: whoever writes such a file has given up or died
+_MEMORY = "/dev/shm"  # noqa: S108 - what we use below it is checked for owner and mode
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class SharedStorageOptions(StoreConnectorOptions, frozen=True, kw_only=True):
+    """Options of the shared-storage connector."""
+
+    path: Annotated[
+        str,
+        Meta(description="Directory that all pods share; default: one of this user's own, in memory if possible."),
+    ] = ""
+    max_bytes: Annotated[
+        PositiveInt | None,
+        Meta(description="Most bytes kept in the directory; default: half of what is free there at start."),
+    ] = None
+
+
+class _StoredFile(NamedTuple):
+    """A block file as found; the fields are in the order of eviction."""
+
+    used_at: float  # mtime, seconds since 1970
+    size: int  # bytes
+    path: str
+
+
+class SharedStorageStore:
+    """A BlockStore in a directory."""
+
+    def __init__(self, options: SharedStorageOptions) -> None:
+        self._options = options
+        self._root = ""
+        self._blocks = ""  # this model's part
+        self._max_bytes = 0
+        self._look_after = 0  # bytes written between two looks
+        self._keep = 0  # bytes left by an eviction
+        self._writer = os.urandom(8).hex()  # makes names of temporary files unique
+        self._temp_count = itertools.count()
+        self._written = 0  # bytes since the last look
+        self._written_lock = threading.Lock()
+
+    def open(self, namespace: str, frame_bytes: int) -> None:
+        """See BlockStore."""
+        try:
+            self._root = os.path.expanduser(self._options.path) if self._options.path else _default_path()
+            self._blocks = f"{self._root}/{namespace}"
+            os.makedirs(self._root, mode=0o700, exist_ok=True)
+            os.makedirs(self._blocks, mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._blocks) as probe:
+                probe.write(b"\0")
+            self._set_bound(self._options.max_bytes or self._half_of_available(), frame_bytes)
+            self._keep_bound()
+        except OSError as error:
+            raise ConfigError(f"path: cannot use it as shared storage: {error}", param="path") from error
+
+    def touch(self, key: BlockHash) -> bool:
+        """See BlockStore."""
+        with _medium_errors():
+            try:
+                os.utime(self._file_of(key))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def write(self, key: BlockHash, frame: Buffer) -> None:
+        """See BlockStore."""
+        with _medium_errors():
+            if self._time_to_look(len(frame)):
+                self._keep_bound()
+            try:
+                self._write_file(key, frame)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._free_an_eighth()  # the medium is fuller than the bound assumes
+                self._write_file(key, frame)
+
+    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+        """See BlockStore."""
+        with _medium_errors():
+            try:
+                with open(self._file_of(key), "rb", buffering=0) as file:
+                    os.utime(file.fileno())
+                    size = os.fstat(file.fileno()).st_size
+                    filled = 0
+                    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+                        filled += count
+            except FileNotFoundError as error:
+                raise BlockMissingError(f"no block {key.hex()} in {self._blocks}") from error
+            return size if filled == len(buffer) else filled
+
+    def discard(self, key: BlockHash) -> None:
+        """See BlockStore."""
+        try:
+            os.unlink(self._file_of(key))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("cannot delete corrupt block: %s", error)
+
+    def close(self) -> None:
+        """See BlockStore."""
+
+    def _file_of(self, key: BlockHash) -> str:
+        name = key.hex()
+        return f"{self._blocks}/{name[:2]}/{name}{_SUFFIX}"
+
+    def _write_file(self, key: BlockHash, frame: Buffer) -> None:
+        target = self._file_of(key)
+        temp = f"{target}.{self._writer}-{next(self._temp_count)}{_TEMP_SUFFIX}"
+        try:
+            with _create(temp) as file:
+                written = 0
+                while written < len(frame):
+                    written += file.write(frame[written:])
+            os.replace(temp, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            raise
+
+    def _set_bound(self, max_bytes: int, frame_bytes: int) -> None:
+        if frame_bytes > max_bytes:
+            raise ConfigError(
+                f"max_bytes: {max_bytes} bytes in {self._root} cannot hold a block of {frame_bytes}", param="max_bytes"
+            )
+        self._max_bytes = max_bytes
+        self._look_after = max(max_bytes // 16, frame_bytes)
+        self._keep = max_bytes - max(max_bytes // 8, frame_bytes)
+
+    def _time_to_look(self, num_bytes: int) -> bool:
+        """Count bytes about to be written; True for one thread each time that enough have been."""
+        with self._written_lock:
+            self._written += num_bytes
+            if self._written < self._look_after:
+                return False
+            self._written = 0
+            return True
+
+    def _keep_bound(self) -> None:
+        files = self._find_files()
+        used = sum(file.size for file in files)
+        if used > self._max_bytes - self._look_after:
+            _delete_least_recent(files, used - self._keep)
+
+    def _free_an_eighth(self) -> None:
+        files = self._find_files()
+        _delete_least_recent(files, sum(file.size for file in files) // 8)
+
+    def _half_of_available(self) -> int:
+        """Half of what the directory could grow to, in bytes, what it holds included."""
+        return (shutil.disk_usage(self._root).free + sum(file.size for file in self._find_files())) // 2
+
+    def _find_files(self) -> list[_StoredFile]:
+        """All block files of all models; deletes what dead writers left."""
+        files = []
+        stale_before = time.time() - _STALE_TEMP_S
+        for fan_out in (directory for namespace in _directories(self._root) for directory in _directories(namespace)):
+            for entry in _entries(fan_out):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(_SUFFIX):
+                        files.append(_StoredFile(status.st_mtime, status.st_size, entry.path))
+                    elif entry.name.endswith(_TEMP_SUFFIX) and status.st_mtime < stale_before:
+                        os.unlink(entry.path)
+                except FileNotFoundError:  # another process was faster
+                    continue
+        return files
+
+
+def _default_path() -> str:
+    """A directory of this user's alone, in memory where there is one. Raises ConfigError if somebody else made it."""
+    base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
+    path = f"{base}/baton-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode=0o700)
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"path: {path} is not this user's alone; remove it or name another directory", param="path")
+    return f"{path}/kv"
+
+
+def _create(path: str) -> io.FileIO:
+    """A new file, readable by this user alone; its directory is made if need be."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode=0o600)
+
+    try:
+        return io.FileIO(path, "x", opener=opener)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return io.FileIO(path, "x", opener=opener)
+
+
+def _directories(path: str) -> list[str]:
+    return [entry.path for entry in _entries(path) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _delete_least_recent(files: list[_StoredFile], num_bytes: int) -> None:
+    """Delete files until `num_bytes` are freed or none is left."""
+    for file in sorted(files):
+        if num_bytes <= 0:
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.unlink(file.path)
+        num_bytes -= file.size
+
+
+@contextlib.contextmanager
+def _medium_errors() -> Iterator[None]:
+    """Raise what the operating system reports as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"shared storage failed: {error}") from error

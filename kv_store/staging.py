@@ -1,0 +1,103 @@
+"""Between a KV cache and a medium: one frame of host memory per transfer thread, pinned if the cache is on a GPU.
+
+Every block passes through such a buffer, both ways. It bounds the memory that transfers take; the stored bytes are the
+ones that were digested, and the loaded bytes the ones that were verified, whatever others do meanwhile; and a thread
+that hangs in its medium does not touch the KV cache, so its job can be given up and the blocks used again.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError
+from kv_store.base import Buffer
+from kv_store.block_format import HEADER_BYTES, SUPPORTED_DTYPES, BlockLayout
+
+Fence = torch.cuda.Event | None
+"""A point in the compute stream's work after which a block may be touched; None on a CPU, which works in order."""
+
+
+class Staging(Protocol):
+    """One thread's buffer. `frame` is header and payload; the methods return when the copy is done."""
+
+    frame: Buffer
+
+    def gather(self, block_id: int, fence: Fence) -> None:
+        """Copy a block of the KV cache into the payload."""
+
+    def scatter(self, block_id: int, fence: Fence) -> None:
+        """Copy the payload into a block of the KV cache."""
+
+
+def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
+    """Layout of the blocks of `kv_cache` [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Raises
+    ConfigError if the dtype has no code on the medium."""
+    dtype = str(kv_cache.dtype).removeprefix("torch.")
+    if dtype not in SUPPORTED_DTYPES:
+        raise ConfigError(f"connectors move KV of {', '.join(SUPPORTED_DTYPES)}, not {dtype}", param="dtype")
+    _, num_layers, two, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if two != 2 or not kv_cache.is_contiguous():
+        raise ValueError(f"not a block-major KV cache: shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}")
+    return BlockLayout(dtype, num_layers, num_kv_heads, block_size, head_dim)
+
+
+def record_fence(kv_cache: torch.Tensor) -> Fence:
+    """The end of what this thread has asked of the cache's device so far."""
+    if kv_cache.device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(kv_cache.device))
+    return event
+
+
+def create_staging(kv_cache: torch.Tensor) -> Staging:
+    """A buffer for one thread. To be called on that thread."""
+    slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8)  # [num_blocks, payload bytes]
+    return HostStaging(slabs) if kv_cache.device.type == "cpu" else CudaStaging(slabs)
+
+
+class HostStaging:
+    """For a KV cache in host memory."""
+
+    def __init__(self, slabs: torch.Tensor) -> None:
+        self._slabs = slabs.numpy()
+        frame = np.empty(HEADER_BYTES + slabs.shape[1], dtype=np.uint8)
+        self._payload = frame[HEADER_BYTES:]
+        self.frame = frame.data
+
+    def gather(self, block_id: int, fence: Fence) -> None:
+        """Copy a block of the KV cache into the payload."""
+        np.copyto(self._payload, self._slabs[block_id])
+
+    def scatter(self, block_id: int, fence: Fence) -> None:
+        """Copy the payload into a block of the KV cache."""
+        np.copyto(self._slabs[block_id], self._payload)
+
+
+class CudaStaging:
+    """For a KV cache in GPU memory: pinned, with a copy stream of its own."""
+
+    def __init__(self, slabs: torch.Tensor) -> None:
+        self._slabs = slabs
+        self._stream = torch.cuda.Stream(slabs.device)  # type: ignore[no-untyped-call]
+        frame = torch.empty(HEADER_BYTES + slabs.shape[1], dtype=torch.uint8, pin_memory=True)
+        self._payload = frame[HEADER_BYTES:]
+        self.frame = frame.numpy().data
+
+    def gather(self, block_id: int, fence: Fence) -> None:
+        """Copy a block of the KV cache into the payload."""
+        self._copy(self._payload, self._slabs[block_id], fence)
+
+    def scatter(self, block_id: int, fence: Fence) -> None:
+        """Copy the payload into a block of the KV cache."""
+        self._copy(self._slabs[block_id], self._payload, fence)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+        with torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()

@@ -1,0 +1,237 @@
+"""A WorkerConnector over any BlockStore: the store keeps a block under its content hash, so handing over is making sure
+that the blocks are there.
+
+The life of a job:
+
+1. `start_load` or `start_save` puts it into the queue. From then on its deadline runs.
+2. A transfer thread takes it and moves one block after the other through the thread's staging buffer. A loaded block
+   reaches the KV cache only after its frame was verified; a block that the store already has is not saved again.
+3. It settles once: with all blocks moved, at the first block that fails, when cancelled, at its deadline, or when the
+   connector closes. Its leading blocks moved until then count. Settling and touching the KV cache exclude each
+   other: a thread that returns from a hanging medium finds its job settled and leaves the cache alone.
+4. Its result can be polled, then `on_settled` is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.errors import BlockCorruptError, TransferCancelledError, TransferError, TransferTimeoutError
+from common.types import BlockHash
+from kv_store.base import BlockStore, StoreConnectorOptions
+from kv_store.block_format import BlockFormat
+from kv_store.staging import Fence, Staging, create_staging, layout_of, record_fence
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class _Job:
+    """One transfer. `lock` is held while a block of it is copied from or to the KV cache and while it settles."""
+
+    def __init__(self, kind: Literal["load", "save"], transfer: BlockTransfer, fence: Fence, due: float) -> None:
+        self.kind = kind
+        self.transfer = transfer
+        self.fence = fence
+        self.due = due  # monotonic seconds
+        self.lock = threading.Lock()
+        self.num_blocks_ok = 0
+        self.settled = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block of a job."""
+
+    block_id: int
+    key: BlockHash
+    num_tokens: int
+
+
+class StoreWorkerConnector:
+    """Moves blocks between a KV cache and a BlockStore on `options.threads` threads."""
+
+    def __init__(self, store: BlockStore, options: StoreConnectorOptions) -> None:
+        self._store = store
+        self._options = options
+        self._kv_cache: torch.Tensor | None = None
+        self._threads: list[threading.Thread] = []
+        lock = threading.Lock()  # guards all below
+        self._work = threading.Condition(lock)  # a job was queued, or we close
+        self._deadlines = threading.Condition(lock)  # there is a first deadline to watch, or we close
+        self._lock = lock
+        # In the order of submission, which is also that of the deadlines. A job pins blocks of the KV cache until it
+        # settles, so the number of blocks bounds both.
+        self._unsettled: OrderedDict[int, _Job] = OrderedDict()
+        self._queued: OrderedDict[int, _Job] = OrderedDict()  # those that no thread has taken
+        self._results: list[TransferResult] = []
+        self._closed = False
+
+    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+        """See WorkerConnector."""
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache))
+        self._store.open(self._format.namespace, self._format.frame_bytes)
+        self._kv_cache = kv_cache
+        self._on_settled = on_settled
+        stagings = [create_staging(kv_cache) for _ in range(self._options.threads)]
+        self._start_thread("deadlines", self._watch_deadlines)
+        for index, staging in enumerate(stagings):
+            self._start_thread(str(index), partial(self._run_jobs, staging))
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._submit("load", transfer)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._submit("save", transfer)
+
+    def cancel(self, job_id: int) -> None:
+        """See WorkerConnector."""
+        with self._lock:
+            job = self._unsettled.get(job_id)
+        if job is not None:
+            self._settle(job, TransferCancelledError.reason)
+
+    def poll(self) -> list[TransferResult]:
+        """See WorkerConnector."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def close(self) -> None:
+        """See WorkerConnector. What has not settled settles as cancelled; a thread that hangs in the store is left."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            unsettled = list(self._unsettled.values())
+            self._work.notify_all()
+            self._deadlines.notify_all()
+        for job in unsettled:
+            self._settle(job, TransferCancelledError.reason)
+        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("thread %s hangs in the block store and is left behind", thread.name)
+        self._store.close()
+        self._kv_cache = None
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        # A daemon, because a read from a dead network mount can outlive any deadline.
+        thread = threading.Thread(target=target, name=f"kv-store-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _submit(self, kind: Literal["load", "save"], transfer: BlockTransfer) -> None:
+        if self._kv_cache is None:
+            raise RuntimeError("the connector is not open")
+        job = _Job(kind, transfer, record_fence(self._kv_cache), time.monotonic() + self._options.timeout_s)
+        with self._lock:
+            if not self._unsettled:
+                self._deadlines.notify()
+            self._unsettled[transfer.job_id] = self._queued[transfer.job_id] = job
+            self._work.notify()
+
+    def _settle(self, job: _Job, error: str = "") -> bool:
+        """End the job with what it moved so far; False if it has ended before."""
+        with job.lock:
+            if job.settled:
+                return False
+            job.settled = True
+            result = TransferResult(job.transfer.job_id, job.num_blocks_ok, error)
+        with self._lock:
+            del self._unsettled[result.job_id]
+            self._queued.pop(result.job_id, None)
+            self._results.append(result)
+        self._on_settled()
+        return True
+
+    def _watch_deadlines(self) -> None:
+        while (job := self._next_expired()) is not None:
+            if self._settle(job, TransferTimeoutError.reason):
+                logger.warning("%s of request %s took too long", job.kind, job.transfer.request_id)
+
+    def _next_expired(self) -> _Job | None:
+        """Wait until the oldest job is past its deadline; None when closed."""
+        with self._lock:
+            while not self._closed:
+                job = next(iter(self._unsettled.values()), None)
+                if job is None:
+                    self._deadlines.wait()
+                elif (left_s := job.due - time.monotonic()) > 0:
+                    self._deadlines.wait(left_s)
+                else:
+                    return job
+        return None
+
+    def _next_queued(self) -> _Job | None:
+        """Wait for a job to do; None when closed."""
+        with self._lock:
+            self._work.wait_for(lambda: self._queued or self._closed)
+            if self._closed:
+                return None
+            _, job = self._queued.popitem(last=False)
+            return job
+
+    def _run_jobs(self, staging: Staging) -> None:
+        while (job := self._next_queued()) is not None:
+            self._run(job, staging)
+
+    def _run(self, job: _Job, staging: Staging) -> None:
+        move = self._load_block if job.kind == "load" else self._save_block
+        try:
+            for block in _blocks(job.transfer, self._format.layout.block_size):
+                if job.settled:
+                    return
+                move(job, block, staging)
+        except TransferError as error:
+            logger.warning("%s of request %s stopped at a block: %s", job.kind, job.transfer.request_id, error)
+            self._settle(job, error.reason)
+        except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
+            logger.exception("%s of request %s failed", job.kind, job.transfer.request_id)
+            self._settle(job, TransferError.reason)
+        else:
+            self._settle(job)
+
+    def _save_block(self, job: _Job, block: _Block, staging: Staging) -> None:
+        if not self._store.touch(block.key):
+            with job.lock:
+                if job.settled:
+                    return
+                staging.gather(block.block_id, job.fence)
+            self._format.seal(staging.frame, block.key, block.num_tokens)
+            self._store.write(block.key, staging.frame)
+        job.num_blocks_ok += 1
+
+    def _load_block(self, job: _Job, block: _Block, staging: Staging) -> None:
+        size = self._store.read_into(block.key, staging.frame)
+        try:
+            self._format.verify(staging.frame, size, block.key, block.num_tokens)
+        except BlockCorruptError:
+            self._store.discard(block.key)
+            raise
+        with job.lock:
+            if job.settled:
+                return
+            staging.scatter(block.block_id, job.fence)
+            job.num_blocks_ok += 1
+
+
+def _blocks(transfer: BlockTransfer, block_size: int) -> Iterator[_Block]:
+    last = len(transfer.block_ids) - 1
+    for index, (block_id, key) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
+        yield _Block(block_id, key, transfer.num_tokens_in_last if index == last else block_size)

@@ -1,0 +1,173 @@
+"""What the contract suite needs of a connector under test: a medium to tamper with, and an engine around a KV cache."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
+from common.types import BlockHash, RequestId
+from kv_store.base import BlockStore, StoreConnectorOptions
+from kv_store.block_format import BlockFormat
+from kv_store.faulty_store import FaultyStore
+from kv_store.memory_store import InMemoryStore, MemoryMedium, MemoryStoreOptions
+from kv_store.registry import create_connector
+from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
+from kv_store.staging import layout_of
+from kv_store.store_connector import StoreWorkerConnector
+
+DEADLINE_S = 30.0  # no test is meant to wait for it
+BLOCK_SIZE = 4
+FINGERPRINT = bytes(range(32))
+
+
+class Medium(Protocol):
+    """What connectors put blocks on."""
+
+    def connector(self) -> WorkerConnector: ...
+
+    def store(self) -> BlockStore: ...
+
+    def frames(self) -> dict[BlockHash, bytes]: ...
+
+    def put(self, key: BlockHash, frame: bytes) -> None:
+        """Replace what the medium holds under FINGERPRINT and `key`."""
+
+    def remove(self, key: BlockHash) -> None: ...
+
+
+class MemoryMediumRig:
+    def __init__(self, namespace: str) -> None:
+        self._name = uuid.uuid4().hex
+        self._medium = MemoryMedium.named(self._name)
+        self._namespace = namespace
+
+    def connector(self) -> WorkerConnector:
+        return create_connector("memory", {"store": self._name})
+
+    def store(self) -> BlockStore:
+        return InMemoryStore(MemoryStoreOptions(store=self._name))
+
+    def frames(self) -> dict[BlockHash, bytes]:
+        return {key: frame for (_, key), frame in self._medium.frames.items()}
+
+    def put(self, key: BlockHash, frame: bytes) -> None:
+        self._medium.put((self._namespace, key), frame, max_bytes=1 << 30)
+
+    def remove(self, key: BlockHash) -> None:
+        self._medium.remove((self._namespace, key))
+
+
+class SharedStorageRig:
+    def __init__(self, namespace: str, path: Path) -> None:
+        self._path = path
+        self._namespace = namespace
+
+    def connector(self) -> WorkerConnector:
+        return create_connector("shared-storage", {"path": str(self._path), "max_bytes": 1 << 30})
+
+    def store(self) -> BlockStore:
+        return SharedStorageStore(SharedStorageOptions(path=str(self._path), max_bytes=1 << 30))
+
+    def frames(self) -> dict[BlockHash, bytes]:
+        return {BlockHash(bytes.fromhex(file.stem)): file.read_bytes() for file in self._path.rglob("*.kv")}
+
+    def put(self, key: BlockHash, frame: bytes) -> None:
+        file = self._file_of(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(frame)
+
+    def remove(self, key: BlockHash) -> None:
+        self._file_of(key).unlink()
+
+    def _file_of(self, key: BlockHash) -> Path:
+        return self._path / self._namespace / key.hex()[:2] / f"{key.hex()}.kv"
+
+
+def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random bits, NaN patterns included."""
+    shape = (num_blocks, 3, 2, 2, BLOCK_SIZE, 8)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def medium_rig(name: str, tmp_path: Path, kv_cache: torch.Tensor) -> Medium:
+    namespace = BlockFormat(FINGERPRINT, layout_of(kv_cache)).namespace
+    return MemoryMediumRig(namespace) if name == "memory" else SharedStorageRig(namespace, tmp_path / "kv")
+
+
+class EngineRig:
+    """A KV cache with its connector, driven as a worker drives it. Checks that every job settles exactly once."""
+
+    def __init__(
+        self, connector: WorkerConnector, kv_cache: torch.Tensor | None = None, *, fingerprint: bytes = FINGERPRINT
+    ) -> None:
+        self.kv_cache = create_kv_cache() if kv_cache is None else kv_cache
+        self.connector = connector
+        self.results: dict[int, TransferResult] = {}
+        self._wake = threading.Semaphore(0)
+        self._job_ids = itertools.count(1)
+        self._started: set[int] = set()
+        connector.register_kv_cache(self.kv_cache, fingerprint, self._wake.release)
+
+    def start_save(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
+        return self._start(self.connector.start_save, block_ids, hashes, num_in_last)
+
+    def start_load(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
+        return self._start(self.connector.start_load, block_ids, hashes, num_in_last)
+
+    def save(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
+    ) -> TransferResult:
+        return self.wait(self.start_save(block_ids, hashes, num_in_last))
+
+    def load(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
+    ) -> TransferResult:
+        return self.wait(self.start_load(block_ids, hashes, num_in_last))
+
+    def wait(self, job_id: int) -> TransferResult:
+        """Sleep until woken, as an idle engine does, until the job has settled."""
+        while job_id not in self.results:
+            assert self._wake.acquire(timeout=DEADLINE_S), f"job {job_id} did not settle"
+            self.collect()
+        return self.results[job_id]
+
+    def collect(self) -> None:
+        for result in self.connector.poll():
+            assert result.job_id in self._started, f"job {result.job_id} was never started"
+            assert result.job_id not in self.results, f"job {result.job_id} settled twice"
+            self.results[result.job_id] = result
+
+    def close(self) -> None:
+        """Close, and check that nothing is left unsettled."""
+        self.connector.close()
+        self.collect()
+        assert set(self.results) == self._started
+
+    def _start(
+        self,
+        start: Callable[[BlockTransfer], None],
+        block_ids: Sequence[int],
+        hashes: Sequence[BlockHash],
+        num_in_last: int,
+    ) -> int:
+        job_id = next(self._job_ids)
+        self._started.add(job_id)
+        start(BlockTransfer(job_id, RequestId(f"request-{job_id}"), tuple(block_ids), tuple(hashes), num_in_last))
+        return job_id
+
+
+def gated_connector(
+    medium: Medium, *, threads: int = 1, timeout_s: float = DEADLINE_S
+) -> tuple[StoreWorkerConnector, FaultyStore]:
+    """A connector on the medium, and the store in between, which stalls and fails on demand."""
+    store = FaultyStore(medium.store())
+    return StoreWorkerConnector(store, StoreConnectorOptions(threads=threads, timeout_s=timeout_s)), store
