@@ -176,7 +176,6 @@ class Scheduler:
         for request_id in request_ids:
             request = self._live.get(request_id)
             if request is not None:
-                self._leave(request)
                 self._report_saved(request, failure="aborted")
                 self._finish(request, FinishReason.ABORT)
                 self._transfers.cancel(request)
@@ -244,6 +243,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
         self._num_preemptions += 1
+        self._is_stalled = False
 
     def _admit_waiting(self, plan: _Plan, now: float) -> None:
         self._is_stalled = False
@@ -265,9 +265,7 @@ class Scheduler:
     def _claim_blocks(self, request: Request, now: float) -> bool:
         """Take the head of the queue out with blocks for all its tokens; False if they are not free now."""
         prefix = self._kv.find_cached_prefix(request)
-        others_hold_blocks = self._running or self._ready or self._remote
-        held_back = self._watermark_blocks if others_hold_blocks else 0
-        if not self._kv.can_allocate(request, prefix, held_back):
+        if not self._kv.can_allocate(request, prefix, self._num_held_back):
             return False
         self._waiting.pop()
         self._kv.allocate(request, prefix)
@@ -275,6 +273,13 @@ class Scheduler:
         if not request.is_started:
             self._announce_start(request, now)
         return True
+
+    @property
+    def _num_held_back(self) -> int:
+        """Blocks that admission leaves free for growth: one for each request that holds blocks, and at least the
+        watermark. None if there is no such request, or a large one might never be admitted."""
+        num_holders = len(self._running) + len(self._ready) + len(self._remote)
+        return max(num_holders, self._watermark_blocks) if num_holders else 0
 
     def _announce_start(self, request: Request, now: float) -> None:
         request.is_started = True
@@ -332,7 +337,6 @@ class Scheduler:
             if request.num_uncomputed_tokens == 0:
                 self._num_generation_tokens += 1
                 self._append_token(request, result.sampled[request_id])
-        self._running = [request for request in self._running if not request.is_finished]
         return self._outbox.drain()
 
     def _append_token(self, request: Request, token: SampledToken) -> None:
@@ -357,6 +361,8 @@ class Scheduler:
             self._loadable[request] = None
         elif incoming.is_over:
             self._conclude_handoff(request, incoming, now)
+        elif incoming.is_broken:
+            self._transfers.cancel(request)  # what comes after the gap is of no use
 
     def _start_loads(self, step: SchedulerOutput) -> None:
         for request in self._loadable:
@@ -385,10 +391,9 @@ class Scheduler:
         request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
         request.status = RequestStatus.WAITING
+        self._ready.append(request)
         if incoming.first_token is not None:
             self._append_token(request, incoming.first_token)
-        if not request.is_finished:
-            self._ready.append(request)
 
     def _start_saves(self, request: Request, outgoing: Outgoing, step: SchedulerOutput) -> None:
         """Save the prompt blocks that are complete after this step; the partial last one once nothing more is
@@ -442,6 +447,7 @@ class Scheduler:
             self._waiting.remove(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._live[request.request_id]

@@ -132,7 +132,7 @@ class TransferLedger:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._jobs: dict[int, _Job] = {}
-        self._cancelled: list[int] = []
+        self._cancelled: set[int] = set()
         self._next_job_id = 1
 
     def __len__(self) -> int:
@@ -177,10 +177,10 @@ class TransferLedger:
 
     def cancel(self, request: Request) -> None:
         """Hurry the jobs of `request`. Their blocks stay pinned until they settle."""
-        self._cancelled += [job_id for job_id, job in self._jobs.items() if job.request is request]
+        self._cancelled.update(job_id for job_id, job in self._jobs.items() if job.request is request)
 
     def take_cancelled(self) -> list[int]:
         """Jobs cancelled since the last call that have not settled."""
-        cancelled = [job_id for job_id in self._cancelled if job_id in self._jobs]
+        cancelled = sorted(self._cancelled & self._jobs.keys())
         self._cancelled.clear()
         return cancelled
