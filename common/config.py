@@ -292,11 +292,11 @@ def _construct(struct_type: type[T], values: Mapping[str, object]) -> T:
         changes: dict[str, Any] = {}
         for field in described.fields:
             field_type, _ = _unwrap(field.type)
-            if field.name in values:
-                changes[field.name] = values[field.name]
-            elif isinstance(field_type, mi.StructType):
+            if isinstance(field_type, mi.StructType):  # may bear the name of a setting within it
                 nested = getattr(base, field.name) if base is not None else _default_of(field)
                 changes[field.name] = fill(field_type.cls, nested)
+            elif field.name in values:
+                changes[field.name] = values[field.name]
         return msgspec.structs.replace(base, **changes) if base is not None else target(**changes)
 
     try:

@@ -34,6 +34,7 @@ from deploy.terminal import Terminal
 
 SECTIONS = ("cluster", "prefill", "decode", "router")
 LOOPBACK = "127.0.0.1"  # where the pods listen; only the router is reachable from elsewhere
+STOP_MARGIN_S = 3.0  # for what a process does after its own grace period
 EXAMPLE_PROMPT = "The capital of France is"
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -160,7 +161,7 @@ class LocalCluster:
 
     async def _stop(self) -> None:
         """The router first: while it ends, its streams still have their pods."""
-        grace_s = self._config.stop_grace_s
+        grace_s = self._config.stop_grace_s + STOP_MARGIN_S
         await self._router.stop(grace_s)
         await asyncio.gather(*(pod.stop(grace_s) for pod in self._pods))
 
@@ -196,13 +197,12 @@ def plan_cluster(
     common = ["--log-level", config.log_level]
     if config_file is not None:
         common += ["--config", str(config_file)]
-    if config.prefill:
-        pod_options = ["--connector", config.connector]
-        if config.connector == "shared-storage":
-            pod_options.append(f"--connector-options=path={scratch}")
-    else:
-        pod_options = []
-    pod_options += to_arguments(config.engine)
+    if config.served_model_name:
+        common += ["--served-model-name", config.served_model_name]
+    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine)]
+    pod_options += ["--connector", config.connector if config.prefill else "none"]
+    if config.prefill and config.connector == "shared-storage":
+        pod_options += ["--connector-path", str(scratch)]
     ports = pick_ports(LOOPBACK, config.prefill + config.decode)
     names = [("prefill", index) for index in range(config.prefill)]
     names += [("decode", index) for index in range(config.decode)]
@@ -214,10 +214,12 @@ def plan_cluster(
     router_options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
     for pod in pods:
         router_options += [f"--{pod.role}", pod.address]
-    if config.engine.model.model:
-        router_options += ["--model", config.engine.model.model]
-    if config.served_model_name:
-        router_options += ["--served-model-name", config.served_model_name]
+    model = config.engine.model
+    if model.model:
+        router_options += ["--model", model.model]
+    if model.revision:
+        router_options += ["--revision", model.revision]
+    router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
     router_address = f"{base_url(_reachable(config.host), port)} grpc :{grpc_port}"
     return ClusterPlan(pods, _spec("router", "router", router_address, [*router_options, *common], env))
 

@@ -15,6 +15,8 @@ _ATTEMPTS = 200
 
 def pick_ports(host: str, count: int) -> list[int]:
     """`count` different ports that are free on `host` now. Raises ConfigError if there are none."""
+    if problem := _bind_problem(host, 0):
+        raise ConfigError(f"--host: cannot listen on {host}: {problem}", param="host")
     chosen: list[int] = []
     for port in random.sample(range(_FIRST, _LAST), _ATTEMPTS + count):
         if len(chosen) == count:
@@ -22,7 +24,7 @@ def pick_ports(host: str, count: int) -> list[int]:
         if _bind_problem(host, port) is None:
             chosen.append(port)
     if len(chosen) < count:
-        raise ConfigError(f"--host: no {count} free ports on {host}: {_bind_problem(host, 0) or 'all in use'}")
+        raise ConfigError(f"--host: {count} free ports are not to be had on {host}", param="host")
     return chosen
 
 

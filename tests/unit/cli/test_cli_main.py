@@ -1,0 +1,52 @@
+"""The `baton` command itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from cli.main import COMMANDS, main
+from common import __version__
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from cli.main import main; code = main(['--help']);"
+        "heavy = {'torch', 'transformers', 'grpc', 'httpx', 'msgspec', 'fastapi'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"baton {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["upp"], "upp: unknown command; did you mean up?"),
+        (["serve", "gateway"], "gateway: unknown role; known: router, prefill, decode"),
+        (["up", "--decode", "x"], "--decode: expected an integer, got 'x'"),
+        (["up", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["complete", "hi", "--url", "nonsense"], "--url: expected http://host:port, got 'nonsense'"),
+        (["complete", ""], "no prompt: give one as argument or on stdin"),
+    ],
+)
+def test_usage_errors_are_one_line_and_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"baton: error: {message}\n"
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_help(command: str) -> None:
+    result = subprocess.run([sys.executable, "-m", "cli.main", command, "--help"], capture_output=True, check=False)
+    assert result.returncode == 0
+    assert b"usage: baton " + command.encode() in result.stdout

@@ -1,0 +1,124 @@
+"""What `baton up` would start."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.config import build, parse
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig
+from common.errors import ConfigError
+from common.pod.config import PodConfig
+from deploy.local_cluster import ClusterConfig, ClusterPlan, curl_line, main, plan_cluster, pod_environment
+from deploy.ports import check_free, pick_ports
+from router.config import RouterConfig
+
+
+def plan(config: ClusterConfig, config_file: Path | None = None) -> ClusterPlan:
+    return plan_cluster(config, 8000, 9000, Path("/scratch"), config_file)
+
+
+def option(command: tuple[str, ...], name: str) -> list[str]:
+    return [after for before, after in itertools.pairwise(command) if before == name]
+
+
+def test_every_pod_has_a_port_and_the_router_knows_them_all() -> None:
+    planned = plan(ClusterConfig(prefill=2, decode=3))
+    assert [pod.name for pod in planned.pods] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert len({pod.address for pod in planned.pods}) == 5
+    router = planned.router.command
+    assert option(router, "--prefill") == [pod.address for pod in planned.pods if pod.role == "prefill"]
+    assert option(router, "--decode") == [pod.address for pod in planned.pods if pod.role == "decode"]
+    for pod in planned.pods:
+        assert option(pod.command, "serve") == [pod.role]
+        assert option(pod.command, "--connector") == ["shared-storage"]
+        assert option(pod.command, "--connector-path") == ["/scratch"]
+
+
+def test_colocated_pods_need_no_connector() -> None:
+    planned = plan(ClusterConfig(prefill=0, decode=1))
+    assert [pod.role for pod in planned.pods] == ["decode"]
+    assert option(planned.pods[0].command, "--connector") == ["none"]
+    assert "--prefill" not in planned.router.command
+
+
+def test_engine_settings_reach_every_pod_and_the_model_the_router() -> None:
+    engine = EngineConfig(model=ModelConfig(model="some/model"), cache=CacheConfig(block_size=8))
+    planned = plan(ClusterConfig(engine=engine), Path("/etc/baton.yaml"))
+    for pod in planned.pods:
+        assert {"--model=some/model", "--block-size=8"} <= set(pod.command)
+        assert option(pod.command, "--config") == ["/etc/baton.yaml"]
+    assert option(planned.router.command, "--model") == ["some/model"]
+    assert "--block-size=8" not in planned.router.command
+
+
+def test_the_processes_understand_their_options() -> None:
+    config = ClusterConfig(
+        prefill=2, decode=2, served_model_name="name", engine=EngineConfig(model=ModelConfig(revision="main"))
+    )
+    planned = plan(config)
+    for pod in planned.pods:
+        options = parse(PodConfig, pod.command[5:], prog="pod", section=pod.role)
+        assert (options.pod_id, options.connector, options.model_name) == (pod.name, "shared-storage", "name")
+        assert f"{options.host}:{options.port}" == pod.address
+    assert parse(PodConfig, plan(ClusterConfig(prefill=0)).pods[0].command[5:], prog="", section="").connector is None
+    router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
+    assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, "name")
+    assert router.revision == "main"
+
+
+def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert pod_environment({}, 2)["OMP_NUM_THREADS"] == "4"
+    assert pod_environment({}, 16)["OMP_NUM_THREADS"] == "1"
+    assert pod_environment({"OMP_NUM_THREADS": "3"}, 2)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_curl_line_is_shell_and_json() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "baton-demo"))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/completions"]
+    assert json.loads(words[-1])["model"] == "baton-demo"
+
+
+def test_picked_ports_differ_and_taken_ones_are_refused() -> None:
+    ports = pick_ports("127.0.0.1", 5)
+    assert len(set(ports)) == 5
+    with socket.create_server(("127.0.0.1", ports[0])):
+        with pytest.raises(ConfigError, match=f"--port: cannot listen on 127.0.0.1:{ports[0]}: Address already in use"):
+            check_free("127.0.0.1", ports[0], "--port")
+        with pytest.raises(ConfigError, match="--port: cannot listen"):
+            main(["--port", str(ports[0])])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--decode", "0"], "--decode: must be >= 1, got 0"),
+        (["--prefill", "65"], "--prefill: must be <= 64, got 65"),
+        (["--port", "7", "--grpc-port", "7"], "--grpc-port: must differ from --port"),
+        (["--block-size", "0"], "--block-size: must be >= 1, got 0"),
+        (["--host", "no.such.host.invalid"], "--host: "),
+    ],
+)
+def test_bad_settings_start_nothing(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(argv)
+
+
+def test_config_file_sections_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("clutser: {prefill: 2}\n")
+    with pytest.raises(ConfigError, match=r"clutser: unknown setting; did you mean cluster\?"):
+        main(["--config", str(file)])
+
+
+def test_yaml_and_options_meet() -> None:
+    built = build(ClusterConfig, None, {"prefill": 2, "block_size": 4, "model": "m"})
+    assert built.prefill == 2
+    assert built.engine.cache.block_size == 4
+    assert built.engine.model.model == "m"
