@@ -158,7 +158,7 @@ class PodProcess:
         finally:
             readiness.cancel()
             self._kill_group()
-            await asyncio.wait([output, readiness], timeout=OUTPUT_DRAIN_S)
+            await asyncio.wait([exited, output, readiness], timeout=OUTPUT_DRAIN_S)
             for task in (exited, output):
                 task.cancel()
             for outcome in await asyncio.gather(exited, output, readiness, return_exceptions=True):
