@@ -2,45 +2,53 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+RUNTIME := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: up test test-slow test-gpu lint format proto clean
 
-## Local cluster with the demo model; prints a curl line that works.
-up: $(STAMP)
-	$(BIN)/baton up $(ARGS)
+## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
+up: $(RUNTIME)
+	@exec $(BIN)/baton up $(ARGS)
 
-## The tests that CI runs.
+## The checks and tests that CI runs. make test ARGS="tests/unit -x"
 test: lint
 	$(BIN)/pytest $(ARGS)
 
 ## Long suites: more fault repetitions, bigger property tests.
-test-slow: $(STAMP)
+test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 
 ## Needs a CUDA device.
-test-gpu: $(STAMP)
+test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 ## Regenerates common/pb from proto/.
-proto: $(STAMP)
+proto: $(DEV)
 	$(BIN)/python -m common.rpc.codegen
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV); the first time this takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
-	touch $@
+	$(PIP) torch
+	$(PIP) --editable '.[all]'
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(PIP) --editable '.[all,dev]'
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
