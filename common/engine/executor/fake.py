@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.config import EngineConfig
 from common.engine.executor.base import ModelFacts
 from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -191,6 +192,11 @@ class FakeExecutor:
         num_logprobs = request.sampling.num_logprobs
         logprobs = None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs])
         return SampledToken(token_id, logprobs)
+
+
+def create_fake_executor(config: EngineConfig) -> FakeExecutor:
+    """ExecutorFactory of a FakeExecutor that fits `config`."""
+    return FakeExecutor(block_size=config.cache.block_size)
 
 
 @dataclass(slots=True)

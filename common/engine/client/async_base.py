@@ -1,0 +1,204 @@
+"""What the asynchronous clients have in common: replies in, answers to whoever waits for them."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+from common.engine.launch import EngineFailed, EngineProcReply, EngineReady
+from common.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallResult,
+    EngineCommand,
+    EngineCoreOutputs,
+    EngineSpec,
+    EngineStats,
+    IntegrityReport,
+    TransferUpdate,
+)
+from common.errors import BatonError, DeadlineExceededError, EngineDeadError
+from common.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 600.0  # loading a large model from a slow disk
+_CALL_TIMEOUT_S = 60.0  # a call is answered between two steps, and a step may be long
+
+
+class AsyncClientBase(abc.ABC):
+    """See EngineClient. A subclass starts an engine, sends it commands, and hands over each reply on the event loop."""
+
+    def __init__(self, *, start_timeout_s: float = _START_TIMEOUT_S, call_timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._spec: EngineSpec | None = None
+        self._outputs: deque[EngineCoreOutputs] = deque()
+        self._news = asyncio.Event()  # outputs, death or close
+        self._settled = asyncio.Event()  # the start has succeeded or failed
+        self._died = asyncio.Event()
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[CallResult]] = {}
+        self._cause_of_death: BatonError | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _start_engine(self) -> None:
+        """Begin to start the engine, which answers with EngineReady or EngineFailed."""
+
+    @abc.abstractmethod
+    def _send(self, command: EngineCommand) -> None:
+        """Deliver a command without waiting."""
+
+    @abc.abstractmethod
+    async def _stop_engine(self) -> None:
+        """End the engine and release everything. Called once, also after a partial start."""
+
+    def _on_outputs_taken(self) -> None:  # noqa: B027  a hook that most have no use for
+        """Called when the consumer has taken an item of `self._outputs`."""
+
+    def _take_reply(self, reply: EngineProcReply) -> None:
+        match reply:
+            case EngineCoreOutputs():
+                if self._closing is None:
+                    self._outputs.append(reply)
+                    self._news.set()
+            case CallResult():
+                answer = self._calls.pop(reply.call_id, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+            case EngineReady():
+                self._spec = reply.spec
+                self._settled.set()
+            case EngineFailed():
+                self._die(reply.to_error())
+
+    def _die(self, cause: BatonError) -> None:
+        """The engine has ended unasked. Only the first cause counts."""
+        if self._cause_of_death is not None or self._closing is not None:
+            return
+        self._cause_of_death = cause
+        if self._spec is not None:
+            logger.error("the engine is dead: %s", cause.message)
+        self._fail_calls(cause.message)
+        self._settled.set()
+        self._died.set()
+        self._news.set()
+
+    # -- EngineClient -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineSpec:
+        """Start the engine and wait until it can serve. Raises ConfigError if a setting or the model is at fault,
+        EngineDeadError if the engine died or took too long. A failed client is closed."""
+        try:
+            await self._start_engine()
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._settled.wait()
+            if self._cause_of_death is not None:
+                raise self._cause_of_death
+            return await self.spec()
+        except TimeoutError as error:
+            await self.close()
+            raise EngineDeadError(f"the engine did not start within {self._start_timeout_s} s") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    def add_request(self, request: AddRequest) -> None:
+        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
+        self._check_alive()
+        self._send(request)
+
+    def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
+        """End generations; each live one still answers, with FinishReason.ABORT."""
+        self._check_alive()
+        self._send(AbortRequests(list(request_ids)))
+
+    def update_transfer(self, update: TransferUpdate) -> None:
+        """Report news of a consumer's handoff."""
+        self._check_alive()
+        self._send(update)
+
+    async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        """Everything the engine says, one item per step; ends with `close`, raises EngineDeadError after a death."""
+        while True:
+            while self._outputs:
+                item = self._outputs.popleft()
+                self._on_outputs_taken()
+                yield item
+            if self._closing is not None:
+                return
+            self._check_alive()
+            self._news.clear()
+            await self._news.wait()
+
+    async def spec(self) -> EngineSpec:
+        """Facts of the started engine."""
+        self._check_alive()
+        assert self._spec is not None
+        return self._spec
+
+    async def stats(self) -> EngineStats:
+        """Current figures."""
+        result = await self._call("stats")
+        assert isinstance(result, EngineStats)
+        return result
+
+    async def check_integrity(self) -> IntegrityReport:
+        """State the engine's invariants."""
+        result = await self._call("check_integrity")
+        assert isinstance(result, IntegrityReport)
+        return result
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that no request owns."""
+        await self._call("reset_prefix_cache")
+
+    async def close(self) -> None:
+        """End the engine. Idempotent; safe after a partial start."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._stop_engine(), name="engine-close")
+            self._outputs.clear()
+            self._fail_calls("the engine is closed")
+            self._news.set()
+        await asyncio.shield(self._closing)  # a cancelled caller does not leave half an engine behind
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._closing is not None:
+            raise EngineDeadError("the engine is closed")
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death.message)
+        if self._spec is None:
+            raise EngineDeadError("the engine has not started")
+
+    async def _call(
+        self, method: Literal["stats", "check_integrity", "reset_prefix_cache"]
+    ) -> EngineSpec | EngineStats | IntegrityReport | None:
+        self._check_alive()
+        call = Call(next(self._call_ids), method)
+        answer: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = answer
+        self._send(call)
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                return (await answer).result
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"the engine did not answer {method} in {self._call_timeout_s} s") from error
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def _fail_calls(self, reason: str) -> None:
+        calls, self._calls = self._calls, {}
+        for answer in calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))

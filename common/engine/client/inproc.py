@@ -1,0 +1,120 @@
+"""The engine in this thread: for the offline `LLM` and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from common.engine.config import EngineConfig
+from common.engine.core import EngineCore
+from common.engine.executor.base import Executor
+from common.engine.launch import DEFAULT_EXECUTOR, load_executor_factory
+from common.engine.messages import (
+    AddRequest,
+    EngineCoreOutputs,
+    EngineSpec,
+    EngineStats,
+    IntegrityReport,
+    TransferUpdate,
+)
+from common.errors import EngineDeadError
+from common.types import RequestId
+
+_TRANSFER_TIMEOUT_S = 10.0  # for a step that has nothing to do but wait for the connector
+
+
+class InprocClient:
+    """A synchronous client that owns an EngineCore: commands take effect at once, `step` computes.
+
+    Raises ConfigError, ModelLoadError included, from its constructor. After a step has failed, everything but `close`
+    raises EngineDeadError. A context manager; not thread-safe.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        """`executor`: what runs the model; by default, in this process."""
+        if executor is None:
+            executor = load_executor_factory(DEFAULT_EXECUTOR)(config)
+        self._wakeup = threading.Event()
+        self._core = EngineCore(config, executor, on_wakeup=self._wakeup.set)
+        self._dead = ""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Facts of the started engine."""
+        return self._core.spec
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would do something now."""
+        return self._core.has_work
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any request lives or any transfer is not settled."""
+        return self._core.has_unfinished
+
+    def add_request(self, request: AddRequest) -> None:
+        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the next outputs."""
+        self._check_alive()
+        self._core.add_request(request)
+
+    def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
+        """End generations; each live one still answers, with FinishReason.ABORT."""
+        self._check_alive()
+        self._core.abort_requests(request_ids)
+
+    def update_transfer(self, update: TransferUpdate) -> None:
+        """Report news of a consumer's handoff."""
+        self._check_alive()
+        self._core.update_transfer(update)
+
+    def step(self, *, timeout_s: float = _TRANSFER_TIMEOUT_S) -> EngineCoreOutputs:
+        """Compute one step. With nothing to compute but transfers in flight, wait for one to settle, at most
+        `timeout_s`. Outputs are empty if nothing happened."""
+        self._check_alive()
+        if not self._core.has_work and self._core.has_unfinished:
+            self._wakeup.wait(timeout_s)
+        self._wakeup.clear()
+        if not self._core.has_work:
+            return EngineCoreOutputs(outputs=[], stats=self._core.stats())
+        try:
+            return self._core.step()
+        except BaseException as error:
+            self._dead = f"the engine died in a step: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                raise EngineDeadError(self._dead) from error
+            raise
+
+    def stats(self) -> EngineStats:
+        """Current figures."""
+        self._check_alive()
+        return self._core.stats()
+
+    def check_integrity(self) -> IntegrityReport:
+        """State the engine's invariants."""
+        self._check_alive()
+        return self._core.check_integrity()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks that no request owns."""
+        self._check_alive()
+        self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the engine. Idempotent."""
+        self._dead = self._dead or "the engine is closed"
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDeadError(self._dead)

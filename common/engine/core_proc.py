@@ -1,0 +1,199 @@
+"""The engine as a process: input thread | busy loop | output thread, over ZeroMQ.
+
+Run as `python -m common.engine.core_proc` by `AsyncMPClient`; `common.engine.launch` says how the two meet.
+
+    ipc -> input thread: decode -> queue -> busy loop: step -> queue -> output thread: encode -> ipc
+
+The main thread runs the busy loop, so that a model has the thread that frameworks expect, and signals arrive there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from common.engine.launch import (
+    EXIT_FAILED,
+    EXIT_ORPHANED,
+    EngineFailed,
+    EngineProcReply,
+    EngineReady,
+    Launch,
+    load_executor_factory,
+    read_launch,
+)
+from common.engine.loop import EngineLoop
+from common.engine.messages import EngineCommand
+from common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED_REPLIES = 256  # steps that the engine may be ahead of its client's reading
+_EMIT_TIMEOUT_S = 60.0  # a client that reads nothing for so long is not coming back
+_CLOSE_TIMEOUT_S = 2.0  # for the last replies to leave at the end
+
+
+class OutputThread:
+    """Encodes and sends replies off the loop. Bounded: a client that does not read holds the engine up."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str) -> None:
+        self._context = context
+        self._path = path
+        self._replies: queue.Queue[EngineProcReply | None] = queue.Queue(_MAX_QUEUED_REPLIES)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-output", daemon=True)
+        self._thread.start()
+
+    def emit(self, reply: EngineProcReply) -> None:
+        """Queue a reply. Raises queue.Full if the client reads nothing for too long, or what ended the thread."""
+        if self._error is not None:
+            raise self._error
+        self._replies.put(reply, timeout=_EMIT_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Send what is queued, then end. Gives up on a client that does not read."""
+        try:
+            self._replies.put(None, timeout=_CLOSE_TIMEOUT_S)
+        except queue.Full:
+            logger.error("the client does not read; its last replies are lost")
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._context.term()  # waits for the lingering replies
+
+    def _run(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.linger = int(_CLOSE_TIMEOUT_S * 1000)
+            socket.connect(self._path)
+            while (reply := self._replies.get()) is not None:
+                try:
+                    socket.send(encoder.encode(reply), copy=False)  # pyzmq still copies what is small
+                except (zmq.ZMQError, TypeError, ValueError, OverflowError) as error:
+                    self._error = error
+                    return
+
+
+class InputThread:
+    """Receives and decodes commands off the loop. It ends when the context is terminated."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._socket = context.socket(zmq.PULL)
+        try:
+            self._socket.bind(path)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        threading.Thread(target=self._run, name="engine-input", daemon=True).start()
+
+    def _run(self) -> None:
+        decoder: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
+        with self._socket:
+            try:
+                while True:
+                    self._loop.put(decoder.decode(self._socket.recv()))
+            except zmq.ContextTerminated:
+                return
+            except (zmq.ZMQError, msgspec.MsgspecError) as error:
+                self._loop.fail(error)
+
+
+class EngineCoreProc:
+    """One engine for one client in another process."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._output = OutputThread(self._context, launch.replies_path)
+
+    def run(self) -> int:
+        """Serve until SIGTERM, or until something fails; returns the exit code."""
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._output.close)
+            try:
+                loop = self._start()
+                cleanup.callback(loop.close)
+                loop.run()
+            except Exception as error:  # noqa: BLE001  whatever it is ends the engine, and the client must hear of it
+                self._report(error)
+                return EXIT_FAILED
+        return 0
+
+    def _start(self) -> EngineLoop:
+        executor = load_executor_factory(self._launch.executor)(self._launch.config)
+        loop = EngineLoop(self._launch.config, executor, self._output.emit)
+        try:
+            InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady invites commands
+            _stop_on_sigterm(loop)
+            self._output.emit(EngineReady(loop.spec))
+        except BaseException:
+            loop.close()
+            raise
+        return loop
+
+    def _report(self, error: Exception) -> None:
+        """Tell the client before anything is released, which may take time."""
+        if not isinstance(error, ConfigError):  # those are the user's, and the client prints them
+            logger.critical("the engine died", exc_info=error)
+        try:
+            self._output.emit(EngineFailed.of(error))
+        except (queue.Full, zmq.ZMQError) as failure:
+            logger.error("the client cannot be told: %r", failure)
+
+
+def _stop_on_sigterm(loop: EngineLoop) -> None:
+    """Until now SIGTERM has killed the process, which had nothing to lose.
+
+    A Python signal handler would not do: it runs on the main thread between two bytecodes, and a signal that arrives
+    as that thread begins to wait for commands is noticed only when it has stopped waiting.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait_for_signal() -> None:
+        os.read(reader, 1)  # SIGTERM is the only signal that Python handles here
+        loop.stop()
+
+    threading.Thread(target=wait_for_signal, name="engine-sigterm", daemon=True).start()
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def _exit_with_parent(directory: Path) -> None:
+    """Block until stdin ends, which it does when the parent is gone; then nobody wants anything of this process."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(EXIT_ORPHANED)
+
+
+def _set_up_logging(launch: Launch) -> None:
+    prefix = f"[{launch.name}] ".replace("%", "%%") if launch.name else ""
+    logging.basicConfig(level=launch.log_level, format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.captureWarnings(capture=True)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
+        launch = read_launch(stdin)
+    _set_up_logging(launch)
+    directory = Path(launch.replies_path.removeprefix("ipc://")).parent
+    threading.Thread(target=_exit_with_parent, args=(directory,), name="parent-watch", daemon=True).start()
+    return EngineCoreProc(launch).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The loop around an EngineCore that lives on a thread of its own: take commands, step, say what happened.
+
+Idle means blocked: with nothing to compute the loop waits on its command queue, and whoever has news - a client, or the
+connector through the core's wake-up - puts something there.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from common.engine.config import EngineConfig
+from common.engine.core import EngineCore
+from common.engine.executor.base import Executor
+from common.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    TransferUpdate,
+)
+
+
+class _Wakeup:
+    """Look for work."""
+
+
+class _Stop:
+    """End the loop after the step in flight."""
+
+
+class _Failure:
+    """A thread that serves this loop has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+_WAKEUP = _Wakeup()
+_STOP = _Stop()
+
+
+class EngineLoop:
+    """Owns the core. `put`, `stop` and `fail` may be called from any thread; the rest is called on the loop's thread.
+
+    The queue of commands has no bound of its own: the front that feeds it bounds live requests, and each has one
+    AddRequest, at most one abort and few transfer updates. `emit` takes one reply and may block, but not for ever.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
+        self._emit = emit
+        self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
+        self._core = EngineCore(config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP))
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Facts of the started engine."""
+        return self._core.spec
+
+    def put(self, command: EngineCommand) -> None:
+        """Deliver a command, in order."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Make `run` return after the step in flight."""
+        self._commands.put(_STOP)
+
+    def fail(self, error: Exception) -> None:
+        """Make `run` raise `error` after the step in flight."""
+        self._commands.put(_Failure(error))
+
+    def run(self) -> None:
+        """Serve until stopped. Any exception is fatal for the engine."""
+        while self._take_commands():
+            self._emit(self._core.step())
+
+    def close(self) -> None:
+        """Release the executor. Idempotent."""
+        self._core.close()
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived, waiting while there is nothing to compute. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._core.has_work)
+            except queue.Empty:
+                return True
+            match command:
+                case AddRequest():
+                    self._core.add_request(command)
+                case AbortRequests():
+                    self._core.abort_requests(command.request_ids)
+                case TransferUpdate():
+                    self._core.update_transfer(command)
+                case Call():
+                    self._emit(self._core.call(command))
+                case _Failure():
+                    raise command.error
+                case _Stop():
+                    return False
+                case _Wakeup():
+                    pass

@@ -1,0 +1,161 @@
+"""Both asynchronous clients keep the EngineClient contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from common.engine.client import AsyncMPClient
+from common.engine.client.async_base import AsyncClientBase
+from common.engine.client.threaded import AsyncInprocClient
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig
+from common.engine.executor.fake import expected_tokens
+from common.engine.launch import load_executor_factory
+from common.engine.messages import AddRequest, RequestOutput
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.types import FinishReason, RequestId, SamplingParams
+from tests.unit.common.engine.fake_engines import MODULE
+
+ROOT = Path(__file__).parents[5]
+CONFIG = EngineConfig(
+    cache=CacheConfig(block_size=4, num_blocks=512),
+    connector=KVConnectorConfig(factory="m:f", name="n", options={"a": 1, "b": "c", "d": 0.5, "e": True}),
+)
+FAKE = "common.engine.executor.fake:create_fake_executor"
+TIMEOUT_S = 30.0
+
+ClientFactory = Callable[..., AsyncClientBase]
+
+
+@pytest.fixture(params=["process", "thread"])
+async def create(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ClientFactory]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    clients: list[AsyncClientBase] = []
+
+    def factory(executor: str = FAKE) -> AsyncClientBase:
+        if request.param == "process":
+            client: AsyncClientBase = AsyncMPClient(CONFIG, executor=executor, name="test")
+        else:
+            client = AsyncInprocClient(CONFIG, load_executor_factory(executor))
+        clients.append(client)
+        return client
+
+    yield factory
+    for client in clients:
+        await client.close()
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 8) -> AddRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, num_logprobs=1)
+    return AddRequest(request_id=RequestId(request_id), prompt_token_ids=prompt, sampling=sampling)
+
+
+async def collect(client: AsyncClientBase, num_requests: int) -> dict[str, list[RequestOutput]]:
+    """Outputs per request until `num_requests` have finished."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    async with asyncio.timeout(TIMEOUT_S):
+        async for step in client.outputs():
+            for output in step.outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+            if sum(answer[-1].finish_reason is not None for answer in outputs.values()) == num_requests:
+                return outputs
+    raise AssertionError("the outputs ended")
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token.token_id for output in outputs for token in output.tokens]
+
+
+async def test_generates(create: ClientFactory) -> None:
+    client = create()
+    spec = await client.start()
+    assert spec == await client.spec()
+    assert spec.num_blocks == 512
+    prompts = {f"r{n}": [n] * (3 * n + 1) for n in range(10)}
+    for request_id, prompt in prompts.items():
+        client.add_request(request(request_id, prompt))
+    client.add_request(request("refused", []))
+    outputs = await collect(client, 11)
+    for request_id, prompt in prompts.items():
+        assert tokens_of(outputs[request_id]) == expected_tokens(prompt, 8)
+    assert outputs["r0"][0].tokens[0].logprobs is not None
+    assert outputs["refused"][0].finish_reason is FinishReason.ERROR
+    assert outputs["refused"][0].error_code == 1
+    report = await client.check_integrity()
+    assert report.violations == []
+    assert report.num_blocks_in_use == 0
+    assert (await client.stats()).num_generation_tokens == 80
+    await client.reset_prefix_cache()
+
+
+async def test_abort(create: ClientFactory) -> None:
+    client = create(f"{MODULE}:create_slow")
+    await client.start()
+    client.add_request(request("a", [1, 2, 3], max_tokens=1000))
+    client.add_request(request("b", [1, 2, 3], max_tokens=3))
+    outputs = client.outputs()
+    async with asyncio.timeout(TIMEOUT_S):
+        await anext(outputs)  # it runs
+    client.abort_requests([RequestId("a")])
+    rest = await collect(client, 2)
+    assert rest["a"][-1].finish_reason is FinishReason.ABORT
+    assert rest["b"][-1].finish_reason is FinishReason.LENGTH
+    assert (await client.check_integrity()).num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("executor", "error", "message"),
+    [
+        (f"{MODULE}:create_unloadable", ModelLoadError, "model: /nowhere has no weights"),
+        (f"{MODULE}:create_buggy", EngineDeadError, "ZeroDivisionError: a bug"),
+    ],
+)
+async def test_start_fails(create: ClientFactory, executor: str, error: type[Exception], message: str) -> None:
+    client = create(executor)
+    with pytest.raises(error) as raised:
+        await client.start()
+    assert str(raised.value) == message
+    with pytest.raises(EngineDeadError):
+        client.add_request(request("a", [1]))
+
+
+async def test_death_in_a_step(create: ClientFactory) -> None:
+    client = create(f"{MODULE}:create_failing")
+    await client.start()
+    client.add_request(request("a", [1]))
+    with pytest.raises(EngineDeadError, match="MemoryError: out of device memory"):
+        await collect(client, 1)
+    with pytest.raises(EngineDeadError, match="out of device memory"):
+        client.add_request(request("b", [1]))
+    with pytest.raises(EngineDeadError, match="out of device memory"):
+        await client.stats()
+
+
+async def test_close_ends_outputs_and_calls(create: ClientFactory) -> None:
+    client = create(f"{MODULE}:create_slow")
+    await client.start()
+    client.add_request(request("a", [1], max_tokens=1000))
+
+    async def consume() -> int:
+        return sum([1 async for _ in client.outputs()])
+
+    consumer = asyncio.create_task(consume())
+    await client.close()
+    await client.close()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await consumer >= 0
+    with pytest.raises(EngineDeadError, match="closed"):
+        await client.stats()
+
+
+async def test_close_without_start(create: ClientFactory) -> None:
+    await create().close()
+
+
+async def test_executor_that_does_not_exist() -> None:
+    client = AsyncMPClient(CONFIG, executor="common.engine.nowhere:create")
+    with pytest.raises(ConfigError, match=r"common\.engine\.nowhere"):
+        await client.start()

@@ -1,0 +1,172 @@
+import pytest
+
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.core import EngineCore
+from common.engine.executor.fake import FakeExecutor, expected_tokens
+from common.engine.messages import AddRequest, Call, RequestOutput
+from common.errors import ConfigError, ErrorCode, ModelLoadError
+from common.types import FinishReason, RequestId, SamplingParams
+from tests.unit.common.engine.fake_engines import FailingExecutor, UnloadableExecutor
+
+CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
+BYTES_PER_BLOCK = 2 * 4 * 4  # of a FakeExecutor with blocks of 4
+
+
+def request(request_id: str = "r", prompt: list[int] | None = None, max_tokens: int = 8) -> AddRequest:
+    return AddRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=prompt or [1, 2, 3, 4, 5],
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+    )
+
+
+def run(core: EngineCore) -> dict[str, list[RequestOutput]]:
+    """Outputs per request, once nothing is left to do."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token.token_id for output in outputs for token in output.tokens]
+
+
+def test_step_until_done() -> None:
+    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core.add_request(request("a", [7, 8, 9]))
+    core.add_request(request("b", list(range(30)), max_tokens=3))
+    outputs = run(core)
+    assert tokens_of(outputs["a"]) == expected_tokens([7, 8, 9], 8)
+    assert tokens_of(outputs["b"]) == expected_tokens(list(range(30)), 3)
+    assert outputs["a"][-1].finish_reason is FinishReason.LENGTH
+    assert not core.has_unfinished
+    report = core.check_integrity()
+    assert report.violations == []
+    assert report.num_requests == 0
+    assert core.stats().num_generation_tokens == 11
+
+
+def test_refused_request_is_an_output() -> None:
+    core = EngineCore(
+        EngineConfig(cache=CacheConfig(block_size=4, num_blocks=8), scheduler=SchedulerConfig(max_num_waiting=1)),
+        FakeExecutor(block_size=4),
+    )
+    core.add_request(request("long", [1] * 100))
+    core.add_request(request("first"))
+    core.add_request(request("second"))
+    outputs = run(core)
+    (too_long,), (overloaded,) = outputs["long"], outputs["second"]
+    assert (too_long.finish_reason, too_long.error_code) == (
+        FinishReason.ERROR,
+        ErrorCode.INVALID_ARGUMENT.value.number,
+    )
+    assert "100 tokens" in too_long.error
+    assert overloaded.error_code == ErrorCode.RESOURCE_EXHAUSTED.value.number
+    assert outputs["first"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_abort_answers_once() -> None:
+    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core.add_request(request("a", max_tokens=50))
+    core.step()
+    core.abort_requests([RequestId("a"), RequestId("unknown")])
+    assert core.has_work
+    outputs = run(core)
+    assert [output.finish_reason for output in outputs["a"]] == [FinishReason.ABORT]
+    assert list(outputs) == ["a"]
+    assert core.check_integrity().num_blocks_in_use == 0
+
+
+def test_settled_transfer_wakes_an_idle_core() -> None:
+    wakeups: list[bool] = []
+    settled = []
+
+    class Executor(FakeExecutor):
+        def initialize_kv_cache(self, num_blocks, on_transfer_settled):
+            settled.append(on_transfer_settled)
+            super().initialize_kv_cache(num_blocks, on_transfer_settled)
+
+    core = EngineCore(CONFIG, Executor(block_size=4), on_wakeup=lambda: wakeups.append(True))
+    assert not core.has_work
+    settled[0]()
+    settled[0]()
+    assert wakeups == [True]  # one wake-up is enough
+    assert core.has_work
+    core.step()
+    assert not core.has_work
+
+
+def test_calls() -> None:
+    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    assert core.call(Call(1, "engine_spec")).result == core.spec
+    assert core.call(Call(2, "stats")).result == core.stats()
+    assert core.call(Call(3, "check_integrity")).result == core.check_integrity()
+    core.add_request(request("a", [1] * 12))
+    run(core)
+    assert core.call(Call(4, "reset_prefix_cache")).call_id == 4
+    core.add_request(request("b", [1] * 12))
+    run(core)
+    assert core.stats().prefix_cache_hits == 0
+
+
+def test_executor_failure_is_fatal() -> None:
+    core = EngineCore(CONFIG, FailingExecutor(block_size=4))
+    core.add_request(request())
+    with pytest.raises(MemoryError):
+        core.step()
+
+
+def test_failed_start_closes_the_executor() -> None:
+    executor = UnloadableExecutor()
+    with pytest.raises(ModelLoadError):
+        EngineCore(CONFIG, executor)
+    assert executor.closed
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_blocks"),
+    [
+        (CacheConfig(block_size=4, num_blocks=7, kv_cache_memory=1 << 20), 7),
+        (CacheConfig(block_size=4, kv_cache_memory=9 * BYTES_PER_BLOCK + 1), 9),
+        (CacheConfig(block_size=4), 256),  # what the executor says is available
+    ],
+)
+def test_number_of_blocks(cache: CacheConfig, num_blocks: int) -> None:
+    core = EngineCore(EngineConfig(cache=cache), FakeExecutor(block_size=4, available_blocks=256))
+    assert core.spec.num_blocks == num_blocks
+    assert core.stats().num_blocks == num_blocks - 1
+    assert core.spec.max_model_len == min(4096, (num_blocks - 1) * 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (EngineConfig(cache=CacheConfig(block_size=4, kv_cache_memory=BYTES_PER_BLOCK)), ["kv_cache_memory"]),
+        (
+            EngineConfig(model=ModelConfig(max_model_len=29), cache=CacheConfig(block_size=4, num_blocks=8)),
+            ["max_model_len", "kv_cache_memory", str(9 * BYTES_PER_BLOCK)],
+        ),
+        (EngineConfig(model=ModelConfig(max_model_len=5000)), ["max_model_len", "4096"]),
+    ],
+)
+def test_settings_that_do_not_fit(config: EngineConfig, names: list[str]) -> None:
+    executor = FakeExecutor(block_size=4)
+    with pytest.raises(ConfigError) as raised:
+        EngineCore(config, executor)
+    assert all(name in raised.value.message for name in names)
+    assert executor.closed
+
+
+def test_longest_request_fits_the_smallest_cache() -> None:
+    """max_model_len "auto" is what one request can really use, whatever the watermark."""
+    core = EngineCore(
+        EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5), scheduler=SchedulerConfig(watermark=0.5)),
+        FakeExecutor(block_size=4),
+    )
+    assert core.spec.max_model_len == 16
+    core.add_request(request("a", [1] * 10, max_tokens=100))
+    outputs = run(core)
+    assert tokens_of(outputs["a"]) == expected_tokens([1] * 10, 6)
+    assert outputs["a"][-1].finish_reason is FinishReason.LENGTH
