@@ -1,0 +1,381 @@
+"""Requests without transfers: batching, chunks, prefix hits, preemption, stop conditions, admission."""
+
+import pytest
+
+from common.engine.messages import RequestStarted
+from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
+from common.types import FinishReason, hash_prompt, root_hash
+from tests.unit.common.engine.scheduler_factories import (
+    BLOCK_SIZE,
+    FakeEngine,
+    create_request,
+    create_requests,
+    create_scheduler,
+    expected_output,
+    first_token,
+)
+
+
+def assert_answered(engine: FakeEngine, *requests) -> None:
+    for request in requests:
+        outputs, reason = expected_output(request)
+        assert engine.outputs[request.request_id] == outputs
+        assert engine.finished[request.request_id] is reason
+
+
+class TestSteps:
+    def test_a_request_from_prompt_to_end(self):
+        engine, request = FakeEngine(), create_request("a", 6, max_tokens=3)
+        engine.add(request)
+        first = engine.step()
+        (new,) = first.new_requests
+        assert (new.token_ids[:6], new.num_prompt_tokens) == (request.prompt_token_ids, 6)
+        assert (new.num_computed_tokens, len(new.block_ids)) == (0, 2)
+        assert first.num_scheduled_tokens == {"a": 6}
+        second = engine.step()
+        assert second.new_requests == []
+        assert [(c.num_computed_tokens, c.new_block_ids) for c in second.continued_requests] == [(6, [])]
+        engine.step()
+        assert_answered(engine, request)
+        last = engine.step()  # tells the runner to forget it
+        assert (last.dropped_request_ids, last.num_scheduled_tokens) == (["a"], {})
+        engine.assert_idle()
+
+    def test_a_long_prompt_is_computed_in_chunks_and_samples_once(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=8))
+        request = create_request("a", 20)
+        engine.add(request)
+        assert [engine.step().num_scheduled_tokens["a"] for _ in range(4)] == [8, 8, 4, 1]
+        assert len(engine.outputs["a"]) == 2
+
+    def test_decoding_is_never_delayed_by_a_prefill_chunk(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=8))
+        a, b = create_request("a", 20, max_tokens=9), create_request("b", 3, max_tokens=9)
+        engine.add(b)
+        engine.step()
+        engine.add(a)
+        assert [dict(engine.step().num_scheduled_tokens) for _ in range(4)] == [
+            {"b": 1, "a": 7},
+            {"b": 1, "a": 7},
+            {"b": 1, "a": 6},
+            {"b": 1, "a": 1},
+        ]
+        engine.run()
+        assert_answered(engine, a, b)
+
+    def test_one_step_serves_many_under_the_budget_and_the_seats(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=16, max_num_seqs=3))
+        requests = create_requests(5, prompt=6)
+        engine.add(*requests)
+        assert engine.step().num_scheduled_tokens == {"r0": 6, "r1": 6, "r2": 4}
+        assert engine.step().num_scheduled_tokens == {"r0": 1, "r1": 1, "r2": 2}
+        engine.run()
+        assert_answered(engine, *requests)
+        engine.assert_idle()
+
+    def test_a_batch_is_never_larger_than_the_budget(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=2, max_num_seqs=16))
+        requests = create_requests(5, prompt=3)
+        engine.add(*requests)
+        steps = engine.run()
+        assert_answered(engine, *requests)
+        assert steps <= 5 * (3 + 4)
+
+    def test_generation_continues_after_the_tokens_given(self):
+        engine, whole = FakeEngine(), create_request("a", 6, max_tokens=6)
+        tokens, _ = expected_output(whole)
+        request = create_request("a", 6, max_tokens=6, output=tokens[:4])
+        engine.add(request)
+        assert engine.step().num_scheduled_tokens == {"a": 10}
+        engine.run()
+        assert_answered(engine, whole)
+        engine.assert_idle()
+
+    def test_started_is_said_once_with_queue_time_and_hit(self):
+        engine = FakeEngine(create_scheduler(max_num_seqs=1))
+        a, b = create_request("a", 9), create_request("b", create_request("a", 9).prompt_token_ids)
+        engine.add(a, b)
+        engine.run()
+        assert engine.events["a"] == [RequestStarted(queue_s=0.0, num_cached_tokens=0)]
+        assert engine.events["b"] == [RequestStarted(queue_s=4.0, num_cached_tokens=8)]
+
+
+class TestPrefixCache:
+    def test_a_hit_skips_the_computed_blocks(self):
+        engine = FakeEngine()
+        a = create_request("a", 14)
+        b = create_request("b", a.prompt_token_ids[:13])
+        engine.add(a)
+        engine.run()
+        engine.add(b)
+        assert engine.step().num_scheduled_tokens == {"b": 1}
+        engine.run()
+        assert_answered(engine, a, b)
+        stats = engine.scheduler.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (27, 12)
+        assert stats.num_prompt_tokens == 15
+
+    def test_reset_forgets_it(self):
+        engine = FakeEngine()
+        engine.add(create_request("a", 14))
+        engine.run()
+        engine.scheduler.reset_prefix_cache()
+        engine.add(create_request("a", 14))
+        assert engine.step().num_scheduled_tokens == {"a": 14}
+
+    def test_equal_prompts_in_one_step_are_computed_twice_and_cached_once(self):
+        engine = FakeEngine()
+        a = create_request("a", 9)
+        b = create_request("b", a.prompt_token_ids)
+        engine.add(a, b)
+        engine.run()
+        assert_answered(engine, a, b)
+        engine.assert_idle()
+
+    def test_it_can_be_switched_off(self):
+        engine = FakeEngine(create_scheduler(enable_prefix_caching=False))
+        for _ in range(2):
+            engine.add(create_request("a", 14))
+            assert engine.step().num_scheduled_tokens == {"a": 14}
+            engine.run()
+        assert engine.scheduler.stats().prefix_cache_queries == 0
+
+
+class TestPreemption:
+    def test_the_last_in_order_loses_its_blocks_and_is_recomputed(self):
+        engine = FakeEngine(create_scheduler(num_blocks=7, max_model_len=24, enable_prefix_caching=False))
+        first, second = requests = create_requests(2, prompt=8, max_tokens=12)
+        engine.add(*requests)
+        step = engine.step()
+        while not step.dropped_request_ids:
+            engine.assert_sound()
+            step = engine.step()
+        assert step.dropped_request_ids == ["r1"]
+        engine.run()
+        assert_answered(engine, first, second)
+        assert engine.scheduler.stats().num_preemptions == 1
+        engine.assert_idle()
+
+    def test_it_returns_ahead_of_those_that_came_later(self):
+        engine = FakeEngine(create_scheduler(num_blocks=7, max_model_len=24, max_num_seqs=2))
+        engine.add(*create_requests(3, prompt=8, max_tokens=12))
+        while "r0" not in engine.finished:
+            engine.step()
+        while "r1" not in engine.finished:
+            assert "r2" not in engine.finished
+            engine.step()
+        engine.run()
+        engine.assert_idle()
+
+    def test_preemption_in_mid_step_takes_back_what_was_scheduled(self):
+        """The last in order may have been given its token before the first one runs out of blocks."""
+        engine = FakeEngine(create_scheduler(num_blocks=7, max_model_len=24, policy="priority"))
+        low = create_request("low", 7, priority=1, max_tokens=12)
+        high = create_request("high", 8, priority=0, max_tokens=12)
+        engine.add(low)
+        engine.step()
+        engine.add(high)
+        while not engine.scheduler.stats().num_preemptions:
+            step = engine.step()
+        assert step.num_scheduled_tokens.keys() == {"high"}
+        assert step.total_num_scheduled_tokens == 1
+        engine.run()
+        assert_answered(engine, low, high)
+
+    def test_admission_leaves_blocks_to_grow(self):
+        engine = FakeEngine(create_scheduler(num_blocks=11, watermark=0.5))  # 5 of 10 held back
+        engine.add(*create_requests(3, prompt=12))
+        assert engine.step().num_scheduled_tokens.keys() == {"r0"}
+        engine.run()
+        assert len(engine.finished) == 3
+
+    def test_the_watermark_never_keeps_a_lone_request_out(self):
+        engine = FakeEngine(create_scheduler(num_blocks=11, max_model_len=40, watermark=0.9))
+        request = create_request("a", 36, max_tokens=3)
+        engine.add(request)
+        engine.run()
+        assert engine.finished["a"] is FinishReason.LENGTH
+        engine.assert_idle()
+
+
+class TestPolicies:
+    @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c", "d"]), ("priority", ["c", "a", "d", "b"])])
+    def test_order_of_the_queue(self, policy, order):
+        engine = FakeEngine(create_scheduler(max_num_seqs=1, policy=policy))
+        for request_id, priority in [("a", 1), ("b", 2), ("c", 0), ("d", 1)]:
+            engine.add(create_request(request_id, priority=priority, max_tokens=1))
+        engine.run()
+        assert list(engine.finished) == order
+
+    def test_a_large_request_is_not_overtaken(self):
+        engine = FakeEngine(create_scheduler(num_blocks=11, max_model_len=40))
+        engine.add(create_request("running", 20, max_tokens=8))
+        engine.step()
+        engine.add(create_request("large", 30, max_tokens=1), create_request("small", 2, max_tokens=1))
+        engine.run()
+        assert list(engine.finished) == ["running", "large", "small"]
+
+
+class TestStop:
+    def stop_after(self, num_tokens: int, **sampling) -> tuple[int, FinishReason]:
+        """Run a request whose `num_tokens`-th output token is a stop token."""
+        plain = create_request("a", 6, max_tokens=num_tokens)
+        stop_token = expected_output(plain)[0][num_tokens - 1]
+        request = create_request("a", 6, **{"max_tokens": 9, "stop_token_ids": (stop_token,)} | sampling)
+        engine = FakeEngine()
+        engine.add(request)
+        engine.run()
+        assert_answered(engine, request)
+        engine.assert_idle()
+        return len(engine.outputs["a"]), engine.finished["a"]
+
+    def test_stop_token(self):
+        assert self.stop_after(3) == (3, FinishReason.STOP)
+
+    def test_not_before_min_tokens(self):
+        num_tokens, _ = self.stop_after(1, min_tokens=1)
+        assert num_tokens > 1
+
+    def test_it_wins_over_the_length(self):
+        assert self.stop_after(3, max_tokens=3) == (3, FinishReason.STOP)
+
+    @pytest.mark.parametrize("ignore_eos", [False, True])
+    def test_end_of_sequence(self, ignore_eos):
+        request = next(
+            request
+            for index in range(999)
+            if 2 in expected_output(request := create_request(f"a{index}", 6, max_tokens=6))[0][:5]
+        )
+        request = create_request(request.request_id, 6, max_tokens=6, ignore_eos=ignore_eos)
+        engine = FakeEngine()
+        engine.add(request)
+        engine.run()
+        assert_answered(engine, request)
+        assert engine.finished[request.request_id] is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
+
+    def test_the_context_ends_a_generation(self):
+        engine = FakeEngine(create_scheduler(max_model_len=16))
+        engine.add(create_request("a", 10, max_tokens=100))
+        engine.run()
+        assert len(engine.outputs["a"]) == 6
+        assert engine.finished["a"] is FinishReason.LENGTH
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("settings", "error", "param"),
+        [
+            ({"prompt": []}, InvalidRequestError, "prompt_token_ids"),
+            ({"prompt": 64}, PromptTooLongError, "prompt_token_ids"),
+            ({"prompt": 60, "output": [5, 6, 7, 8], "max_tokens": 9}, PromptTooLongError, "prompt_token_ids"),
+            ({"prompt": 6, "output": [5, 6], "max_tokens": 2}, InvalidRequestError, "max_tokens"),
+            ({"prompt": 6, "block_hashes": [b"short"]}, InvalidRequestError, "block_hashes"),
+            ({"prompt": 3, "block_hashes": [b"x" * 16]}, InvalidRequestError, "block_hashes"),
+        ],
+    )
+    def test_what_cannot_be_served_is_refused(self, settings, error, param):
+        engine = FakeEngine()
+        with pytest.raises(error) as raised:
+            engine.add(create_request("a", **settings))
+        assert raised.value.param == param
+        engine.assert_idle()
+
+    @pytest.mark.parametrize("fault", ["salt", "block size", "prompt"])
+    def test_hashes_of_something_else_are_refused(self, fault):
+        prompt = create_request("a", 14).prompt_token_ids
+        hashes = hash_prompt(
+            prompt[:-6] + [0] * 6 if fault == "prompt" else prompt,
+            2 if fault == "block size" else BLOCK_SIZE,
+            root_hash("other" if fault == "salt" else ""),
+        )[:3]
+        with pytest.raises(InvalidRequestError, match="block_hashes"):
+            FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
+
+    def test_right_hashes_are_used(self):
+        engine, prompt = FakeEngine(), create_request("a", 14).prompt_token_ids
+        hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
+        engine.add(create_request("a", prompt, block_hashes=hashes))
+        engine.run()
+        engine.add(create_request("b", prompt))
+        assert engine.step().num_scheduled_tokens == {"b": 2}
+
+    def test_an_id_is_used_once_at_a_time(self):
+        engine = FakeEngine()
+        engine.add(create_request("a"))
+        with pytest.raises(InvalidRequestError, match="exists already"):
+            engine.add(create_request("a"))
+        engine.run()
+        engine.add(create_request("a"))
+        engine.run()
+        engine.assert_idle()
+
+    def test_a_full_queue_sheds(self):
+        engine = FakeEngine(create_scheduler(max_num_waiting=2))
+        engine.add(*create_requests(2))
+        with pytest.raises(OverloadedError):
+            engine.add(create_request("c"))
+        engine.step()
+        engine.add(create_request("c"))
+
+    def test_a_context_beyond_the_cache_is_a_wrong_setting(self):
+        with pytest.raises(ConfigError, match="max_model_len 41 needs more than the 10 KV blocks of 4 tokens"):
+            create_scheduler(num_blocks=11, max_model_len=41)
+
+
+class TestAbort:
+    def test_waiting_running_and_unknown(self):
+        engine = FakeEngine(create_scheduler(max_num_seqs=1))
+        engine.add(create_request("a"), create_request("b"), create_request("c"))
+        engine.step()
+        outputs = engine.abort("a", "b", "nobody")
+        assert [(output.request_id, output.finish_reason) for output in outputs] == [
+            ("a", FinishReason.ABORT),
+            ("b", FinishReason.ABORT),
+        ]
+        assert engine.step().dropped_request_ids == ["a"]
+        engine.run()
+        assert engine.outputs["a"] == [first_token(create_request("a")).token_id]
+        assert engine.finished["c"] is FinishReason.LENGTH
+        assert engine.abort("a", "c") == []
+        engine.assert_idle()
+
+    def test_a_preempted_request(self):
+        engine = FakeEngine(create_scheduler(num_blocks=7, max_model_len=24))
+        engine.add(*create_requests(2, prompt=8, max_tokens=12))
+        while not engine.scheduler.stats().num_preemptions:
+            engine.step()
+        engine.abort("r1")
+        engine.run()
+        assert engine.finished == {"r1": FinishReason.ABORT, "r0": FinishReason.LENGTH}
+        engine.assert_idle()
+
+    def test_while_the_step_runs(self):
+        engine = FakeEngine()
+        engine.add(create_request("a"))
+        step = engine.scheduler.schedule(0.0)
+        engine.abort("a")
+        result = engine._execute(step)
+        assert engine.scheduler.update(step, result, 1.0) == []
+        engine.run()
+        engine.assert_idle()
+
+
+def test_stats():
+    engine = FakeEngine(create_scheduler(max_num_batched_tokens=8, max_num_seqs=2))
+    engine.add(*create_requests(3, prompt=6))
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kv) == (2, 1, 0)
+    assert (stats.num_blocks, stats.num_free_blocks) == (64, 60)
+    assert stats.num_queued_tokens == 1 + 4 + 6
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens, stats.last_step_tokens) == (8, 1, 8)
+
+
+def test_integrity_notices_a_request_in_no_place():
+    engine = FakeEngine()
+    engine.add(create_request("a"))
+    engine.step()
+    engine.scheduler._running.clear()
+    violations = engine.scheduler.check_integrity().violations
+    assert any("are in places" in violation for violation in violations)
+    assert any("blocks are held by" in violation for violation in violations)

@@ -1,0 +1,307 @@
+"""Schedulers, requests, and an engine without a model to drive them.
+
+`FakeEngine` keeps a KV cache of fingerprints: the slot of token i holds a number that depends on all tokens up to i.
+A token is sampled from the fingerprints found in the request's blocks, after comparing them with its tokens. So a block
+that is shared wrongly, reused under a transfer, freed too early or not loaded shows at once, as in a real engine it
+would show as noise; and what a request must answer is known beforehand (`expected_output`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from common.engine.config import SchedulerConfig
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.messages import AddRequest, KVTransferParams, RequestEvent, RequestOutput, TransferUpdate
+from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.scheduler.scheduler import Scheduler
+from common.types import (
+    BlockHash,
+    FinishReason,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    TransferId,
+    hash_partial_block,
+    hash_prompt,
+    root_hash,
+)
+
+BLOCK_SIZE = 4
+EOS = 2
+VOCAB_SIZE = 32
+
+
+def create_scheduler(
+    *,
+    num_blocks: int = 65,
+    block_size: int = BLOCK_SIZE,
+    max_model_len: int | None = None,
+    enable_prefix_caching: bool = True,
+    **settings: Any,
+) -> Scheduler:
+    """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
+    less if that does not fit."""
+    return Scheduler(
+        SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0} | settings),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        enable_prefix_caching=enable_prefix_caching,
+    )
+
+
+def create_request(
+    request_id: str = "a",
+    prompt: int | Sequence[int] = 6,
+    *,
+    role: str | None = None,
+    epoch: int = 1,
+    output: Sequence[int] = (),
+    cache_salt: str = "",
+    priority: int = 0,
+    block_hashes: Sequence[BlockHash] = (),
+    **sampling: Any,
+) -> AddRequest:
+    """A request. `prompt` is its tokens, or how many different ones; `sampling` are those of SamplingParams."""
+    if isinstance(prompt, int):
+        start = sum(request_id.encode())
+        prompt = [3 + (start * 7 + index * 5) % (VOCAB_SIZE - 3) for index in range(prompt)]
+    return AddRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=list(prompt),
+        output_token_ids=list(output),
+        sampling=SamplingParams(**{"max_tokens": 4, "ignore_eos": True} | sampling),
+        block_hashes=list(block_hashes),
+        cache_salt=cache_salt,
+        priority=priority,
+        transfer=KVTransferParams(transfer_id=TransferId(request_id), epoch=epoch, role=role) if role else None,  # type: ignore[arg-type]
+    )
+
+
+def create_requests(count: int, prompt: int = 6, **settings: Any) -> list[AddRequest]:
+    """`count` requests, r0, r1, ..., with different prompts."""
+    return [create_request(f"r{index}", prompt, **settings) for index in range(count)]
+
+
+def fingerprints(token_ids: Sequence[int]) -> list[int]:
+    """What the KV slot of each token holds: a number that depends on the token and all before it."""
+    values, value = [], 1
+    for token_id in token_ids:
+        value = (value * 1_000_003 + token_id + 1) % (1 << 61)
+        values.append(value)
+    return values
+
+
+def next_token(fingerprint: int) -> int:
+    """The token that follows the one with this fingerprint."""
+    return (fingerprint >> 7) % VOCAB_SIZE
+
+
+def expected_output(
+    request: AddRequest, *, max_model_len: int = 64, eos: Iterable[int] = (EOS,)
+) -> tuple[list[int], FinishReason]:
+    """All output tokens of `request`, those it came with included, and why it ends."""
+    sampling = request.sampling
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    output = list(request.output_token_ids)
+    while True:
+        tokens = request.prompt_token_ids + output
+        output.append(next_token(fingerprints(tokens)[-1]))
+        if output[-1] in stops and len(output) > sampling.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) >= sampling.max_tokens or len(tokens) + 1 >= max_model_len:
+            return output, FinishReason.LENGTH
+
+
+def first_token(request: AddRequest) -> SampledToken:
+    """What the prefill pod samples for `request`."""
+    tokens = request.prompt_token_ids + request.output_token_ids
+    return SampledToken(next_token(fingerprints(tokens)[-1]))
+
+
+def stored_prompt(request: AddRequest, block_size: int = BLOCK_SIZE) -> dict[BlockHash, list[int]]:
+    """Content of the medium after the KV of the whole prompt was saved."""
+    tokens, root = request.prompt_token_ids, root_hash(request.cache_salt)
+    hashes = hash_prompt(tokens, block_size, root)
+    if len(tokens) % block_size:
+        hashes.append(hash_partial_block(tokens, block_size, hashes.copy(), root))
+    values = fingerprints(tokens)
+    return {h: values[i * block_size : (i + 1) * block_size] for i, h in enumerate(hashes)}
+
+
+class _RunningRequest:
+    def __init__(self, token_ids: list[int], block_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+
+
+class FakeEngine:
+    """A scheduler, a model runner and a connector whose jobs settle when the test says so.
+
+    A load or a save touches its blocks when it settles, as late as a real transport may.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler | None = None, *, block_size: int = BLOCK_SIZE, settle_at_once: bool = False
+    ) -> None:
+        self.scheduler = scheduler or create_scheduler(block_size=block_size)
+        self.block_size = block_size
+        self.settle_at_once = settle_at_once
+        self.now = 0.0
+        self.medium: dict[BlockHash, list[int]] = {}
+        self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load" or "save"
+        self.outputs: dict[RequestId, list[int]] = {}  # token by index
+        self.finished: dict[RequestId, FinishReason] = {}
+        self.events: dict[RequestId, list[RequestEvent]] = {}
+        self.cancelled: set[int] = set()
+        self._kv: dict[int, int] = {}  # slot -> fingerprint
+        self._running: dict[RequestId, _RunningRequest] = {}
+        self._settled: list[TransferResult] = []
+
+    def add(self, *requests: AddRequest) -> None:
+        for request in requests:
+            self.scheduler.add_request(request, self.now)
+            self.outputs[request.request_id] = list(request.output_token_ids)
+            self.finished.pop(request.request_id, None)
+            self.events[request.request_id] = []
+
+    def abort(self, *request_ids: str) -> list[RequestOutput]:
+        outputs = self.scheduler.abort_requests([RequestId(request_id) for request_id in request_ids])
+        self._collect(outputs)
+        return outputs
+
+    def update_transfer(self, request_id: str, num_ready_tokens: int, *, epoch: int = 1, **settings: Any) -> None:
+        self.scheduler.update_transfer(
+            TransferUpdate(
+                request_id=RequestId(request_id), epoch=epoch, num_ready_tokens=num_ready_tokens, **settings
+            ),
+            self.now,
+        )
+
+    def step(self) -> SchedulerOutput:
+        """One step of the engine; `self.now` advances by a second."""
+        step = self.scheduler.schedule(self.now)
+        self.now += 1.0
+        result = self._execute(step)
+        self._collect(self.scheduler.update(step, result, self.now))
+        return step
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Step until there is nothing to do; how many steps that took."""
+        for num_steps in range(max_steps):
+            if not self.scheduler.has_work and not self._settled:
+                return num_steps
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.stats()}")
+
+    def settle(self, job_id: int | None = None, num_blocks_ok: float = math.inf, error: str = "") -> None:
+        """Let one job (the oldest) end at the next step after `num_blocks_ok` blocks."""
+        job_id = next(iter(self.jobs)) if job_id is None else job_id
+        kind, transfer = self.jobs.pop(job_id)
+        num_ok = 0
+        for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
+            is_last = index == len(transfer.block_ids) - 1
+            num_tokens = transfer.num_tokens_in_last if is_last else self.block_size
+            slots = range(block_id * self.block_size, block_id * self.block_size + num_tokens)
+            if index >= num_blocks_ok:
+                self._scribble(kind, block_id)
+                break
+            if kind == "save":
+                self.medium[block_hash] = [self._kv[slot] for slot in slots]
+            elif block_hash not in self.medium:
+                error = error or "block_missing"
+                self._scribble(kind, block_id)
+                break
+            else:
+                assert len(self.medium[block_hash]) == num_tokens
+                self._kv.update(zip(slots, self.medium[block_hash], strict=True))
+            num_ok += 1
+        self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
+
+    def settle_all(self) -> None:
+        while self.jobs:
+            self.settle()
+
+    def assert_sound(self) -> None:
+        assert self.scheduler.check_integrity().violations == []
+
+    def assert_idle(self) -> None:
+        """Nothing is left over."""
+        report, stats = self.scheduler.check_integrity(), self.scheduler.stats()
+        assert report.violations == []
+        assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_queued_tokens == 0
+        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.has_work
+        assert not self._running
+
+    def _scribble(self, kind: str, block_id: int) -> None:
+        if kind == "load":  # a failed load leaves garbage
+            self._kv.update({block_id * self.block_size + offset: -1 for offset in range(self.block_size)})
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in step.dropped_request_ids:
+            del self._running[request_id]
+        for transfer in step.loads:
+            self.jobs[transfer.job_id] = ("load", transfer)
+        self.cancelled.update(step.cancelled_job_ids)
+        self._take_membership(step)
+        starts = {new.request_id: new.num_computed_tokens for new in step.new_requests}
+        starts |= {known.request_id: known.num_computed_tokens for known in step.continued_requests}
+        assert starts.keys() == step.num_scheduled_tokens.keys()
+        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
+        for request_id, count in step.num_scheduled_tokens.items():
+            assert count > 0
+            self._write(self._running[request_id], starts[request_id], starts[request_id] + count)
+        sampled = {}
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self._running[request_id]
+            stop = starts[request_id] + count
+            assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), f"{request_id} reads other KV"
+            if stop == len(request.token_ids):
+                sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
+                request.token_ids.append(sampled[request_id].token_id)
+        for transfer in step.saves:
+            self.jobs[transfer.job_id] = ("save", transfer)
+        if self.settle_at_once:
+            self.settle_all()
+        settled, self._settled = self._settled, []
+        return ModelRunnerOutput(sampled=sampled, transfers=settled)
+
+    def _take_membership(self, step: SchedulerOutput) -> None:
+        for new in step.new_requests:
+            assert new.request_id not in self._running
+            self._running[new.request_id] = _RunningRequest(new.token_ids, list(new.block_ids))
+        for known in step.continued_requests:
+            self._running[known.request_id].block_ids += known.new_block_ids
+
+    def _slot(self, request: _RunningRequest, position: int) -> int:
+        block_id = request.block_ids[position // self.block_size]
+        assert block_id != 0, "the null block was given away"
+        return block_id * self.block_size + position % self.block_size
+
+    def _write(self, request: _RunningRequest, start: int, stop: int) -> None:
+        values = fingerprints(request.token_ids)
+        for position in range(start, stop):
+            self._kv[self._slot(request, position)] = values[position]
+
+    def _read(self, request: _RunningRequest, stop: int) -> list[int]:
+        return [self._kv.get(self._slot(request, position), -1) for position in range(stop)]
+
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            tokens = self.outputs[output.request_id]
+            if output.tokens:
+                assert output.request_id not in self.finished
+                assert output.start_index == len(tokens)
+            tokens += [token.token_id for token in output.tokens]
+            self.events[output.request_id] += output.events
+            if output.finish_reason is not None:
+                assert output.request_id not in self.finished
+                self.finished[output.request_id] = output.finish_reason
