@@ -11,6 +11,7 @@ Servicers wrap their bodies in `rpc_errors`; clients turn an AioRpcError into a 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -110,6 +111,9 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         await abort_with(context, error)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.BaseError as error:  # the call itself is over: there is nobody to tell
+        logger.info("a call ended while it was being answered: %s", error)
+        raise asyncio.CancelledError from error
     except Exception:
         logger.exception("a call failed for an unforeseen reason")
         await abort_with(context, BatonError("internal error; the pod's log has the details"))

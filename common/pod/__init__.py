@@ -1,0 +1,1 @@
+"""What prefill and decode pods have in common: settings, runtime, control service, metrics."""

@@ -1,0 +1,57 @@
+"""Who may start work on this pod: bounded, and closed while the pod drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from common.errors import OverloadedError, UnavailableError
+
+
+class Admission:
+    """Counts the open pieces of work of a pod: requests, and transfers that outlive theirs.
+
+    Each `admit` or `hold` is followed by exactly one `release`.
+    """
+
+    def __init__(self, max_open: int) -> None:
+        self.max_open = max_open
+        self.num_open = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._on_drain: list[Callable[[], None]] = []
+
+    def on_drain(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once, when draining begins."""
+        self._on_drain.append(callback)
+
+    def admit(self) -> None:
+        """Open a new piece of work. Raises UnavailableError while draining, OverloadedError at the bound."""
+        if self.draining:
+            raise UnavailableError("the pod is draining and takes no new work")
+        if self.num_open >= self.max_open:
+            raise OverloadedError(f"the pod has {self.num_open} requests and transfers open, its limit")
+        self.hold()
+
+    def hold(self) -> None:
+        """Open a piece of work that continues an admitted one, so that neither bound nor drain stops it."""
+        self.num_open += 1
+        self._idle.clear()
+
+    def release(self) -> None:
+        """A piece of work has ended."""
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._idle.set()
+
+    def drain(self) -> None:
+        """Admit nothing from now on. Idempotent."""
+        if not self.draining:
+            self.draining = True
+            for callback in self._on_drain:
+                callback()
+
+    async def wait_idle(self) -> None:
+        """Return once nothing is open."""
+        await self._idle.wait()

@@ -1,0 +1,75 @@
+"""Settings that every pod has. Each role adds its own."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import PurePath
+from typing import Annotated, Self
+
+import msgspec
+from msgspec import Meta
+
+from common.demo_model import DEMO_MODEL_NAME, demo_model_path
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.observability.logging import LogLevel
+
+CONNECTOR_FACTORY = "kv_store.registry:create_connector"
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pod."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="gRPC port; 0 picks a free one.")] = 0
+    pod_id: Annotated[str, Meta(description="Stable name of the pod; empty: a random one.")] = ""
+    served_model_name: Annotated[str, Meta(description="Name of the model in the API; empty: of its directory.")] = ""
+    connector: Annotated[
+        str | None, Meta(description="How KV travels between pods; none: this pod takes no part in handoffs.")
+    ] = "shared-storage"
+    connector_path: Annotated[str, Meta(description="Directory of the shared-storage connector.")] = ""
+    connector_options: Annotated[
+        dict[str, str | int | float | bool], Meta(description="Further options of the connector.")
+    ] = {}
+    metrics_port: Annotated[
+        Port | None, Meta(description="HTTP port of the Prometheus metrics; 0 picks a free one; none: off.")
+    ] = None
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    ] = 30.0
+    log_level: Annotated[LogLevel, Meta(description="Least severe log lines shown.")] = "info"
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def max_open(self) -> int:
+        """Most requests open at once: what the engine queues and runs."""
+        return self.scheduler.max_num_waiting + self.scheduler.max_num_seqs
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        if self.served_model_name:
+            return self.served_model_name
+        return PurePath(self.model.model).name if self.model.model else DEMO_MODEL_NAME
+
+    def named(self, role: str) -> Self:
+        """These settings with a pod id."""
+        return self if self.pod_id else msgspec.structs.replace(self, pod_id=f"{role}-{uuid.uuid4().hex[:8]}")
+
+    def engine_config(self) -> EngineConfig:
+        """Settings of the pod's engine."""
+        model = self.model
+        if not model.model:
+            model = msgspec.structs.replace(model, model=str(demo_model_path()))
+        return EngineConfig(model=model, cache=self.cache, scheduler=self.scheduler, connector=self._connector_config())
+
+    def _connector_config(self) -> KVConnectorConfig | None:
+        if not self.connector:
+            return None
+        options = dict(self.connector_options)
+        if self.connector_path:
+            options["path"] = self.connector_path
+        return KVConnectorConfig(factory=CONNECTOR_FACTORY, name=self.connector, options=options)

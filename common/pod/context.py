@@ -1,0 +1,36 @@
+"""What the runtime gives to the servicers of a pod."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.engine.client.base import EngineClient
+from common.engine.messages import EngineSpec
+from common.pod.admission import Admission
+from common.pod.config import PodConfig
+from common.pod.metrics import PodMetrics
+from common.pod.outputs import EngineRequests
+from common.pod.stats import StatsBoard
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class PodContext:
+    """One incarnation of a pod whose engine has started."""
+
+    role: Role
+    config: PodConfig
+    incarnation: int  # random id of this process start
+    spec: EngineSpec
+    engine: EngineClient
+    requests: EngineRequests
+    stats: StatsBoard
+    admission: Admission
+    metrics: PodMetrics
+
+    @property
+    def pod_id(self) -> str:
+        """Stable name of the pod."""
+        return self.config.pod_id

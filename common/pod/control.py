@@ -1,0 +1,113 @@
+"""The Pod service: facts, figures, drain, integrity."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+
+from common import __version__
+from common.engine.messages import EngineStats
+from common.pb import pods_pb2, pods_pb2_grpc
+from common.pod.context import PodContext
+from common.rpc.errors import rpc_errors
+
+DEFAULT_STATS_INTERVAL_S = 0.1
+MAX_DRAIN_WAIT_S = 24 * 3600.0  # of a call without a deadline
+
+_ROLES = {"prefill": pods_pb2.POD_ROLE_PREFILL, "decode": pods_pb2.POD_ROLE_DECODE}
+
+
+class OpenWork(Protocol):
+    """What the role's front knows of its own state."""
+
+    @property
+    def num_handoffs(self) -> int:
+        """Handoffs under way."""
+
+    def violations(self) -> list[str]:
+        """Broken invariants of the front, one line each."""
+
+
+class PodServicer(pods_pb2_grpc.PodServicer):
+    """Served by every pod."""
+
+    def __init__(self, context: PodContext, front: OpenWork) -> None:
+        self._pod = context
+        self._front = front
+
+    async def GetInfo(  # noqa: N802  (the proto's name)
+        self, request: pods_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.PodInfo:
+        """Static facts of this incarnation."""
+        pod, spec = self._pod, self._pod.spec
+        return pods_pb2.PodInfo(
+            pod_id=pod.pod_id,
+            incarnation=pod.incarnation,
+            role=_ROLES[pod.role],
+            model_name=pod.config.model_name,
+            fingerprint=spec.fingerprint,
+            block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
+            max_model_len=spec.max_model_len,
+            vocab_size=spec.vocab_size,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            connector=pod.config.connector or "",
+            version=__version__,
+        )
+
+    async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
+        self, request: pods_pb2.WatchStatsRequest, context: grpc.aio.ServicerContext[Any, pods_pb2.PodStats]
+    ) -> None:
+        """A report at once, then one per change, at most one per interval."""
+        async with rpc_errors(context):
+            interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
+            async with aclosing(self._pod.stats.watch(interval_s)) as reports:
+                async for stats in reports:
+                    await context.write(self._report(stats))
+
+    async def Drain(  # noqa: N802
+        self, request: pods_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.DrainResponse:
+        """Takes no new work and returns when the old is finished, or shortly before the call's deadline."""
+        async with rpc_errors(context):
+            admission = self._pod.admission
+            admission.drain()
+            remaining = context.time_remaining()  # None without a deadline, whatever the type stubs say
+            wait_s = MAX_DRAIN_WAIT_S if remaining is None else remaining * 0.9
+            try:
+                async with asyncio.timeout(wait_s):
+                    await admission.wait_idle()
+            except TimeoutError:
+                pass  # the answer says how many are left
+        return pods_pb2.DrainResponse(num_unfinished=admission.num_open)
+
+    async def CheckIntegrity(  # noqa: N802
+        self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.CheckIntegrityResponse:
+        """States the invariants of engine and front."""
+        async with rpc_errors(context):
+            report = await self._pod.engine.check_integrity()
+        return pods_pb2.CheckIntegrityResponse(
+            violations=[*report.violations, *self._front.violations()],
+            num_requests=max(report.num_requests, self._pod.admission.num_open),  # one request may be in both
+            num_blocks_in_use=report.num_blocks_in_use,
+            num_transfers=report.num_transfers + self._front.num_handoffs,
+        )
+
+    def _report(self, stats: EngineStats) -> pods_pb2.PodStats:
+        return pods_pb2.PodStats(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
+            num_free_blocks=stats.num_free_blocks,
+            num_blocks=stats.num_blocks,
+            num_queued_tokens=stats.num_queued_tokens,
+            last_step_s=stats.last_step_s,
+            last_step_tokens=stats.last_step_tokens,
+            num_preemptions=stats.num_preemptions,
+            draining=self._pod.admission.draining,
+        )

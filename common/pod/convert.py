@@ -1,0 +1,64 @@
+"""Conversion between messages of `baton.v1` and what the engine understands. Requests are checked here, against the
+model that this pod serves; inside, nothing checks them again."""
+
+from __future__ import annotations
+
+from common.engine.messages import AddRequest, EngineSpec, KVTransferParams
+from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.pb import common_pb2
+from common.rpc.convert import logprobs_from_pb, sampling_from_pb
+from common.types import HASH_BYTES, BlockHash, RequestId, SampledToken
+from common.types.validation import validate_prompt, validate_sampling
+
+
+def add_request_from_pb(
+    message: common_pb2.EngineRequest, spec: EngineSpec, transfer: KVTransferParams | None = None
+) -> AddRequest:
+    """The request as the engine takes it.
+
+    Raises InvalidRequestError, UnprocessableError or PromptTooLongError naming the field at fault.
+    """
+    if not message.request_id:
+        raise InvalidRequestError("request_id is empty", param="request_id")
+    sampling = sampling_from_pb(message.sampling)
+    validate_sampling(sampling, vocab_size=spec.vocab_size)
+    prompt = list(message.prompt_token_ids)
+    validate_prompt(
+        prompt,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        max_tokens=sampling.max_tokens,
+        param="prompt_token_ids",
+    )
+    outputs = list(message.output_token_ids)
+    if outputs and max(outputs) >= spec.vocab_size:
+        raise UnprocessableError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
+    if len(outputs) >= sampling.max_tokens:
+        raise PromptTooLongError(
+            f"{len(outputs)} of max_tokens {sampling.max_tokens} tokens are generated already", param="output_token_ids"
+        )
+    return AddRequest(
+        request_id=RequestId(message.request_id),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        output_token_ids=outputs,
+        block_hashes=_split_hashes(message.block_hashes, len(prompt) // spec.block_size),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        transfer=transfer,
+    )
+
+
+def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
+    """A token with its log probabilities, if it has any."""
+    return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
+
+
+def _split_hashes(packed: bytes, num_full_blocks: int) -> list[BlockHash]:
+    """Block hashes of the wire; none at all leaves the work to the engine."""
+    if packed and len(packed) != num_full_blocks * HASH_BYTES:
+        raise InvalidRequestError(
+            f"block_hashes has {len(packed)} bytes, but the prompt has {num_full_blocks} full blocks on this pod",
+            param="block_hashes",
+        )
+    return [BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]

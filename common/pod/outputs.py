@@ -1,0 +1,106 @@
+"""The requests that the pod has in its engine, and who hears of each.
+
+One task (`run`) takes everything the engine says, step by step, and calls the sinks of the requests concerned. Sinks
+are called synchronously and must not wait: what they cannot pass on at once they merge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from common.engine.client.base import EngineClient
+from common.engine.messages import AddRequest, RequestOutput, TransferUpdate
+from common.errors import BatonError, EngineDeadError
+from common.pod.stats import StatsBoard
+from common.types import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class OutputSink(Protocol):
+    """Hears of one request of the engine. All methods are called on the event loop and return at once."""
+
+    def take_output(self, output: RequestOutput) -> None:
+        """What the request gained in a step, or how it ended."""
+
+    def fail(self, error: BatonError) -> None:
+        """Nothing more will come: the engine died, or the sink itself raised."""
+
+
+class EngineRequests:
+    """Owns the pod's requests in its engine. A sink forgets its request when it has heard enough.
+
+    The engine knows each request by an id of our own: two routers may choose the same one, and a router may submit it
+    again while the last attempt is still being aborted.
+    """
+
+    def __init__(self, engine: EngineClient, stats: StatsBoard) -> None:
+        self._engine = engine
+        self._stats = stats
+        self._sinks: dict[RequestId, OutputSink] = {}
+        self._serial = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def add(self, request: AddRequest, sink: OutputSink) -> RequestId:
+        """Start a generation; returns its id in the engine. Raises EngineDeadError."""
+        engine_id = RequestId(f"{request.request_id}~{next(self._serial)}")
+        self._engine.add_request(msgspec.structs.replace(request, request_id=engine_id))
+        self._sinks[engine_id] = sink
+        return engine_id
+
+    def update_transfer(self, update: TransferUpdate) -> None:
+        """Report news of a handoff, if the request is still there."""
+        if update.request_id in self._sinks:
+            self._tell_engine(lambda: self._engine.update_transfer(update))
+
+    def abort(self, *engine_ids: RequestId) -> None:
+        """End generations that are still there, and hear no more of them."""
+        live = [engine_id for engine_id in engine_ids if self._sinks.pop(engine_id, None) is not None]
+        if live:
+            self._tell_engine(lambda: self._engine.abort_requests(live))
+
+    def forget(self, engine_id: RequestId) -> None:
+        """The request has ended, or nobody cares."""
+        self._sinks.pop(engine_id, None)
+
+    async def run(self) -> NoReturn:
+        """Pass on outputs until the engine dies: then every sink fails and EngineDeadError is raised."""
+        try:
+            async for step in self._engine.outputs():
+                for output in step.outputs:
+                    self._deliver(output)
+                self._stats.publish(step.stats)
+            raise EngineDeadError("the engine said its last word")
+        except EngineDeadError as error:
+            sinks, self._sinks = self._sinks, {}
+            for sink in sinks.values():
+                sink.fail(error)
+            raise
+
+    def _deliver(self, output: RequestOutput) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
+            return  # aborted or forgotten while this was under way
+        try:
+            sink.take_output(output)
+        except Exception:  # one request's fault must not take its neighbours along
+            logger.exception("request %s cannot take its output", output.request_id)
+            self.abort(output.request_id)
+            sink.fail(BatonError("internal error; the pod's log has the details"))
+
+    def _tell_engine(self, say: _Command) -> None:
+        """A dead engine needs no telling: `run` has noticed or will."""
+        try:
+            say()
+        except EngineDeadError:
+            logger.debug("the engine is dead; command dropped")
+
+
+class _Command(Protocol):
+    def __call__(self) -> None: ...

@@ -1,0 +1,217 @@
+"""The life of a pod:
+
+1. The engine starts: the model is loaded. A ConfigError ends the process with code 2.
+2. The role's front is built on it; the server listens; health answers SERVING; the `ready` line is printed.
+3. It serves until SIGTERM or SIGINT (code 0), or until its engine dies (code 1).
+4. It drains: health answers NOT_SERVING, new work is refused, running work gets `drain_timeout_s`.
+5. The front ends what is left, then server, outputs and engine close, in that order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Protocol, Self
+
+import grpc
+
+from common.config import report_config_error
+from common.engine.client.base import EngineClient
+from common.errors import ConfigError, EngineDeadError
+from common.observability.logging import setup_logging
+from common.observability.metrics_server import MetricsServer
+from common.pb.pods_pb2_grpc import add_PodServicer_to_server
+from common.pod.admission import Admission
+from common.pod.config import PodConfig
+from common.pod.context import PodContext, Role
+from common.pod.control import OpenWork, PodServicer
+from common.pod.metrics import PodMetrics
+from common.pod.outputs import EngineRequests
+from common.pod.stats import StatsBoard
+from common.pod.tasks import TaskSet
+from common.rpc.server import RpcServer
+
+logger = logging.getLogger(__name__)
+
+POD_SERVICE = "baton.v1.Pod"
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+
+
+class Front(OpenWork, Protocol):
+    """The servicers of one role. Built once the engine has started; owns the requests that they open."""
+
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """Full names of its gRPC services."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the servicers."""
+
+    async def close(self) -> None:
+        """End everything that is open, and wait for it. Idempotent."""
+
+
+FrontFactory = Callable[[PodContext], Front]
+
+
+class PodRuntime:
+    """Composes one pod out of an engine and a front. An async context manager: inside, it serves."""
+
+    def __init__(self, role: Role, config: PodConfig, engine: EngineClient, make_front: FrontFactory) -> None:
+        """The runtime owns `engine`."""
+        self._role = role
+        self.config = config.named(role)
+        self._engine = engine
+        self._make_front = make_front
+        self._stack = AsyncExitStack()
+        self._tasks = TaskSet()
+        self.metrics_port: int | None = None
+
+    async def start(self) -> None:
+        """Steps 1 and 2. Raises ConfigError or EngineDeadError; nothing is left open then."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._engine.close)
+            self.context = context = await self._start_engine()
+            self._outputs = asyncio.create_task(context.requests.run(), name="engine outputs")
+            stack.push_async_callback(self._end_outputs)
+            stack.push_async_callback(self._tasks.close)
+            front = self._make_front(context)
+            self.server = RpcServer(self.config.host, self.config.port, (POD_SERVICE, *front.service_names))
+            front.add_to(self.server.grpc_server)
+            add_PodServicer_to_server(PodServicer(context, front), self.server.grpc_server)
+            stack.push_async_callback(self.server.stop)
+            stack.push_async_callback(front.close)
+            if self.config.metrics_port is not None:
+                metrics = MetricsServer(self.config.host, self.config.metrics_port, context.metrics.registry)
+                self.metrics_port = stack.enter_context(metrics).port
+            await self.server.start()
+            context.admission.on_drain(self._announce_drain)
+            await self.server.set_serving(True)
+            self._stack = stack.pop_all()
+        logger.info("serving %s on %s", self.config.model_name, self.address)
+
+    @property
+    def address(self) -> str:
+        """host:port of its gRPC server."""
+        return self.server.address
+
+    @property
+    def ready_line(self) -> str:
+        """What the process prints when it serves."""
+        line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
+        return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
+
+    async def serve(self, stop: asyncio.Event) -> int:
+        """Step 3 and 4; returns the exit code. `stop` asks for the drain."""
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait({stopping, self._outputs}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._outputs.done():
+                await self._drain()
+        finally:
+            stopping.cancel()
+        if self._outputs.done():
+            await self.server.set_serving(False)
+            logger.error("the engine died: %s", self._outputs.exception())
+            return EXIT_ENGINE_DIED
+        return EXIT_OK
+
+    async def stop(self) -> None:
+        """Step 5. Idempotent."""
+        await self._stack.aclose()
+
+    async def _start_engine(self) -> PodContext:
+        spec = await self._engine.start()
+        stats = StatsBoard(await self._engine.stats())
+        return PodContext(
+            role=self._role,
+            config=self.config,
+            incarnation=secrets.randbits(63),
+            spec=spec,
+            engine=self._engine,
+            requests=EngineRequests(self._engine, stats),
+            stats=stats,
+            admission=Admission(self.config.max_open),
+            metrics=PodMetrics(stats),
+        )
+
+    async def _drain(self) -> None:
+        admission = self.context.admission
+        admission.drain()
+        logger.info("draining: %d open", admission.num_open)
+        idle = asyncio.create_task(admission.wait_idle(), name="idle")
+        timeout_s = self.config.drain_timeout_s
+        await asyncio.wait({idle, self._outputs}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        if admission.num_open:
+            logger.warning("%d requests and transfers were not finished after %g s", admission.num_open, timeout_s)
+
+    def _announce_drain(self) -> None:
+        self._tasks.spawn(self.server.set_serving(False), "health")
+        self.context.stats.touch()
+
+    async def _end_outputs(self) -> None:
+        self._outputs.cancel()
+        with suppress(asyncio.CancelledError, EngineDeadError):
+            await self._outputs
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+def run_pod(runtime: PodRuntime) -> int:
+    """Run a pod as the process's main job; returns the exit code. Called on the main thread."""
+    setup_logging(runtime.config.log_level, runtime.config.pod_id)
+    try:
+        return asyncio.run(_run(runtime))
+    except ConfigError as error:
+        return report_config_error(error)
+    except EngineDeadError as error:
+        logger.error("the engine did not start: %s", error)
+        return EXIT_ENGINE_DIED
+
+
+async def _run(runtime: PodRuntime) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if not await _start_unless(stop, runtime):
+        return EXIT_OK
+    try:
+        sys.stdout.write(runtime.ready_line + "\n")
+        sys.stdout.flush()
+        return await runtime.serve(stop)
+    finally:
+        await runtime.stop()
+
+
+async def _start_unless(stop: asyncio.Event, runtime: PodRuntime) -> bool:
+    """Start the pod; False if it was told to stop before it served, for loading a model takes a while."""
+    starting = asyncio.create_task(runtime.start(), name="start")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            return True
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+            await runtime.stop()
+        return False
+    finally:
+        stopping.cancel()

@@ -1,0 +1,39 @@
+"""The engine's latest figures, and a way to wait for newer ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from common.engine.messages import EngineStats
+
+
+class StatsBoard:
+    """Written by one task after each step, read by any number of watchers. A slow watcher skips figures."""
+
+    def __init__(self, initial: EngineStats) -> None:
+        self.latest = initial
+        self._watchers: set[asyncio.Event] = set()
+
+    def publish(self, stats: EngineStats) -> None:
+        """Replace the figures."""
+        self.latest = stats
+        self.touch()
+
+    def touch(self) -> None:
+        """Wake watchers although the engine's figures are the same."""
+        for news in self._watchers:
+            news.set()
+
+    async def watch(self, min_interval_s: float) -> AsyncGenerator[EngineStats, None]:
+        """The figures now, then whenever there is news, at most once per interval. Endless."""
+        news = asyncio.Event()
+        self._watchers.add(news)
+        try:
+            while True:
+                news.clear()
+                yield self.latest
+                await asyncio.sleep(min_interval_s)
+                await news.wait()
+        finally:
+            self._watchers.discard(news)

@@ -1,0 +1,34 @@
+"""A decode pod as a process: `python -m decode_service --help`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from common.config import parse, report_config_error
+from common.engine.client.mp import AsyncMPClient
+from common.errors import ConfigError
+from common.pod.runtime import PodRuntime, run_pod
+from decode_service.config import DecodeConfig
+from decode_service.front import DecodeFront
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a decode pod until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        config = parse(
+            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Serve tokens."
+        ).named("decode")
+    except ConfigError as error:
+        return report_config_error(error)
+    return run_pod(build(config))
+
+
+def build(config: DecodeConfig) -> PodRuntime:
+    """The pod that these settings describe."""
+    engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
+    return PodRuntime("decode", config, engine, lambda pod: DecodeFront(pod, config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

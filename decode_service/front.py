@@ -1,0 +1,82 @@
+"""The front of a decode pod: the Decode service, its sessions, and the handoffs of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from common.errors import UnavailableError
+from common.pb import pods_pb2, pods_pb2_grpc
+from common.pod.context import PodContext
+from common.pod.tasks import TaskSet
+from common.rpc.channel import ChannelPool
+from common.rpc.errors import rpc_errors
+from decode_service.config import DecodeConfig
+from decode_service.handoff import GOODBYE_TIMEOUT_S
+from decode_service.request import Surroundings
+from decode_service.session import RouterSession
+
+logger = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 2.0  # for routers to take the last deltas
+
+
+class DecodeFront(pods_pb2_grpc.DecodeServicer):
+    """See common.pod.runtime.Front."""
+
+    service_names = ("baton.v1.Decode",)
+
+    def __init__(self, pod: PodContext, config: DecodeConfig) -> None:
+        self._around = Surroundings(pod=pod, config=config, peers=ChannelPool(), handoffs=TaskSet())
+        self._sessions: set[RouterSession] = set()
+        self._closed = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        pods_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Session(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
+        self,
+        request_iterator: AsyncIterator[pods_pb2.DecodeCommand],
+        context: grpc.aio.ServicerContext[Any, pods_pb2.DecodeEvents],
+    ) -> None:
+        """One router's requests; one message per step."""
+        async with rpc_errors(context):
+            if self._closed:
+                raise UnavailableError("the pod is closing")
+            session = RouterSession(self._around)
+            self._sessions.add(session)
+            try:
+                await session.run(request_iterator, context.write)
+            finally:
+                self._sessions.discard(session)
+
+    @property
+    def num_handoffs(self) -> int:
+        """Handoff streams open."""
+        return len(self._around.handoffs)
+
+    def violations(self) -> list[str]:
+        """Broken invariants, one line each."""
+        num_requests = sum(len(session) for session in self._sessions)
+        num_open = self._around.pod.admission.num_open
+        return [] if num_requests == num_open else [f"{num_open} requests are open, sessions have {num_requests}"]
+
+    async def close(self) -> None:
+        """Fail what is open, let routers and prefill pods know, end all sessions and handoffs."""
+        self._closed = True
+        sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                for session in sessions:
+                    await session.ended.wait()
+        except TimeoutError:
+            logger.warning("%d routers did not take their last events", len(self._sessions))
+        await self._around.handoffs.close(grace_s=2 * GOODBYE_TIMEOUT_S)
+        await self._around.peers.close()

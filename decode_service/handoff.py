@@ -1,0 +1,289 @@
+"""The decode side of one handoff: a stream to the prefill pod, and what it means for the request.
+
+    OPENING --computing--> RESERVED --progress*--> RESERVED --delivered--> DELIVERED
+       |                      |
+       |                      `--failed, broken, overdue, prefill leg failed--> FAILED: computes what has not come
+       `--failed, broken, refused, overdue, prefill leg failed--> FAILED: computes all
+    any --the request ended--> CANCELLED
+
+OPENING lasts while the prefill queues: the request is not in the engine yet and holds no blocks. At `computing` it is
+added as a consumer, which reserves blocks; when it has them, the prefill pod is told how much of the prompt they
+hold already. Every wait has a deadline, and the break of the stream is seen at once.
+
+A handoff never fails a request. What it does not bring is computed here, and counted under a reason:
+
+    prefill_failed     the prefill leg failed, as its pod or the router says
+    handoff_broken     the prefill pod cannot be reached, or the stream ended early
+    handoff_timeout    no event came in time
+    handoff_refused    the prefill pod does not know or want the transfer
+    handoff_invalid    an event does not fit the request
+    incompatible       model or connector differ
+    no_connector       this pod has no connector
+    internal           a fault of ours; the log has it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    IncompatiblePeerError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from common.pb import pods_pb2
+from common.pb.pods_pb2_grpc import HandoffAsyncStub, HandoffStub
+from common.pod.convert import sampled_token_from_pb
+from common.rpc.channel import ChannelPool
+from common.rpc.errors import error_from_pb, from_rpc_error
+from common.types import SampledToken
+from decode_service.config import DecodeConfig
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
+
+_Call = grpc.aio.StreamStreamCall[pods_pb2.HandoffCommand, pods_pb2.HandoffEvent]
+_Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
+
+
+class Consumer(Protocol):
+    """The request for which the handoff is made. Calls come in the order of the diagram and return at once."""
+
+    def reserve(self) -> None:
+        """Enter the engine: reserve blocks and wait for KV."""
+
+    def load(self, num_ready_tokens: int) -> None:
+        """The KV of so many leading prompt tokens can be loaded."""
+
+    def complete(self, num_ready_tokens: int, first_token: SampledToken) -> None:
+        """All KV can be loaded, and this is the first token."""
+
+    def recompute(self, reason: str, num_ready_tokens: int) -> None:
+        """No more will come: load what is ready, compute the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Whose KV is awaited, and what it must look like."""
+
+    address: str  # of the prefill pod
+    transfer_id: str
+    epoch: int
+    num_prompt_tokens: int
+    vocab_size: int
+    fingerprint: bytes
+    connector: str
+    pod_id: str  # ours
+
+
+class Phase(enum.Enum):
+    """See the module's diagram."""
+
+    OPENING = enum.auto()
+    RESERVED = enum.auto()
+    DELIVERED = enum.auto()
+    FAILED = enum.auto()
+    CANCELLED = enum.auto()
+
+
+class _HandoffError(Exception):
+    """The handoff cannot go on, for this reason."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Handoff:
+    """One attempt. `run` is a task of the owner; cancelling it takes leave of the prefill pod."""
+
+    def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: DecodeConfig) -> None:
+        self.offer = offer
+        self.phase = Phase.OPENING
+        self._consumer = consumer
+        self._peers = peers
+        self._timeouts = timeouts
+        self._num_ready_tokens = 0
+        self._held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._told_held = False
+        self._stream_is_over = False  # its last event has come
+        self._farewell = "the request ended"  # reason of the cancellation that the prefill pod is told
+
+    @property
+    def is_over(self) -> bool:
+        """True once the consumer needs nothing more of it."""
+        return self.phase not in (Phase.OPENING, Phase.RESERVED)
+
+    def note_held(self, num_tokens: int) -> None:
+        """The consumer has its blocks, `num_tokens` of the prompt are in them."""
+        if not self._held.done():
+            self._held.set_result(num_tokens)
+
+    def fail(self, reason: str, detail: str = "") -> None:
+        """End as FAILED, unless it is over already."""
+        if self.is_over:
+            return
+        self.phase = Phase.FAILED
+        self._farewell = reason
+        logger.warning(
+            "transfer %s/%d from %s failed: %s %s",
+            self.offer.transfer_id, self.offer.epoch, self.offer.address, reason, detail,
+        )  # fmt: skip
+        self._consumer.recompute(reason, self._num_ready_tokens)
+
+    async def run(self) -> None:
+        """Open the stream and follow it to its end. Raises nothing but CancelledError."""
+        try:
+            async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
+                await self._converse(HandoffStub(channel))
+        except _HandoffError as rejected:
+            self.fail(rejected.reason, str(rejected))
+        except grpc.aio.AioRpcError as error:
+            self._fail_with(from_rpc_error(error))
+        except BatonError as error:
+            self._fail_with(error)
+        except asyncio.CancelledError:
+            if not self.is_over:
+                self.phase = Phase.CANCELLED
+            raise
+        except Exception as error:
+            logger.exception("transfer %s/%d", self.offer.transfer_id, self.offer.epoch)
+            self.fail("internal", repr(error))
+
+    # -- the stream -------------------------------------------------------------------------------------------------
+
+    async def _converse(self, stub: HandoffAsyncStub) -> None:
+        call = stub.Open(None)  # written by hand; no deadline of the call, each wait below has its own
+        reading: _Reading | None = None
+        try:
+            await _write(call, pods_pb2.HandoffCommand(start=self._start()))
+            while not self.is_over:
+                reading = reading or asyncio.ensure_future(call.read())
+                if await self._wait(call, reading):
+                    event, reading = reading.result(), None
+                    self._take(event)
+        finally:
+            await self._take_leave(call, reading)
+
+    async def _wait(self, call: _Call, reading: _Reading) -> bool:
+        """Wait for an event or for our own reservation, which the prefill pod is told of. True: `reading` is done.
+
+        `reading` is not cancelled when time is up or the task is: that would end the call, and nothing could be said
+        on it any more.
+        """
+        opening = self.phase is Phase.OPENING
+        timeout_s = self._timeouts.handoff_queue_timeout_s if opening else self._timeouts.handoff_stall_timeout_s
+        awaited: set[asyncio.Future[Any]] = {reading} if self._told_held else {reading, self._held}
+        done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise _HandoffError("handoff_timeout", f"no event within {timeout_s:g} s")
+        if self._held in done:
+            self._told_held = True
+            reserved = pods_pb2.HandoffReserved(num_held_tokens=self._held.result())
+            await _write(call, pods_pb2.HandoffCommand(reserved=reserved))
+        return reading in done
+
+    def _take(self, event: pods_pb2.HandoffEvent | object) -> None:
+        """One move in the diagram."""
+        if not isinstance(event, pods_pb2.HandoffEvent):
+            raise _HandoffError("handoff_broken", "the stream ended early")
+        match event.WhichOneof("event"):
+            case "computing" if self.phase is Phase.OPENING:
+                self.phase = Phase.RESERVED
+                self._consumer.reserve()
+            case "progress" if self.phase is Phase.RESERVED:
+                self._advance(event.progress.num_ready_tokens)
+                self._consumer.load(self._num_ready_tokens)
+            case "delivered" if self.phase is Phase.RESERVED:
+                self._stream_is_over = True
+                self._complete(event.delivered)
+            case "failed":
+                self._stream_is_over = True
+                self._advance(event.failed.num_ready_tokens)
+                error = error_from_pb(event.failed.error)
+                overdue = isinstance(error, DeadlineExceededError)
+                raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
+            case kind:
+                raise _HandoffError("handoff_invalid", f"{kind} while {self.phase.name}")
+
+    def _advance(self, num_ready_tokens: int) -> None:
+        if not self._num_ready_tokens <= num_ready_tokens <= self.offer.num_prompt_tokens:
+            detail = f"{num_ready_tokens} of {self.offer.num_prompt_tokens} tokens after {self._num_ready_tokens}"
+            raise _HandoffError("handoff_invalid", detail)
+        self._num_ready_tokens = num_ready_tokens
+
+    def _complete(self, delivered: pods_pb2.HandoffDelivered) -> None:
+        self._advance(delivered.num_ready_tokens)
+        if self._num_ready_tokens != self.offer.num_prompt_tokens:
+            raise _HandoffError("handoff_invalid", f"delivered {self._num_ready_tokens} tokens only")
+        if delivered.first_token_id >= self.offer.vocab_size:
+            raise _HandoffError("handoff_invalid", f"first token {delivered.first_token_id} is outside the vocabulary")
+        logprobs = delivered.logprobs if delivered.HasField("logprobs") else None
+        self.phase = Phase.DELIVERED
+        self._consumer.complete(self._num_ready_tokens, sampled_token_from_pb(delivered.first_token_id, logprobs))
+
+    def _fail_with(self, error: BatonError) -> None:
+        match error:
+            case IncompatiblePeerError():
+                reason = "incompatible"
+            case UnavailableError() | RequestCancelledError():
+                reason = "handoff_broken"
+            case DeadlineExceededError():
+                reason = "handoff_timeout"
+            case _:
+                reason = "handoff_refused"
+        self.fail(reason, error.message)
+
+    def _start(self) -> pods_pb2.HandoffStart:
+        offer = self.offer
+        return pods_pb2.HandoffStart(
+            transfer_id=offer.transfer_id,
+            epoch=offer.epoch,
+            fingerprint=offer.fingerprint,
+            connector=offer.connector,
+            decode_pod_id=offer.pod_id,
+        )
+
+    async def _take_leave(self, call: _Call, reading: _Reading | None) -> None:
+        """End the call. If the prefill pod still works for us, let it know that it may stop."""
+        try:
+            if not call.done():
+                async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+                    if not self._stream_is_over:
+                        cancel = pods_pb2.HandoffCancel(reason=self._farewell)
+                        await _write(call, pods_pb2.HandoffCommand(cancel=cancel))
+                    await call.done_writing()
+                    await _read_to_end(call, reading)
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it is gone, or will notice that we are
+        finally:
+            call.cancel()
+            if reading is not None:
+                reading.add_done_callback(_see_exception)
+
+
+async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading tells why
+        await call.write(command)
+
+
+async def _read_to_end(call: _Call, reading: _Reading | None) -> None:
+    event = await (reading or call.read())
+    while isinstance(event, pods_pb2.HandoffEvent):
+        event = await call.read()
+
+
+def _see_exception(reading: _Reading) -> None:
+    """The status of a call that we have left interests nobody."""
+    if not reading.cancelled():
+        reading.exception()

@@ -1,0 +1,268 @@
+"""One request of a session, from Submit to its last delta.
+
+1. Submitted, it enters the engine at once (colocated), or makes a handoff that lets it in as a consumer.
+2. The engine's outputs become deltas. The first with tokens reports how the prompt was obtained.
+3. It ends once: finished by the engine, aborted, overdue, or failed. Then engine, handoff and timer are let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from common.engine.messages import (
+    AddRequest,
+    KVReceived,
+    KVTransferParams,
+    RequestOutput,
+    RequestStarted,
+    TransferUpdate,
+)
+from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode
+from common.pb import common_pb2, pods_pb2
+from common.pod.context import PodContext
+from common.pod.tasks import TaskSet
+from common.rpc.channel import ChannelPool
+from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
+from common.rpc.errors import error_to_pb, make_error
+from common.types import FinishReason, RequestId, SampledToken, TransferId
+from decode_service.config import DecodeConfig
+from decode_service.handoff import Handoff, Offer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the requests of a pod share."""
+
+    pod: PodContext
+    config: DecodeConfig
+    peers: ChannelPool  # channels to prefill pods
+    handoffs: TaskSet
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    recompute_reason: str = ""
+    queue_s: float = 0.0
+    handoff_s: float = 0.0
+
+
+class DecodeRequest:
+    """OutputSink in the engine and Consumer of its handoff."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        request: AddRequest,
+        submit: pods_pb2.Submit,
+        *,
+        emit: Callable[[DecodeRequest, pods_pb2.TokenDelta], None],
+        on_end: Callable[[DecodeRequest], None],
+    ) -> None:
+        """`emit` takes each delta, `on_end` is called once, after the last."""
+        self.request_id = request.request_id
+        self._around = around
+        self._pod = around.pod
+        self._request = request
+        self._remote = submit.remote_prefill if submit.HasField("remote_prefill") else None
+        self._timeout_s = submit.timeout_s
+        self._emit = emit
+        self._on_end = on_end
+        self._submitted_at = time.monotonic()
+        self._entered_at = self._submitted_at  # the engine
+        self._engine_id: RequestId | None = None
+        self._handoff: Handoff | None = None
+        self._handoff_task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._report = _Report()
+        self._has_reported = False
+        self._has_ended = False
+
+    def start(self) -> None:
+        """Begin. Whatever goes wrong ends it with a delta."""
+        if self._timeout_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        if self._remote is None:
+            self._enter_engine(self._request)
+        elif not self._pod.config.connector:
+            self.recompute("no_connector", 0)
+        else:
+            self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.config)
+            self._handoff_task = self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
+
+    def note_prefill_failed(self, epoch: int, code: ErrorCode) -> None:
+        """The router says that the prefill leg failed; an attempt that is not ours is ignored."""
+        if self._handoff is not None and not self._handoff.is_over and self._handoff.offer.epoch == epoch:
+            self._handoff.fail("prefill_failed", f"the prefill leg failed: {code.label}")
+            self._leave_handoff()
+
+    def abort(self) -> None:
+        """The router no longer wants it."""
+        if not self._has_ended:
+            self._pod.metrics.request_success.labels(FinishReason.ABORT.label).inc()
+            self._end(self._last_delta(FinishReason.ABORT))
+
+    def fail(self, error: BatonError) -> None:
+        """End with an error; also an OutputSink's."""
+        if not self._has_ended:
+            self._pod.metrics.request_failure.labels(error.code.label).inc()
+            self._end(self._last_delta(FinishReason.ERROR, error_to_pb(error)))
+
+    # -- Consumer ---------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> None:
+        """The prefill has begun: take blocks."""
+        assert self._remote is not None
+        params = KVTransferParams(
+            transfer_id=TransferId(self._remote.transfer_id), epoch=self._remote.epoch, role="consumer"
+        )
+        self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
+
+    def load(self, num_ready_tokens: int) -> None:
+        """More KV can be loaded."""
+        self._update_transfer(num_ready_tokens)
+
+    def complete(self, num_ready_tokens: int, first_token: SampledToken) -> None:
+        """All KV can be loaded."""
+        self._update_transfer(num_ready_tokens, final=True, first_token=first_token)
+
+    def recompute(self, reason: str, num_ready_tokens: int) -> None:
+        """The rest is computed here. In the engine already, it says itself what became of the handoff."""
+        if self._engine_id is not None:
+            self._update_transfer(num_ready_tokens, final=True, failure=reason)
+        else:
+            self._note_recompute(reason)
+            self._enter_engine(self._request)
+
+    # -- OutputSink -------------------------------------------------------------------------------------------------
+
+    def take_output(self, output: RequestOutput) -> None:
+        """News of a step."""
+        for event in output.events:
+            match event:
+                case RequestStarted():
+                    self._note_started(event)
+                case KVReceived():
+                    self._note_received(event)
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
+        elif output.tokens or output.finish_reason is not None:
+            delta = self._delta(output)
+            if output.finish_reason is None:
+                self._emit(self, delta)
+            else:
+                self._pod.metrics.request_success.labels(output.finish_reason.label).inc()
+                self._end(delta)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter_engine(self, request: AddRequest) -> None:
+        self._entered_at = time.monotonic()
+        try:
+            self._engine_id = self._pod.requests.add(request, self)
+        except EngineDeadError as error:
+            self.fail(error)
+
+    def _update_transfer(
+        self, num_ready_tokens: int, *, final: bool = False, first_token: SampledToken | None = None, failure: str = ""
+    ) -> None:
+        if self._engine_id is None or self._remote is None:
+            return  # the engine died under `reserve`
+        update = TransferUpdate(
+            request_id=self._engine_id,
+            epoch=self._remote.epoch,
+            num_ready_tokens=num_ready_tokens,
+            final=final,
+            first_token=first_token,
+            failure=failure,
+        )
+        self._pod.requests.update_transfer(update)
+
+    def _note_started(self, event: RequestStarted) -> None:
+        queue_s = self._entered_at - self._submitted_at + event.queue_s
+        self._report = replace(self._report, queue_s=queue_s, num_cached_tokens=event.num_cached_tokens)
+        self._pod.metrics.queue_time.observe(queue_s)
+        if self._handoff is not None:
+            self._handoff.note_held(event.num_cached_tokens)
+
+    def _note_received(self, event: KVReceived) -> None:
+        self._report = replace(self._report, num_external_tokens=event.num_tokens, handoff_s=event.handoff_s)
+        self._pod.metrics.handoff_time.observe(event.handoff_s)
+        self._pod.metrics.handoff_tokens.inc(event.num_tokens)
+        if event.recompute_reason:
+            self._note_recompute(event.recompute_reason)
+        else:
+            self._pod.metrics.handoffs.labels("delivered").inc()
+
+    def _note_recompute(self, reason: str) -> None:
+        logger.info("request %s: computes what the handoff did not bring: %s", self.request_id, reason)
+        self._report = replace(self._report, recompute_reason=reason)
+        self._pod.metrics.handoffs.labels("failed").inc()
+        self._pod.metrics.handoff_recompute.labels(reason).inc()
+
+    def _delta(self, output: RequestOutput) -> pods_pb2.TokenDelta:
+        delta = pods_pb2.TokenDelta(
+            request_id=self.request_id,
+            start_index=output.start_index,
+            token_ids=[token.token_id for token in output.tokens],
+            logprobs=[logprobs_to_pb(token.logprobs) for token in output.tokens if token.logprobs is not None],
+            finish_reason=finish_reason_to_pb(output.finish_reason),
+        )
+        if output.tokens and not self._has_reported:
+            self._has_reported = True
+            report = self._report
+            delta.report.CopyFrom(
+                pods_pb2.DecodeReport(
+                    num_cached_tokens=report.num_cached_tokens,
+                    num_external_tokens=report.num_external_tokens,
+                    recompute_reason=report.recompute_reason,
+                    queue_s=report.queue_s,
+                    handoff_s=report.handoff_s,
+                )
+            )
+        return delta
+
+    def _last_delta(self, reason: FinishReason, error: common_pb2.Error | None = None) -> pods_pb2.TokenDelta:
+        return pods_pb2.TokenDelta(request_id=self.request_id, finish_reason=finish_reason_to_pb(reason), error=error)
+
+    def _expire(self) -> None:
+        self.fail(DeadlineExceededError(f"not finished within {self._timeout_s:g} s"))
+
+    def _end(self, last: pods_pb2.TokenDelta) -> None:
+        """Let go of everything. What the engine still says of it goes unheard."""
+        self._has_ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._engine_id is not None:
+            self._pod.requests.abort(self._engine_id)
+        if self._handoff is not None and not self._handoff.is_over:
+            self._leave_handoff()
+        self._emit(self, last)
+        self._on_end(self)
+
+    def _leave_handoff(self) -> None:
+        """End the task, which takes leave of the prefill pod."""
+        if self._handoff_task is not None:
+            self._handoff_task.cancel()
+
+    def _offer(self, remote: pods_pb2.RemotePrefill) -> Offer:
+        spec = self._pod.spec
+        return Offer(
+            address=remote.prefill_address,
+            transfer_id=remote.transfer_id,
+            epoch=remote.epoch,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            vocab_size=spec.vocab_size,
+            fingerprint=spec.fingerprint,
+            connector=self._pod.config.connector or "",
+            pod_id=self._pod.pod_id,
+        )

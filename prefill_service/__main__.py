@@ -1,0 +1,36 @@
+"""A prefill pod as a process: `python -m prefill_service --help`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from common.config import parse, report_config_error
+from common.engine.client.mp import AsyncMPClient
+from common.errors import ConfigError
+from common.pod.runtime import PodRuntime, run_pod
+from prefill_service.config import PrefillConfig
+from prefill_service.front import PrefillFront
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a prefill pod until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        config = parse(
+            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Serve prompts' prefill."
+        ).named("prefill")
+        if not config.connector:
+            raise ConfigError("--connector: a prefill pod needs one to hand its KV over", param="connector")
+    except ConfigError as error:
+        return report_config_error(error)
+    return run_pod(build(config))
+
+
+def build(config: PrefillConfig) -> PodRuntime:
+    """The pod that these settings describe."""
+    engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
+    return PodRuntime("prefill", config, engine, lambda pod: PrefillFront(pod, config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Settings of a prefill pod."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.pod.config import PodConfig
+
+
+class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prefill pod: what every pod has, and the bounds of its transfers."""
+
+    max_transfers: Annotated[int, Meta(ge=1, description="Most handoffs open at once; more are refused.")] = 4096
+    transfer_lease_s: Annotated[
+        float, Meta(gt=0, description="Seconds that one side of a handoff waits for news of the other.")
+    ] = 30.0

@@ -1,0 +1,43 @@
+"""The front of a prefill pod: its servicers and the transfers they share."""
+
+from __future__ import annotations
+
+import grpc
+
+from common.pb.pods_pb2_grpc import add_HandoffServicer_to_server, add_PrefillServicer_to_server
+from common.pod.context import PodContext
+from prefill_service.config import PrefillConfig
+from prefill_service.servicers import HandoffServicer, PrefillServicer
+from prefill_service.transfers import TransferRegistry
+
+
+class PrefillFront:
+    """See common.pod.runtime.Front."""
+
+    service_names = ("baton.v1.Prefill", "baton.v1.Handoff")
+
+    def __init__(self, pod: PodContext, config: PrefillConfig) -> None:
+        self.transfers = TransferRegistry(
+            pod.admission, max_transfers=config.max_transfers, lease_s=config.transfer_lease_s
+        )
+        self._prefill = PrefillServicer(pod, self.transfers)
+        self._handoff = HandoffServicer(pod, self.transfers)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the servicers."""
+        add_PrefillServicer_to_server(self._prefill, server)
+        add_HandoffServicer_to_server(self._handoff, server)
+
+    @property
+    def num_handoffs(self) -> int:
+        """Transfers that have not failed and are not finished."""
+        return self.transfers.num_open
+
+    def violations(self) -> list[str]:
+        """Broken invariants, one line each."""
+        return self.transfers.violations()
+
+    async def close(self) -> None:
+        """Fail what is open; the server's stop ends the calls."""
+        self.transfers.close()
+        await self._handoff.close()

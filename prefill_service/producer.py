@@ -1,0 +1,153 @@
+"""One prefill in the engine, from submission to the last saved block.
+
+1. `start` submits it: a producer if somebody will fetch the KV, else a request for a single token.
+2. The engine says RequestStarted, KVSaved as chunks leave, and the first token; saves may go on after it.
+3. With the first token and all KV saved, the transfer is delivered. Whatever goes wrong before fails it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput, RequestStarted
+from common.errors import BatonError, ErrorCode, RequestCancelledError, TransferError
+from common.pod.context import PodContext
+from common.rpc.errors import make_error
+from common.types import FinishReason, RequestId, SampledToken
+from prefill_service.transfers import Transfer, TransferKey, TransferRegistry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What a prefill is for."""
+
+    token: SampledToken
+    finish_reason: FinishReason | None  # None: the generation goes on
+    num_cached_tokens: int
+    queue_s: float
+    compute_s: float
+
+
+class Producer:
+    """OutputSink of one prefill. Submitted by `start`, ended by `cancel` or by the engine."""
+
+    def __init__(self, pod: PodContext, transfers: TransferRegistry, request: AddRequest) -> None:
+        self._pod = pod
+        self._transfers = transfers
+        self._request = request
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._transfer: Transfer | None = None
+        self._engine_id: RequestId | None = None
+        self._submitted_at = time.monotonic()
+        self._started = RequestStarted(queue_s=0.0, num_cached_tokens=0)
+        self._token: SampledToken | None = None
+        self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
+
+    def start(self, key: TransferKey | None) -> None:
+        """Submit the prefill, as producer of the transfer `key` if one is given.
+
+        Raises what `TransferRegistry.attach_producer` raises, and EngineDeadError; nothing is left behind then.
+        """
+        request = self._request
+        if key is None:
+            max_tokens = len(request.output_token_ids) + 1
+            request = msgspec.structs.replace(
+                request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+            )
+        else:
+            self._transfer = self._transfers.attach_producer(key, self.cancel)
+            params = KVTransferParams(transfer_id=key.transfer_id, epoch=key.epoch, role="producer")
+            request = msgspec.structs.replace(request, transfer=params)
+        try:
+            self._engine_id = self._pod.requests.add(request, self)
+        except BatonError as error:
+            self.fail(error)
+            raise
+
+    def cancel(self, error: BatonError) -> None:
+        """End the prefill for the reason `error`, wherever it is. Nothing happens if it has ended."""
+        if self._engine_id is not None:
+            self._pod.requests.abort(self._engine_id)
+        self.fail(error)
+
+    # -- OutputSink -------------------------------------------------------------------------------------------------
+
+    def take_output(self, output: RequestOutput) -> None:
+        """News of a step."""
+        for event in output.events:
+            match event:
+                case RequestStarted():
+                    self._note_started(event)
+                case KVSaved():
+                    self._note_saved(event)
+        if output.tokens and self._token is None:
+            self._note_first_token(output.tokens[0], output.finish_reason)
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
+        elif output.finish_reason is FinishReason.ABORT:
+            self.fail(RequestCancelledError("the prefill was aborted"))
+        else:
+            self._deliver_if_complete()
+
+    def fail(self, error: BatonError) -> None:
+        """No more will come: whoever waits for the token or the KV hears why."""
+        self._forget()
+        if self._transfer is not None:
+            self._transfers.fail(self._transfer, error)
+        if not self.first_token.done():
+            self.first_token.set_exception(error)
+            self.first_token.exception()  # seen, even if nobody waits any more
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _note_started(self, event: RequestStarted) -> None:
+        self._started = event
+        if self._transfer is not None:
+            self._transfers.note_computing(self._transfer)
+
+    def _note_saved(self, event: KVSaved) -> None:
+        assert self._transfer is not None
+        self._transfers.note_ready(self._transfer, event.num_tokens)
+        if event.failure:  # the router still gets its first token
+            self._transfers.fail(self._transfer, TransferError(f"KV could not be saved: {event.failure}"))
+
+    def _note_first_token(self, token: SampledToken, finish_reason: FinishReason | None) -> None:
+        self._token = token
+        if self._transfer is not None:
+            self._transfers.note_first_token(self._transfer)
+        elapsed = time.monotonic() - self._submitted_at
+        goes_on = finish_reason is FinishReason.HANDOFF or self._was_cut_short(finish_reason)
+        first = FirstToken(
+            token=token,
+            finish_reason=None if goes_on else finish_reason,
+            num_cached_tokens=self._started.num_cached_tokens,
+            queue_s=self._started.queue_s,
+            compute_s=max(0.0, elapsed - self._started.queue_s),
+        )
+        if not self.first_token.done():
+            self.first_token.set_result(first)
+
+    def _was_cut_short(self, finish_reason: FinishReason | None) -> bool:
+        """Without a transfer the engine is asked for one token: that limit is ours, not the client's."""
+        wanted = self._request.sampling.max_tokens - len(self._request.output_token_ids)
+        return self._transfer is None and finish_reason is FinishReason.LENGTH and wanted > 1
+
+    def _deliver_if_complete(self) -> None:
+        if self._token is None:
+            return
+        if self._transfer is None or self._transfer.is_settled:
+            self._forget()
+        elif self._transfer.num_ready_tokens >= self._num_prompt_tokens:
+            self._forget()
+            self._transfers.deliver(self._transfer, self._token)
+
+    def _forget(self) -> None:
+        if self._engine_id is not None:
+            self._pod.requests.forget(self._engine_id)

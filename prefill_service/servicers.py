@@ -1,0 +1,196 @@
+"""The gRPC services of a prefill pod: Prefill for the router, Handoff for decode pods."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from common.errors import BatonError, IncompatiblePeerError, InvalidRequestError, RequestCancelledError
+from common.pb import pods_pb2, pods_pb2_grpc
+from common.pod.context import PodContext
+from common.pod.convert import add_request_from_pb
+from common.pod.tasks import TaskSet
+from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
+from common.rpc.errors import error_to_pb, rpc_errors
+from common.types import FinishReason, TransferId
+from prefill_service.producer import FirstToken, Producer
+from prefill_service.transfers import Transfer, TransferKey, TransferRegistry
+
+logger = logging.getLogger(__name__)
+
+HANDOFF_START_TIMEOUT_S = 10.0  # for the first message of a handoff stream
+
+
+class PrefillServicer(pods_pb2_grpc.PrefillServicer):
+    """Computes prompts."""
+
+    def __init__(self, pod: PodContext, transfers: TransferRegistry) -> None:
+        self._pod = pod
+        self._transfers = transfers
+
+    async def Prefill(  # noqa: N802  (the proto's name)
+        self, request: pods_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.PrefillResponse:
+        """Returns with the first token; saves may still be going on then. Cancelled with the call."""
+        async with rpc_errors(context):
+            try:
+                first = await self._prefill(request)
+            except BatonError as error:
+                self._pod.metrics.request_failure.labels(error.code.label).inc()
+                raise
+            self._count(first)
+        return _response(first)
+
+    async def _prefill(self, message: pods_pb2.PrefillRequest) -> FirstToken:
+        request = add_request_from_pb(message.request, self._pod.spec)
+        key = _key(message.transfer_id, message.epoch) if message.transfer_id else None
+        self._pod.admission.admit()
+        try:
+            producer = Producer(self._pod, self._transfers, request)
+            producer.start(key)
+            try:
+                return await producer.first_token
+            except asyncio.CancelledError:
+                producer.cancel(RequestCancelledError("the prefill call was cancelled"))
+                raise
+        finally:
+            self._pod.admission.release()
+
+    def _count(self, first: FirstToken) -> None:
+        metrics = self._pod.metrics
+        metrics.queue_time.observe(first.queue_s)
+        metrics.prefill_time.observe(first.compute_s)
+        metrics.request_success.labels((first.finish_reason or FinishReason.HANDOFF).label).inc()
+
+
+class HandoffServicer(pods_pb2_grpc.HandoffServicer):
+    """Tells decode pods what has become of their KV."""
+
+    def __init__(self, pod: PodContext, transfers: TransferRegistry) -> None:
+        self._pod = pod
+        self._transfers = transfers
+        self._readers = TaskSet()
+
+    async def Open(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
+        self,
+        request_iterator: AsyncIterator[pods_pb2.HandoffCommand],
+        context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent],
+    ) -> None:
+        """Ends after `delivered` or `failed`. Its break ends no prefill; a `cancel` does."""
+        async with rpc_errors(context):
+            start = await _read_start(request_iterator)
+            self._check_pairing(start)
+            transfer = self._transfers.attach_consumer(_key(start.transfer_id, start.epoch))
+            reader = self._readers.spawn(self._obey(request_iterator, transfer, start.decode_pod_id), "handoff reader")
+            try:
+                await self._tell(transfer, context)
+            finally:
+                self._transfers.detach_consumer(transfer)
+                reader.cancel()
+                self._pod.metrics.handoffs.labels(_outcome(transfer)).inc()
+
+    async def close(self) -> None:
+        """End the tasks of streams that are still open."""
+        await self._readers.close()
+
+    async def _tell(self, transfer: Transfer, context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent]) -> None:
+        """Write events as they come, skipping progress that is overtaken by more."""
+        told_computing, told_ready = False, 0
+        while True:
+            transfer.changed.clear()
+            if transfer.is_computing and not told_computing:
+                told_computing = True
+                computing = pods_pb2.HandoffComputing(incarnation=self._pod.incarnation)
+                await context.write(pods_pb2.HandoffEvent(computing=computing))
+            if transfer.is_settled:
+                await context.write(_verdict(transfer))
+                return
+            if transfer.num_ready_tokens > told_ready:
+                told_ready = transfer.num_ready_tokens
+                progress = pods_pb2.HandoffProgress(num_ready_tokens=told_ready)
+                await context.write(pods_pb2.HandoffEvent(progress=progress))
+            await transfer.changed.wait()
+
+    async def _obey(
+        self, commands: AsyncIterator[pods_pb2.HandoffCommand], transfer: Transfer, decode_pod_id: str
+    ) -> None:
+        """Read until the decode pod has said its last."""
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "cancel":
+                    reason = command.cancel.reason or "cancelled"
+                    logger.info("transfer %s: %s no longer wants it: %s", transfer.key, decode_pod_id, reason)
+                    self._transfers.cancel(transfer, RequestCancelledError(f"the decode pod gave up: {reason}"))
+                    return
+                case "reserved":
+                    held = command.reserved.num_held_tokens
+                    logger.debug("transfer %s: %s has %d tokens already", transfer.key, decode_pod_id, held)
+
+    def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
+        ours = self._pod.config.connector or ""
+        if start.connector != ours:
+            raise IncompatiblePeerError(
+                f"connectors differ: {ours!r} here, {start.connector!r} on {start.decode_pod_id}", param="connector"
+            )
+        if start.fingerprint != self._pod.spec.fingerprint:
+            raise IncompatiblePeerError(
+                f"models differ: fingerprint {self._pod.spec.fingerprint.hex()[:12]} here, "
+                f"{start.fingerprint.hex()[:12]} on {start.decode_pod_id}",
+                param="fingerprint",
+            )
+
+
+async def _read_start(commands: AsyncIterator[pods_pb2.HandoffCommand]) -> pods_pb2.HandoffStart:
+    try:
+        async with asyncio.timeout(HANDOFF_START_TIMEOUT_S):
+            command = await anext(commands)
+    except (StopAsyncIteration, TimeoutError) as error:
+        raise InvalidRequestError("a handoff begins with `start`", param="start") from error
+    if command.WhichOneof("command") != "start":
+        raise InvalidRequestError("a handoff begins with `start`", param="start")
+    return command.start
+
+
+def _key(transfer_id: str, epoch: int) -> TransferKey:
+    if not transfer_id:
+        raise InvalidRequestError("transfer_id is empty", param="transfer_id")
+    if epoch < 1:
+        raise InvalidRequestError(f"epoch counts from 1, got {epoch}", param="epoch")
+    return TransferKey(TransferId(transfer_id), epoch)
+
+
+def _verdict(transfer: Transfer) -> pods_pb2.HandoffEvent:
+    """The last event of a settled transfer."""
+    ready = transfer.num_ready_tokens
+    if transfer.error is not None:
+        failed = pods_pb2.HandoffFailed(error=error_to_pb(transfer.error), num_ready_tokens=ready)
+        return pods_pb2.HandoffEvent(failed=failed)
+    token = transfer.first_token
+    assert token is not None
+    delivered = pods_pb2.HandoffDelivered(num_ready_tokens=ready, first_token_id=token.token_id)
+    if token.logprobs is not None:
+        delivered.logprobs.CopyFrom(logprobs_to_pb(token.logprobs))
+    return pods_pb2.HandoffEvent(delivered=delivered)
+
+
+def _outcome(transfer: Transfer) -> str:
+    """Value of the metric label."""
+    if transfer.error is not None:
+        return "cancelled" if isinstance(transfer.error, RequestCancelledError) else "failed"
+    return "delivered" if transfer.is_settled else "broken"
+
+
+def _response(first: FirstToken) -> pods_pb2.PrefillResponse:
+    response = pods_pb2.PrefillResponse(
+        first_token_id=first.token.token_id,
+        finish_reason=finish_reason_to_pb(first.finish_reason),
+        num_cached_tokens=first.num_cached_tokens,
+        timing=pods_pb2.PrefillTiming(queue_s=first.queue_s, compute_s=first.compute_s),
+    )
+    if first.token.logprobs is not None:
+        response.logprobs.CopyFrom(logprobs_to_pb(first.token.logprobs))
+    return response

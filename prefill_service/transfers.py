@@ -1,0 +1,229 @@
+"""The transfers of a prefill pod. One transfer joins two legs, which may arrive in either order:
+
+- the producer, a prefill in this pod's engine, which writes what has become of the KV;
+- the consumer, a decode pod's handoff stream, which reads it. It may lag: it is told the latest, not each step.
+
+      (new) --producer--> RUNNING --+--> SETTLED: delivered or failed
+        |                    ^      |
+        `--consumer--> WAITING -----+    (no producer within the lease: failed)
+
+A transfer leaves the registry, which owns it, when
+
+1. it is settled and its consumer has been told, or has left;
+2. its consumer has left before any producer came, without a cancellation;
+3. it is settled and no consumer came within the lease; or it failed before a producer came, and is kept that long to
+   refuse it.
+
+A consumer that leaves without a cancellation does not end the prefill: the router still wants its first token.
+After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
+A failed transfer is only remembered; it no longer counts as open work of the pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.pod.admission import Admission
+from common.types import SampledToken, TransferId
+
+logger = logging.getLogger(__name__)
+
+
+class TransferKey(NamedTuple):
+    """A transfer's name; the epoch fences attempts from each other."""
+
+    transfer_id: TransferId
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.transfer_id}/{self.epoch}"
+
+
+class Transfer:
+    """What is known of one transfer. Written through the registry's methods only."""
+
+    def __init__(self, key: TransferKey) -> None:
+        self.key = key
+        self.has_producer = False
+        self.has_consumer = False
+        self.consumer_left = False
+        self.is_computing = False  # the producer was scheduled
+        self.num_ready_tokens = 0  # leading prompt tokens whose KV is in the connector
+        self.first_token: SampledToken | None = None  # set once all KV is there: delivered
+        self.error: BatonError | None = None  # set if it failed
+        self.changed = asyncio.Event()  # news for the consumer
+        self.cancel_producer: Callable[[BatonError], None] | None = None  # while it runs
+        self.lease: asyncio.TimerHandle | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Delivered or failed; nothing changes any more."""
+        return self.first_token is not None or self.error is not None
+
+
+class TransferRegistry:
+    """Owns all transfers of the pod. Each counts as open work of the pod until it has failed or is removed."""
+
+    def __init__(self, admission: Admission, *, max_transfers: int, lease_s: float) -> None:
+        self._admission = admission
+        self._max_transfers = max_transfers
+        self._lease_s = lease_s
+        self._transfers: dict[TransferKey, Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that have not failed."""
+        return sum(transfer.error is None for transfer in self._transfers.values())
+
+    # -- the producer's side ----------------------------------------------------------------------------------------
+
+    def attach_producer(self, key: TransferKey, cancel: Callable[[BatonError], None]) -> Transfer:
+        """A prefill begins; `cancel` ends it. Raises InvalidRequestError if the transfer has a producer already, the
+        transfer's own error if it was cancelled before, OverloadedError if there are too many."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            transfer = self._create(key)
+        elif transfer.has_producer:
+            raise InvalidRequestError(f"transfer {key} has a producer already", param="transfer_id")
+        elif transfer.error is not None:
+            raise transfer.error
+        transfer.has_producer = True
+        transfer.cancel_producer = cancel
+        self._end_lease(transfer)
+        return transfer
+
+    def note_computing(self, transfer: Transfer) -> None:
+        """The producer was scheduled for the first time."""
+        transfer.is_computing = True
+        transfer.changed.set()
+
+    def note_ready(self, transfer: Transfer, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` prompt tokens is in the connector."""
+        if not transfer.is_settled and num_tokens > transfer.num_ready_tokens:
+            transfer.num_ready_tokens = num_tokens
+            transfer.changed.set()
+            if transfer.lease is not None:
+                self._start_lease(transfer)
+
+    def note_first_token(self, transfer: Transfer) -> None:
+        """The prompt is computed: from here on only saves are awaited."""
+        if not transfer.is_settled:
+            self._start_lease(transfer)
+
+    def deliver(self, transfer: Transfer, first_token: SampledToken) -> None:
+        """All KV is in the connector."""
+        if not transfer.is_settled:
+            transfer.first_token = first_token
+            self._settle(transfer)
+
+    def fail(self, transfer: Transfer, error: BatonError) -> None:
+        """No more KV will come. The first verdict counts."""
+        if not transfer.is_settled:
+            transfer.error = error
+            self._admission.release()
+            self._settle(transfer)
+
+    # -- the consumer's side ----------------------------------------------------------------------------------------
+
+    def attach_consumer(self, key: TransferKey) -> Transfer:
+        """A decode pod asks for the transfer's events. Raises InvalidRequestError if another one does already,
+        UnavailableError if nothing is known of it and the pod is draining, OverloadedError if there are too many."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if self._admission.draining:
+                raise UnavailableError("the pod is draining and takes no new work")
+            transfer = self._create(key)
+            self._start_lease(transfer)
+        elif transfer.has_consumer:
+            raise InvalidRequestError(f"transfer {key} has a consumer already", param="transfer_id")
+        elif transfer.is_settled:
+            self._end_lease(transfer)
+        transfer.has_consumer = True
+        return transfer
+
+    def cancel(self, transfer: Transfer, error: BatonError) -> None:
+        """The consumer no longer wants the KV: the prefill ends too, even if it is still to come."""
+        if transfer.cancel_producer is not None:
+            transfer.cancel_producer(error)
+        self.fail(transfer, error)
+
+    def detach_consumer(self, transfer: Transfer) -> None:
+        """The consumer's stream has ended."""
+        transfer.consumer_left = True
+        if not transfer.has_producer and transfer.error is not None:
+            self._start_lease(transfer)  # to refuse the producer
+        elif transfer.is_settled or not transfer.has_producer:
+            self._remove(transfer)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Fail and forget every transfer, and end their prefills. Idempotent."""
+        for transfer in list(self._transfers.values()):
+            self.cancel(transfer, UnavailableError("the pod is closing"))
+            self._remove(transfer)
+
+    def violations(self) -> list[str]:
+        """Transfers that nobody will remove."""
+        return [
+            f"transfer {transfer.key}: nobody will remove it"
+            for transfer in self._transfers.values()
+            if transfer.lease is None
+            and transfer.cancel_producer is None
+            and (transfer.consumer_left or not transfer.has_consumer)
+        ]
+
+    def _create(self, key: TransferKey) -> Transfer:
+        if len(self._transfers) >= self._max_transfers:
+            raise OverloadedError(f"{len(self._transfers)} transfers are open, the limit of this pod")
+        transfer = self._transfers[key] = Transfer(key)
+        self._admission.hold()
+        return transfer
+
+    def _settle(self, transfer: Transfer) -> None:
+        transfer.cancel_producer = None
+        transfer.changed.set()
+        if transfer.consumer_left:
+            self._remove(transfer)
+        elif transfer.has_consumer:
+            self._end_lease(transfer)  # its stream is being told
+        else:
+            self._start_lease(transfer)
+
+    def _expire(self, transfer: Transfer) -> None:
+        transfer.lease = None
+        if transfer.is_settled:
+            if transfer.error is None:
+                logger.warning("transfer %s: no decode pod asked for it within %g s", transfer.key, self._lease_s)
+            self._remove(transfer)
+        elif transfer.has_producer:
+            self.cancel(transfer, DeadlineExceededError(f"no KV was saved for {self._lease_s:g} s"))
+        else:
+            self.fail(transfer, DeadlineExceededError(f"no prefill request came within {self._lease_s:g} s"))
+
+    def _remove(self, transfer: Transfer) -> None:
+        self._end_lease(transfer)
+        if self._transfers.pop(transfer.key, None) is not None and transfer.error is None:
+            self._admission.release()
+
+    def _start_lease(self, transfer: Transfer) -> None:
+        self._end_lease(transfer)
+        transfer.lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, transfer)
+
+    def _end_lease(self, transfer: Transfer) -> None:
+        if transfer.lease is not None:
+            transfer.lease.cancel()
+            transfer.lease = None
