@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import BlockCorruptError
+from common.types import BlockHash
+from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, parse_header
+
+LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=3, block_size=4, head_dim=8)
+FORMAT = BlockFormat(bytes(range(32)), LAYOUT)
+KEY = BlockHash(b"k" * 16)
+NUM_TOKENS = 3
+
+
+def sealed(block_format: BlockFormat = FORMAT) -> bytearray:
+    frame = bytearray(block_format.frame_bytes)
+    frame[HEADER_BYTES:] = bytes(index % 251 for index in range(block_format.layout.payload_bytes))
+    block_format.seal(memoryview(frame), KEY, NUM_TOKENS)
+    return frame
+
+
+def verify(frame: bytearray | bytes, *, size: int | None = None, key: BlockHash = KEY, num_tokens: int = NUM_TOKENS):
+    FORMAT.verify(memoryview(frame), len(frame) if size is None else size, key, num_tokens)
+
+
+def test_sizes():
+    assert HEADER_BYTES == 128
+    assert LAYOUT.payload_bytes == 2 * 2 * 3 * 4 * 8 * 2
+    assert dataclasses.replace(LAYOUT, dtype="float32").payload_bytes == 2 * LAYOUT.payload_bytes
+
+
+def test_sealed_frame_is_verified_and_can_be_inspected():
+    frame = sealed()
+    verify(frame)
+    header = parse_header(frame)._replace(digest=b"")
+    assert header == (
+        "bfloat16",
+        LAYOUT.shape,
+        3,
+        LAYOUT.payload_bytes,
+        bytes(range(32)),
+        KEY,
+        b"",
+    )
+
+
+@pytest.mark.parametrize(
+    ("expected_field", "changes"),
+    [
+        ("dtype", {"dtype": "float16"}),
+        ("shape", {"num_layers": 3, "num_kv_heads": 2}),
+        ("shape", {"block_size": 8, "head_dim": 4}),
+        ("length", {"num_layers": 4}),
+    ],
+)
+def test_another_layout_is_refused(expected_field, changes):
+    frame = sealed(BlockFormat(FORMAT.fingerprint, dataclasses.replace(LAYOUT, **changes)))
+    with pytest.raises(BlockCorruptError) as caught:
+        verify(frame)
+    assert caught.value.param == expected_field
+
+
+@pytest.mark.parametrize(
+    ("expected_field", "expectation"),
+    [
+        ("block_hash", {"key": BlockHash(b"K" * 16)}),
+        ("num_tokens", {"num_tokens": 4}),
+        ("length", {"size": FORMAT.frame_bytes - 1}),
+        ("length", {"size": FORMAT.frame_bytes + 1}),
+        ("length", {"size": 0}),
+    ],
+)
+def test_another_block_is_refused(expected_field, expectation):
+    with pytest.raises(BlockCorruptError) as caught:
+        verify(sealed(), **expectation)
+    assert caught.value.param == expected_field
+
+
+def test_another_model_is_refused():
+    with pytest.raises(BlockCorruptError) as caught:
+        verify(sealed(BlockFormat(bytes(32), LAYOUT)))
+    assert caught.value.param == "fingerprint"
+
+
+def test_every_single_bit_counts():
+    frame = sealed()
+    for bit in range(8 * (HEADER_BYTES + 4)):
+        frame[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(BlockCorruptError):
+            verify(frame)
+        frame[bit // 8] ^= 1 << bit % 8
+    verify(frame)
+
+
+@given(st.binary(max_size=3 * HEADER_BYTES))
+def test_garbage_is_corrupt_and_nothing_else(garbage):
+    with pytest.raises(BlockCorruptError):
+        parse_header(garbage)
+    with pytest.raises(BlockCorruptError):
+        verify(garbage)
+
+
+@given(position=st.integers(0, FORMAT.frame_bytes - 1), patch=st.binary(min_size=1, max_size=64))
+def test_a_patched_frame_is_corrupt_and_nothing_else(position, patch):
+    frame = sealed()
+    frame[position : position + len(patch)] = patch
+    del frame[FORMAT.frame_bytes :]
+    if frame == sealed():
+        verify(frame)
+    else:
+        with pytest.raises(BlockCorruptError):
+            verify(frame)
+
+
+def test_a_fingerprint_has_its_length():
+    with pytest.raises(ValueError, match="32 bytes"):
+        BlockFormat(b"short", LAYOUT)
