@@ -1,0 +1,70 @@
+"""The attention backend Protocol and the description of a step's ragged batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of what a model caches per token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int  # of keys; values are padded up to it
+    value_head_dim: int
+    dtype: torch.dtype
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return self.num_layers, 2, self.num_kv_heads, block_size, self.head_dim
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Size of one block in bytes."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One step's ragged batch of `num_seqs` sequences packed into `num_tokens` query tokens.
+
+    Sequences with one query token ("decodes") come first, longest first; then chunks of a prompt in any order.
+    Sequence i owns query tokens [query_start[i], query_start[i + 1]), which are its last ones.
+    """
+
+    num_decodes: int
+    query_start: list[int]  # [num_seqs + 1]
+    seq_lens: list[int]  # [num_seqs], cached and query tokens together
+    seq_lens_tensor: torch.Tensor  # the same on the device, int64
+    block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
+    slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArgs:
+    """What a layer's attention asks for beyond queries, keys and values."""
+
+    scale: float  # of query . key
+    sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` tokens before it
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and give nothing
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over one worker's paged KV cache. Built with the KV cache
+    [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
+
+    def begin_step(self, batch: AttentionMetadata) -> None:
+        """Prepare what all layers share. Called once before each forward pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values to their slots, then attend. Called once per layer of a forward pass.
+
+        `query` is [num_tokens, num_heads, head_dim], `key` and `value` are [num_tokens, num_kv_heads, head_dim].
+        Returns [num_tokens, num_heads, head_dim].
+        """

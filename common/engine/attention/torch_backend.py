@@ -1,0 +1,280 @@
+"""Paged attention in plain torch operations: for CPU, and the reference for every other backend.
+
+Decodes are batched: their blocks are gathered into one padded [sequences, kv heads, tokens, head_dim] tensor per layer.
+Lengths in a batch differ, so decodes of similar length form groups, each padded to its own longest. A prompt's chunk
+runs alone through scaled_dot_product_attention, without reading the cache if nothing precedes it.
+
+Padding is masked with -inf, which keeps it out of the softmax, but 0 * NaN is NaN: the cache must hold finite numbers
+everywhere. It starts as zeros, and the runner clears a block that it begins to fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from common.engine.attention.base import AttentionArgs, AttentionMetadata
+
+_MAX_PADDED_SHARE = 2  # a group's longest sequence has at most this many times the blocks of its shortest,
+_FREE_PADDING_BLOCKS = 4  # or this many blocks more
+_MAX_SCORES = 1 << 22  # query tokens x visible tokens of one chunk that are masked at once
+
+
+class _Gathered(NamedTuple):
+    """Which rows of the cache a group reads, and which of the tokens read are visible."""
+
+    rows: torch.Tensor  # [2 * sequences * kv heads * blocks], keys first, into the layer's view of the cache
+    mask: torch.Tensor | None  # [sequences * kv heads, 1, tokens], 0 or -inf; None: all visible
+
+
+@dataclass(slots=True)
+class _DecodeGroup:
+    """Decodes [start, end) of the batch."""
+
+    start: int
+    end: int
+    num_blocks: int  # of the longest
+    max_len: int
+    by_window: dict[int | None, _Gathered] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Query tokens [start, end) of the batch: the last ones of a sequence of `seq_len` tokens."""
+
+    sequence: int
+    start: int
+    end: int
+    seq_len: int
+    rows: torch.Tensor | None = None
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # by window and first query token
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class TorchAttention:
+    """See AttentionBackend. Works on any device and dtype; softmax is computed in float32."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        self._num_kv_heads = num_kv_heads
+        self._block_size = block_size
+        self._head_dim = head_dim
+        self._dtype = kv_cache.dtype
+        # Row (block, layer, k or v, head, offset) is one token's vector. A layer's views begin at its first row, so
+        # that one index, computed once per step, serves all layers.
+        vectors = kv_cache.view(-1, head_dim)
+        stride = num_kv_heads * block_size
+        self._key_vectors = [vectors[2 * layer * stride :] for layer in range(num_layers)]
+        self._value_vectors = [vectors[(2 * layer + 1) * stride :] for layer in range(num_layers)]
+        self._vectors_per_block = num_layers * 2 * stride
+        # Row (block, layer, k or v, head) is a block's run of vectors for one head.
+        runs = kv_cache.view(-1, block_size * head_dim)
+        self._runs = [runs[2 * layer * num_kv_heads :] for layer in range(num_layers)]
+        self._runs_per_block = num_layers * 2 * num_kv_heads
+        device = kv_cache.device
+        self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
+        self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
+        self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
+        self._batch: AttentionMetadata | None = None
+        self._write_rows = self._tokens
+        self._groups: list[_DecodeGroup] = []
+        self._chunks: list[_Chunk] = []
+
+    def begin_step(self, batch: AttentionMetadata) -> None:
+        """See AttentionBackend."""
+        self._batch = batch
+        block_ids = torch.div(batch.slot_mapping, self._block_size, rounding_mode="floor")
+        first_rows = block_ids * (self._vectors_per_block - self._block_size) + batch.slot_mapping
+        self._write_rows = (first_rows[:, None] + self._head_vectors).view(-1)  # [tokens * kv heads]
+        self._groups = self._group_decodes(batch)
+        self._chunks = [
+            _Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
+            for i in range(batch.num_decodes, len(batch.seq_lens))
+        ]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
+        self._value_vectors[layer].index_copy_(0, self._write_rows, value.reshape(-1, self._head_dim))
+        if len(self._groups) == 1 and not self._chunks:
+            return self._attend_decodes(layer, query, self._groups[0], args)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            out[group.start : group.end] = self._attend_decodes(layer, query[group.start : group.end], group, args)
+        for chunk in self._chunks:
+            rows = slice(chunk.start, chunk.end)
+            out[rows] = self._attend_chunk(layer, query[rows], key[rows], value[rows], chunk, args)
+        return out
+
+    def _group_decodes(self, batch: AttentionMetadata) -> list[_DecodeGroup]:
+        groups: list[_DecodeGroup] = []
+        for i, seq_len in enumerate(batch.seq_lens[: batch.num_decodes]):
+            num_blocks = -(-seq_len // self._block_size)
+            if groups:
+                longest = groups[-1].num_blocks
+                if longest <= num_blocks * _MAX_PADDED_SHARE or longest <= num_blocks + _FREE_PADDING_BLOCKS:
+                    groups[-1].end = i + 1
+                    continue
+            groups.append(_DecodeGroup(i, i + 1, num_blocks, seq_len))
+        return groups
+
+    def _attend_decodes(
+        self, layer: int, query: torch.Tensor, group: _DecodeGroup, args: AttentionArgs
+    ) -> torch.Tensor:
+        window = args.sliding_window
+        if window is not None and window >= group.max_len:
+            window = None
+        gathered = group.by_window.get(window)
+        if gathered is None:
+            gathered = group.by_window[window] = self._gather_decodes(group, window)
+        num_seqs, num_heads, head_dim = query.shape
+        batch = num_seqs * self._num_kv_heads
+        # [2, sequences * kv heads, tokens, head_dim]
+        keys, values = self._runs[layer].index_select(0, gathered.rows).view(2, batch, -1, head_dim)
+        grouped = query.reshape(batch, num_heads // self._num_kv_heads, head_dim)
+        if args.softcap is None and gathered.mask is not None:
+            scores = torch.baddbmm(gathered.mask, grouped, keys.transpose(1, 2), alpha=args.scale)
+        else:
+            scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(args.scale)
+            scores = _cap(scores, args.softcap)
+            if gathered.mask is not None:
+                scores = scores.add_(gathered.mask)
+        if args.sinks is None:
+            weights = _softmax(scores, values.dtype)
+        else:
+            sinks = args.sinks.view(1, self._num_kv_heads, -1, 1).expand(num_seqs, -1, -1, -1)
+            weights = _softmax_with_sinks(scores, sinks.reshape(batch, -1, 1), values.dtype)
+        return torch.bmm(weights, values).view(num_seqs, num_heads, head_dim)
+
+    def _gather_decodes(self, group: _DecodeGroup, window: int | None) -> _Gathered:
+        batch = self._batch
+        assert batch is not None
+        lens = batch.seq_lens_tensor[group.start : group.end]  # [sequences]
+        tables = batch.block_tables[group.start : group.end, : group.num_blocks]
+        first_tokens = torch.zeros_like(lens)
+        if window is not None:
+            # Read the blocks that the window touches only: at most one more than it fills.
+            width = min(group.num_blocks, -(-window // self._block_size) + 1)
+            first_blocks = torch.div((lens - window).clamp_(min=0), self._block_size, rounding_mode="floor")
+            first_blocks = first_blocks.clamp_(max=group.num_blocks - width)
+            tables = tables.gather(1, first_blocks[:, None] + self._arange(width))
+            first_tokens = first_blocks * self._block_size
+        num_tokens = tables.shape[1] * self._block_size
+        positions = first_tokens[:, None] + self._arange(num_tokens)
+        hidden = positions >= lens[:, None]
+        if window is not None:
+            hidden |= positions < (lens - window)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        mask = mask.repeat_interleave(self._num_kv_heads, dim=0)[:, None, :]
+        return _Gathered(self._run_rows(tables), mask)
+
+    def _attend_chunk(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: _Chunk,
+        args: AttentionArgs,
+    ) -> torch.Tensor:
+        """Attention of query tokens [chunk tokens, heads, head_dim]."""
+        window = args.sliding_window
+        if window is not None and window >= chunk.seq_len:
+            window = None
+        plain = args.softcap is None and args.sinks is None
+        query = query.transpose(0, 1)[None]  # [1, heads, chunk tokens, head_dim]
+        if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
+            keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+            if plain and window is None:
+                out = functional.scaled_dot_product_attention(
+                    query, keys, values, is_causal=True, scale=args.scale, enable_gqa=True
+                )
+                return out[0].transpose(0, 1)
+        else:
+            keys, values = self._gather_chunk(layer, chunk)
+        attend = _masked_sdpa if plain else _masked_attention
+        outs = []
+        rows_at_once = max(16, _MAX_SCORES // chunk.seq_len)
+        for first in range(0, chunk.num_tokens, rows_at_once):
+            part = query[:, :, first : first + rows_at_once]
+            outs.append(attend(part, keys, values, self._chunk_mask(chunk, window, first, part.shape[2]), args))
+        return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+    def _gather_chunk(self, layer: int, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole sequence, [1, kv heads, seq_len, head_dim] each."""
+        if chunk.rows is None:
+            assert self._batch is not None
+            num_blocks = -(-chunk.seq_len // self._block_size)
+            chunk.rows = self._run_rows(self._batch.block_tables[chunk.sequence : chunk.sequence + 1, :num_blocks])
+        gathered = self._runs[layer].index_select(0, chunk.rows)
+        keys, values = gathered.view(2, 1, self._num_kv_heads, -1, self._head_dim)[:, :, :, : chunk.seq_len]
+        return keys, values
+
+    def _chunk_mask(self, chunk: _Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
+        """[num_rows, seq_len] of 0 or -inf for query tokens [first, first + num_rows) of the chunk."""
+        mask = chunk.masks.get((window, first))
+        if mask is None:
+            visible = self._arange(chunk.seq_len)[None, :]
+            own = visible[:, chunk.seq_len - chunk.num_tokens + first :][:, :num_rows].transpose(0, 1)
+            hidden = visible > own
+            if window is not None:
+                hidden |= visible <= own - window
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            chunk.masks[window, first] = mask
+        return mask
+
+    def _run_rows(self, tables: torch.Tensor) -> torch.Tensor:
+        """Rows of a layer's runs: block tables [sequences, blocks] -> [2 * sequences * kv heads * blocks]."""
+        return (tables[None, :, None, :] * self._runs_per_block + self._head_runs).view(-1)
+
+    def _arange(self, length: int) -> torch.Tensor:
+        if len(self._tokens) < length:
+            self._tokens = torch.arange(max(length, 2 * len(self._tokens)), device=self._tokens.device)
+        return self._tokens[:length]
+
+
+def _masked_sdpa(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=args.scale, enable_gqa=True
+    )
+
+
+def _masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs
+) -> torch.Tensor:
+    """Attention with soft cap or sinks. [1, heads, tokens, head_dim] -> the same."""
+    _, num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = query.reshape(1, num_kv_heads, -1, head_dim)  # [1, kv heads, group * tokens, head_dim]
+    scores = torch.matmul(grouped, keys.transpose(2, 3)).mul_(args.scale).view(num_heads, num_tokens, -1)
+    scores = _cap(scores, args.softcap).add_(mask)
+    if args.sinks is None:
+        weights = _softmax(scores, values.dtype)
+    else:
+        weights = _softmax_with_sinks(scores, args.sinks.view(-1, 1, 1), values.dtype)
+    return torch.matmul(weights.view(1, num_kv_heads, -1, keys.shape[2]), values).view(query.shape)
+
+
+def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(dtype)
+
+
+def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Softmax of [batch, rows, tokens] with one more logit per row, whose share is dropped. Sinks are [batch, 1 or
+    rows, 1]."""
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return _softmax(torch.cat([scores, sinks], dim=-1), dtype)[..., :-1]

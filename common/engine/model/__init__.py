@@ -1,0 +1,1 @@
+"""Models from transformers: loading, what they cache, and what identifies them."""

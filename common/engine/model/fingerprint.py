@@ -1,0 +1,56 @@
+"""Model fingerprint: two engines with equal ones compute interchangeable KV blocks.
+
+SHA-256 over
+
+- of each weight file, in order of file name: its length, its whole safetensors header (names, types, shapes, offsets)
+  and `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` of its tensors: every fine-tuned or re-quantised checkpoint
+  differs in them, and reading them takes milliseconds whatever the size of the model;
+- the parsed config.json without fields that change no number;
+- compute dtype, KV layout and block size.
+
+Paths are no part of it: the same files fingerprint the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.engine.attention.base import KVSpec
+
+CHUNK_BYTES = 4096
+NUM_CHUNKS = 256
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+
+_IRRELEVANT = frozenset(
+    {"_name_or_path", "_commit_hash", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+
+
+def fingerprint_model(weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec, block_size: int) -> bytes:
+    """The 32-byte fingerprint. `config` is the parsed config.json. Raises OSError if a file cannot be read."""
+    digest = hashlib.sha256(b"baton.fingerprint.v1")
+    for path in sorted(weight_files, key=lambda path: path.name):
+        digest.update(_digest_weights(path))
+    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
+    digest.update(json.dumps(relevant, sort_keys=True).encode())
+    layout = [str(spec.dtype), spec.value_head_dim, *spec.block_shape(block_size)]
+    digest.update(json.dumps(layout).encode())
+    return digest.digest()
+
+
+def _digest_weights(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        header_bytes = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
+        digest.update(file.read(header_bytes))
+        start = 8 + header_bytes
+        step = max(CHUNK_BYTES, (size - start) // NUM_CHUNKS)
+        for offset in range(start, size, step):
+            file.seek(offset)
+            digest.update(file.read(CHUNK_BYTES))
+    return digest.digest()

@@ -1,0 +1,197 @@
+"""Loads a causal language model from safetensors, or says in one line why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.engine.attention.base import KVSpec
+from common.engine.attention.hook import ATTENTION_NAME
+from common.engine.config import ModelConfig
+from common.engine.model.probe import probe_model
+from common.errors import ConfigError, ModelLoadError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run with paged attention."""
+
+    model: Any  # a transformers PreTrainedModel in eval mode
+    device: torch.device
+    dtype: torch.dtype
+    kv_spec: KVSpec
+    attention_modules: list[torch.nn.Module]  # in layer order
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    config: dict[str, Any]  # config.json
+    weight_files: list[Path]
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for a bad device."""
+    device = _resolve_device(config.device)
+    directory = _model_directory(config)
+    raw_config = _read_config(directory)
+    weight_files = _find_weights(directory)
+    with _quiet_transformers():
+        model = _from_pretrained(directory, config, device)
+        text_config = model.config.get_text_config()
+        probed = probe_model(model, text_config)
+    embedding_rows = int(model.get_input_embeddings().weight.shape[0])
+    return LoadedModel(
+        model=model,
+        device=device,
+        dtype=model.dtype,
+        kv_spec=probed.spec,
+        attention_modules=probed.attention_modules,
+        vocab_size=min(int(text_config.vocab_size), embedding_rows),
+        max_model_len=int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN),
+        eos_token_ids=_eos_token_ids(model, text_config),
+        config=raw_config,
+        weight_files=weight_files,
+    )
+
+
+def _resolve_device(device: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device is cuda but this machine has no usable CUDA device", param="device")
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
+
+
+def _model_directory(config: ModelConfig) -> Path:
+    """The local directory of the model, downloaded if it is a hub id."""
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return path
+    if not config.model:
+        raise ModelLoadError("no model given", param="model")
+    if path.exists():
+        raise ModelLoadError(f"{path} is not a directory", param="model")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
+        raise ModelLoadError(f"{config.model} does not exist", param="model")
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=_HUB_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(
+            f"{config.model} is neither a local directory nor a model that the hub gives: {_first_line(error)}",
+            param="model",
+        ) from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{directory} has no config.json", param="model") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {_first_line(error)}", param="model") from error
+    if not isinstance(parsed, dict):
+        raise ModelLoadError(f"{path} is not a JSON object", param="model")
+    return parsed
+
+
+def _find_weights(directory: Path) -> list[Path]:
+    """The safetensors files that transformers will load."""
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelLoadError(f"{directory} has no safetensors weights (model.safetensors)", param="model")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} cannot be read: {_first_line(error)}", param="model") from error
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelLoadError(f"{directory} lacks the weight file {missing[0]}", param="model")
+    return [directory / name for name in names]
+
+
+def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:
+    try:
+        model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if getattr(model_config, "is_encoder_decoder", False):
+            raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
+        dtype = _resolve_dtype(config.dtype, model_config, device)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            low_cpu_mem_usage=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # foreign code over foreign files: whatever it raises, it means unusable
+        raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{directory} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}", param="model"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    own = getattr(model_config.get_text_config(), "dtype", None)
+    if device.type == "cuda" and isinstance(own, torch.dtype) and own in _DTYPES.values():
+        return own
+    return torch.float32
+
+
+def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice: what matters is raised."""
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    had_progress_bar = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

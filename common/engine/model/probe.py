@@ -1,0 +1,166 @@
+"""Finds out what a loaded model caches, and whether our attention computes what its own would.
+
+Two tiny forward passes: one with transformers' eager attention, one through a recording attention function that
+computes plain causal attention from the arguments that we know. The recording gives the attention modules in layer
+order and the shapes of keys and values; equal logits prove that the known arguments tell everything (no ALiBi, no
+prefix that sees both ways, no state outside the KV cache).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.engine.attention.base import KVSpec
+from common.engine.attention.hook import ATTENTION_NAME, clear_layer_attention, set_layer_attention
+from common.errors import ModelLoadError
+
+_NUM_TOKENS = 12
+_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_KNOWN_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """What the recording found."""
+
+    spec: KVSpec
+    attention_modules: list[torch.nn.Module]  # in layer order
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    module: torch.nn.Module
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    sliding_window: int | None
+
+
+def probe_model(model: Any, text_config: Any) -> ProbedModel:
+    """Run the probe. `model` is a transformers causal LM. Raises ModelLoadError if it cannot be served."""
+    name = type(model).__name__
+    layer_types = list(getattr(text_config, "layer_types", None) or [])
+    unsupported = sorted(set(layer_types) - _SUPPORTED_LAYER_TYPES)
+    if unsupported:
+        raise ModelLoadError(f"{name} has {unsupported[0]} layers, which cannot be served", param="model")
+    calls: list[_Call] = []
+
+    def record(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
+        unknown = [name for name, given in arguments.items() if _is_unknown(name, given)]
+        if unknown or not getattr(module, "is_causal", True):
+            what = f"takes {unknown[0]!r}" if unknown else "is not causal"
+            raise ModelLoadError(f"{name}: its attention {what}, which cannot be served", param="model")
+        window = arguments.get("sliding_window")
+        calls.append(_Call(module, key.shape[1], key.shape[3], value.shape[3], window))
+        return _plain_attention(query, key, value, **arguments)
+
+    modules = list(model.modules())
+    token_ids = torch.arange(_NUM_TOKENS, device=model.device) % int(text_config.vocab_size)
+    try:
+        _set_attention(model, ATTENTION_NAME)
+        for module in modules:
+            set_layer_attention(module, record)
+        logits = _forward(model, token_ids)
+        spec = _spec_of(name, calls, text_config, layer_types)
+        _set_attention(model, "eager")
+        expected = _forward(model, token_ids)
+    except ModelLoadError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
+        raise ModelLoadError(f"{name} cannot run with paged attention: {_first_line(error)}", param="model") from error
+    finally:
+        for module in modules:
+            clear_layer_attention(module)
+        _set_attention(model, ATTENTION_NAME)
+    _check_equal(name, logits, expected, spec.dtype)
+    return ProbedModel(spec, [call.module for call in calls])
+
+
+def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[str]) -> KVSpec:
+    if not calls:
+        raise ModelLoadError(f"{name} does not use transformers' attention interface", param="model")
+    if len(calls) != text_config.num_hidden_layers or len({id(call.module) for call in calls}) != len(calls):
+        raise ModelLoadError(
+            f"{name} has {text_config.num_hidden_layers} layers but {len(calls)} attention calls; "
+            "only models with one attention per layer can be served",
+            param="model",
+        )
+    shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
+    if len(shapes) > 1:
+        raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
+    for layer, (layer_type, call) in enumerate(zip(layer_types, calls, strict=False)):
+        if (layer_type == "sliding_attention") != (call.sliding_window is not None):
+            raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but does not say so", param="model")
+    num_kv_heads, head_dim, value_head_dim = shapes.pop()
+    if value_head_dim > head_dim:
+        raise ModelLoadError(f"{name}: values of {value_head_dim} are wider than keys of {head_dim}", param="model")
+    dtype = next(iter(calls[0].module.parameters())).dtype
+    return KVSpec(len(calls), num_kv_heads, head_dim, value_head_dim, dtype)
+
+
+def _forward(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocabulary] in float32."""
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    with torch.inference_mode():
+        output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    logits: torch.Tensor = output.logits
+    return logits[0].float()
+
+
+def _set_attention(model: Any, name: str) -> None:
+    model.set_attn_implementation(name)
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Causal attention of one whole sequence, [1, heads, tokens, head_dim] -> [1, tokens, heads, value head_dim]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    num_tokens = query.shape[2]
+    positions = torch.arange(num_tokens, device=query.device)
+    hidden = positions[None, :] > positions[:, None]
+    if sliding_window is not None:
+        hidden |= positions[None, :] <= positions[:, None] - sliding_window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, num_tokens, 1).to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :num_tokens].to(value.dtype)
+    out: torch.Tensor = weights @ value
+    return out.transpose(1, 2).contiguous()
+
+
+def _is_unknown(name: str, given: Any) -> bool:
+    """True for an argument that may change the result. Flags only ask for more output."""
+    if name == "is_causal":
+        return given is False
+    return name not in _KNOWN_ARGUMENTS and given is not None and not isinstance(given, bool)
+
+
+def _check_equal(name: str, logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((logits - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
+    if not error <= _MAX_RELATIVE_ERROR[dtype]:  # also refuses NaN
+        raise ModelLoadError(
+            f"{name}: paged attention does not compute what its own attention does (relative error {error:.2g})",
+            param="model",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

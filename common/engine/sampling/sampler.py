@@ -1,0 +1,193 @@
+"""The sampler: logits -> tokens.
+
+1. penalties over the tokens so far          3. log probabilities, if asked for
+2. stop tokens masked up to `min_tokens`     4. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.types import Logprobs, SampledToken, SamplingParams
+
+_MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
+_MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One request that samples a token in this step."""
+
+    params: SamplingParams
+    token_ids: npt.NDArray[np.int32]  # prompt and output so far
+    num_prompt_tokens: int
+
+    @property
+    def output_position(self) -> int:
+        """Index, among the output tokens, of the token to be sampled."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """True if the request's next token is just the argmax of its logits, whatever came before."""
+    return params.greedy and params.num_logprobs is None and params.min_tokens == 0 and not _penalised(params)
+
+
+class Sampler:
+    """Samples for one model. Stateless between steps."""
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample_plain(self, logits: torch.Tensor) -> list[int]:
+        """Token ids for logits [rows, vocabulary] of rows that are all plain."""
+        token_ids: list[int] = logits.argmax(dim=-1).tolist()
+        return token_ids
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten."""
+        self._penalise(logits, rows)
+        self._mask_stop_tokens(logits, rows)
+        token_ids = logits.argmax(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            token_ids[_index(drawn, logits)] = _draw(logits, rows, drawn)
+        logprobs = _logprobs(logits, rows, token_ids)
+        return [SampledToken(token_id, entry) for token_id, entry in zip(token_ids.tolist(), logprobs, strict=True)]
+
+    def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        penalised = [i for i, row in enumerate(rows) if _penalised(row.params)]
+        if not penalised:
+            return
+        chosen = [rows[i] for i in penalised]
+        index = _index(penalised, logits)
+        scores = logits[index]
+        repetition = _column([row.params.repetition_penalty for row in chosen], logits)
+        frequency = _column([row.params.frequency_penalty for row in chosen], logits)
+        presence = _column([row.params.presence_penalty for row in chosen], logits)
+        seen = _count_tokens([row.token_ids for row in chosen], scores) > 0
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(seen, repeated, scores)
+        generated = _count_tokens([row.token_ids[row.num_prompt_tokens :] for row in chosen], scores)
+        scores -= frequency * generated + presence * (generated > 0)
+        logits[index] = scores
+
+    def _mask_stop_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        masked_rows: list[int] = []
+        masked_tokens: list[int] = []
+        for i, row in enumerate(rows):
+            if row.output_position < row.params.min_tokens:
+                stops = {*row.params.stop_token_ids, *(() if row.params.ignore_eos else self._eos_token_ids)}
+                stops = {token_id for token_id in stops if 0 <= token_id < logits.shape[1]}
+                masked_rows.extend([i] * len(stops))
+                masked_tokens.extend(stops)
+        if masked_rows:
+            logits[_index(masked_rows, logits), _index(masked_tokens, logits)] = -torch.inf
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> torch.Tensor:
+    """Token ids of the rows named by `drawn`, in order, a few rows at a time."""
+    at_once = max(1, _MAX_DRAWN_LOGITS // logits.shape[1])
+    parts = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
+    return torch.cat([_draw_rows(logits[_index(part, logits)], [rows[i] for i in part]) for part in parts])
+
+
+def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draw from logits [rows, vocabulary] of rows that are not greedy."""
+    params = [row.params for row in rows]
+    temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    keys = torch.tensor([[stream_key(row.params.seed, row.output_position)] for row in rows], device=logits.device)
+    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+        scores, token_ids = _most_likely(scores, params)
+        _apply_top_k(scores, params)
+        _apply_top_p(scores, params)
+    else:
+        token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    _apply_min_p(scores, params)
+    winner = gumbel_noise(keys, token_ids).add_(scores).argmax(dim=-1, keepdim=True)
+    return token_ids.expand(len(rows), -1).gather(1, winner).squeeze(1)
+
+
+def _most_likely(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and their token ids, best first: as many as any row can need."""
+    if all(p.top_k > 0 for p in params):
+        num_kept = min(max(p.top_k for p in params), scores.shape[1])
+        best = torch.topk(scores, num_kept, dim=-1)
+        return best.values, best.indices
+    ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return ordered.values, ordered.indices
+
+
+def _apply_top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep each row's top_k best. `scores` are ordered, best first."""
+    limits = _column([float(p.top_k) if p.top_k > 0 else torch.inf for p in params], scores)
+    ranks = torch.arange(scores.shape[1], device=scores.device)[None]
+    scores.masked_fill_(ranks >= limits, -torch.inf)
+
+
+def _apply_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep the smallest leading set with at least top_p of the probability that is left. `scores` are ordered."""
+    if all(p.top_p >= 1.0 for p in params):
+        return
+    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float64)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    limits = torch.tensor([[p.top_p if p.top_p < 1.0 else torch.inf] for p in params], dtype=torch.float64)
+    scores.masked_fill_(mass_before >= limits.to(scores.device), -torch.inf)
+    # The best token stays whatever rounding says: its mass_before is exactly 0, and top_p is above 0.
+
+
+def _apply_min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    """Keep tokens at least min_p times as likely as the likeliest."""
+    if all(p.min_p == 0.0 for p in params):
+        return
+    margins = torch.tensor([[p.min_p] for p in params], dtype=torch.float32).log().to(scores.device)  # -inf keeps all
+    scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + margins, -torch.inf)
+
+
+def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor) -> Sequence[Logprobs | None]:
+    """Logprobs of the rows that ask for them."""
+    asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
+    entries: list[Logprobs | None] = [None] * len(rows)
+    if not asking:
+        return entries
+    index = _index(asking, logits)
+    logprobs = torch.log_softmax(logits[index], dim=-1)
+    sampled = logprobs.gather(1, token_ids[index][:, None]).squeeze(1).tolist()
+    num_top = min(max(rows[i].params.num_logprobs or 0 for i in asking), logits.shape[1])
+    best = torch.topk(logprobs, num_top, dim=-1)
+    for i, own, ids, values in zip(asking, sampled, best.indices.tolist(), best.values.tolist(), strict=True):
+        count = rows[i].params.num_logprobs or 0
+        possible = [(token_id, value) for token_id, value in zip(ids, values, strict=True) if value != -torch.inf]
+        entries[i] = Logprobs(own, possible[:count])
+    return entries
+
+
+def _count_tokens(token_lists: Sequence[npt.NDArray[np.int32]], like: torch.Tensor) -> torch.Tensor:
+    """How often each token occurs: [rows, vocabulary], of the type and on the device of `like`."""
+    counts = torch.zeros_like(like)
+    row_of_each = np.repeat(np.arange(len(token_lists)), [len(tokens) for tokens in token_lists])
+    index = (
+        torch.from_numpy(row_of_each).to(like.device),
+        torch.from_numpy(np.concatenate(token_lists).astype(np.int64)).to(like.device),
+    )
+    return counts.index_put_(index, torch.ones((), dtype=like.dtype, device=like.device), accumulate=True)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] of the type and on the device of `like`."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device)[:, None]
+
+
+def _index(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(like.device)

@@ -1,0 +1,1 @@
+"""One worker: a loaded model, its KV cache and its connector."""

@@ -1,0 +1,85 @@
+"""Runs the model over one step's batch and samples."""
+
+from __future__ import annotations
+
+import torch
+
+from common.engine.attention.hook import install
+from common.engine.attention.registry import create_backend
+from common.engine.config import AttentionBackendName
+from common.engine.model.loader import LoadedModel
+from common.engine.sampling.sampler import Sampler
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.worker.batch import PackedBatch, pack_batch
+from common.engine.worker.request_table import RequestTable
+from common.types import RequestId, SampledToken, SamplingParams
+
+
+class ModelRunner:
+    """Owns the request table and the attention backend over `kv_cache`, which it writes but does not own."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_cache: torch.Tensor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        attention_backend: AttentionBackendName,
+    ) -> None:
+        self._loaded = loaded
+        self._kv_cache = kv_cache
+        self._block_size = kv_cache.shape[4]
+        self._attention = create_backend(attention_backend, kv_cache)
+        install(loaded.attention_modules, self._attention)
+        self._sampler = Sampler(loaded.eos_token_ids)
+        self._table = RequestTable(max_num_seqs, max_model_len, self._block_size)
+
+    def update_requests(self, step: SchedulerOutput) -> None:
+        """Forget dropped requests and learn of new blocks. Called for each step, before `run`."""
+        self._table.update(step)
+
+    @torch.inference_mode()
+    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken]:
+        """Compute the scheduled tokens; sample for the requests whose last token is among them."""
+        batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
+        if batch.opened_blocks:
+            self._clear(batch.opened_blocks)
+        self._attention.begin_step(batch.attention)
+        logits = self._forward(batch)
+        return self._sample(batch, logits) if batch.sampled_ids else {}
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [num_sampled, vocabulary]."""
+        output = self._loaded.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_index,
+        )
+        logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
+        return logits
+
+    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, SampledToken]:
+        if self._table.plain[batch.sampled_rows].all():
+            token_ids = self._sampler.sample_plain(logits)
+            tokens = [SampledToken(token_id) for token_id in token_ids]
+        else:
+            rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]
+            tokens = self._sampler.sample(logits.float(), rows)
+            token_ids = [token.token_id for token in tokens]
+        self._table.append_tokens(batch.sampled_rows, token_ids)
+        return dict(zip(batch.sampled_ids, tokens, strict=True))
+
+    def _clear(self, block_ids: list[int]) -> None:
+        """Zero blocks that will be partly empty: what an earlier owner left there is masked by the attention, but a
+        NaN would survive the mask."""
+        self._kv_cache[torch.tensor(block_ids, device=self._kv_cache.device)] = 0
+
+    def profile(self, num_tokens: int) -> None:
+        """Run a step of one prompt of `num_tokens` tokens, to see how much memory a step takes."""
+        request_id = RequestId("profile")
+        blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, SamplingParams(temperature=1.0), blocks, 0)
+        self.update_requests(SchedulerOutput(new_requests=[new]))
+        self.run({request_id: num_tokens})

@@ -1,0 +1,89 @@
+"""What a worker remembers of each running request between steps: its tokens, block table and sampling parameters.
+
+A request owns one row of a few fixed arrays from its NewRequest until it is dropped, so that building a step's batch is
+array arithmetic over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.engine.sampling.sampler import SamplingRow, is_plain
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.types import RequestId, SamplingParams
+
+
+class RequestTable:
+    """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens. Memory is touched where used."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        # One token more than the longest request: the last one sampled is stored, never computed.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.plain = np.ones(max_num_seqs, dtype=np.bool_)  # see sampler.is_plain
+        self._num_blocks = [0] * max_num_seqs
+        self._num_prompt_tokens = [0] * max_num_seqs
+        self._params = [SamplingParams()] * max_num_seqs
+        self._rows: dict[RequestId, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget dropped requests, then learn what the step says of the others."""
+        for request_id in step.dropped_request_ids:
+            self._drop(request_id)
+        for new in step.new_requests:
+            self._add(new)
+        for continued in step.continued_requests:
+            row = self._rows[continued.request_id]
+            self.num_computed_tokens[row] = continued.num_computed_tokens
+            if continued.new_block_ids:
+                self._append_blocks(row, continued.new_block_ids)
+
+    def rows_of(self, request_ids: Sequence[RequestId]) -> npt.NDArray[np.int64]:
+        """Rows of the requests, in order."""
+        rows = self._rows
+        return np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
+
+    def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
+        """Append one sampled token to each of the rows."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def sampling_row(self, row: int) -> SamplingRow:
+        """What the sampler must know of a row."""
+        return SamplingRow(self._params[row], self.token_ids[row, : self.num_tokens[row]], self._num_prompt_tokens[row])
+
+    def _add(self, new: NewRequest) -> None:
+        self._drop(new.request_id)
+        row = self._free_rows.pop()
+        self._rows[new.request_id] = row
+        num_tokens = len(new.token_ids)
+        self.token_ids[row, :num_tokens] = new.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self.plain[row] = is_plain(new.sampling)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._params[row] = new.sampling
+        self._num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = self._num_blocks[row]
+        end = start + len(block_ids)
+        self.block_tables[row, start:end] = block_ids
+        self._num_blocks[row] = end
+
+    def _drop(self, request_id: RequestId) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is None:
+            return
+        self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
+        self._free_rows.append(row)

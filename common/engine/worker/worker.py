@@ -1,0 +1,158 @@
+"""A worker: loads the model, owns the KV cache and the connector, executes steps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+
+from common.engine.attention.base import KVSpec
+from common.engine.config import EngineConfig, KVConnectorConfig
+from common.engine.executor.base import ModelFacts
+from common.engine.kv_connector import ConnectorFactory, WorkerConnector
+from common.engine.model.fingerprint import fingerprint_model
+from common.engine.model.loader import LoadedModel, load_model
+from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.worker.memory import available_kv_bytes
+from common.engine.worker.model_runner import ModelRunner
+from common.errors import ConfigError, ModelLoadError
+
+
+class Worker:
+    """Executor's other half: the same calls, in the same order, on one thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._loaded: LoadedModel | None = None
+        self._facts: ModelFacts | None = None
+        self._connector: WorkerConnector | None = None
+        self._runner: ModelRunner | None = None
+
+    def load_model(self) -> ModelFacts:
+        """See Executor.load_model."""
+        if self._config.model.num_threads is not None:
+            torch.set_num_threads(self._config.model.num_threads)
+        loaded = self._loaded = load_model(self._config.model)
+        block_size = self._config.cache.block_size
+        try:
+            fingerprint = fingerprint_model(loaded.weight_files, loaded.config, loaded.kv_spec, block_size)
+        except OSError as error:
+            raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
+        self._facts = ModelFacts(
+            fingerprint=fingerprint,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
+            available_kv_bytes=self._kv_bytes(loaded),
+            device=loaded.device.type,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+        )
+        return self._facts
+
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+        """See Executor.initialize_kv_cache."""
+        assert self._loaded is not None
+        assert self._facts is not None
+        block_size = self._config.cache.block_size
+        kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
+        self._runner = ModelRunner(
+            self._loaded,
+            kv_cache,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
+            attention_backend=self._config.model.attention_backend,
+        )
+        if self._config.connector is not None:
+            self._connector = create_connector(self._config.connector)
+            self._connector.register_kv_cache(kv_cache, self._facts.fingerprint, on_transfer_settled)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """See Executor.execute."""
+        assert self._runner is not None
+        self._runner.update_requests(step)
+        self._start_loads(step)
+        sampled = self._runner.run(step.num_scheduled_tokens) if step.num_scheduled_tokens else {}
+        self._start_saves(step)
+        return ModelRunnerOutput(sampled=sampled, transfers=self._connector.poll() if self._connector else [])
+
+    def close(self) -> None:
+        """See Executor.close."""
+        connector, self._connector = self._connector, None
+        if connector is not None:
+            connector.close()
+        self._runner = None
+        self._loaded = None
+
+    def _start_loads(self, step: SchedulerOutput) -> None:
+        if not step.cancelled_job_ids and not step.loads:
+            return
+        connector = self._require_connector()
+        for job_id in step.cancelled_job_ids:
+            connector.cancel(job_id)
+        for load in step.loads:
+            connector.start_load(load)
+
+    def _start_saves(self, step: SchedulerOutput) -> None:
+        if not step.saves:
+            return
+        connector = self._require_connector()
+        if self._loaded is not None and self._loaded.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the connector copies on threads and streams of its own
+        for save in step.saves:
+            connector.start_save(save)
+
+    def _require_connector(self) -> WorkerConnector:
+        if self._connector is None:
+            raise ConfigError("a transfer was scheduled but this engine has no connector", param="connector")
+        return self._connector
+
+    def _max_model_len(self, loaded: LoadedModel) -> int:
+        return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)
+
+    def _kv_bytes(self, loaded: LoadedModel) -> int:
+        """What the KV cache may take, and never more than the most that the scheduler can use."""
+        cache = self._config.cache
+        bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size)
+        if cache.num_blocks is not None:
+            return cache.num_blocks * bytes_per_block
+        blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size)
+        usable_blocks = self._config.scheduler.max_num_seqs * blocks_per_seq + 1  # and the null block
+        if loaded.device.type == "cuda" and cache.kv_cache_memory is None:
+            self._profile(loaded)
+        return min(available_kv_bytes(cache, loaded.device), usable_blocks * bytes_per_block)
+
+    def _profile(self, loaded: LoadedModel) -> None:
+        """Run the largest step once over a KV cache of its own, so that what is free afterwards is really free."""
+        num_tokens = min(self._config.scheduler.max_num_batched_tokens, self._max_model_len(loaded))
+        block_size = self._config.cache.block_size
+        num_blocks = -(-num_tokens // block_size) + 1
+        kv_cache = allocate_kv_cache(loaded.kv_spec, num_blocks, block_size, loaded.device)
+        runner = ModelRunner(
+            loaded,
+            kv_cache,
+            max_num_seqs=1,
+            max_model_len=num_tokens,
+            attention_backend=self._config.model.attention_backend,
+        )
+        runner.profile(num_tokens)
+
+
+def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    shape = (num_blocks, *spec.block_shape(block_size))
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    # calloc gives zero pages that take no memory until written; torch.zeros would touch them all.
+    zeros = np.zeros(num_blocks * spec.bytes_per_block(block_size), dtype=np.uint8)
+    return torch.from_numpy(zeros).view(spec.dtype).view(shape)
+
+
+def create_connector(config: KVConnectorConfig) -> WorkerConnector:
+    """Build the connector that the pod chose. Raises ConfigError if its name or options are wrong."""
+    module_name, _, function_name = config.factory.partition(":")
+    factory = cast("ConnectorFactory", getattr(importlib.import_module(module_name), function_name))
+    return factory(config.name, config.options)

@@ -1,0 +1,175 @@
+"""The runner, driven by hand-built steps, equals transformers' greedy generate."""
+
+import functools
+import random
+
+import pytest
+
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.engine.worker.worker import Worker
+from common.types import RequestId, SamplingParams
+from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 128
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Driver:
+    """A scheduler of a few lines: hands out shuffled blocks and runs the chunks that a test names."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.free = list(range(1, NUM_BLOCKS))
+        random.Random(7).shuffle(self.free)
+        self.tokens = {}
+        self.blocks = {}
+        self.computed = {}
+        self.outputs = {}
+        self.dropped = []
+        self.new = []
+
+    def add(self, name, prompt, sampling=GREEDY, output=()):
+        request_id = RequestId(name)
+        self.tokens[request_id] = [*prompt, *output]
+        self.computed[request_id] = 0
+        self.blocks[request_id] = []
+        self.outputs.setdefault(request_id, list(output))
+        self.new.append((request_id, len(prompt), sampling))
+        return request_id
+
+    def drop(self, request_id):
+        self.dropped.append(request_id)
+        self.free.extend(self.blocks.pop(request_id))
+        del self.computed[request_id]
+
+    def step(self, scheduled):
+        fresh = {}
+        for request_id, count in scheduled.items():
+            table = self.blocks[request_id]
+            missing = -(-(self.computed[request_id] + count) // BLOCK_SIZE) - len(table)
+            fresh[request_id] = [self.free.pop(0) for _ in range(missing)]
+            table.extend(fresh[request_id])
+        new_ids = {request_id for request_id, _, _ in self.new}
+        new = [
+            NewRequest(r, self.tokens[r], num_prompt, sampling, self.blocks[r], self.computed[r])
+            for r, num_prompt, sampling in self.new
+        ]
+        continued = [ContinuedRequest(r, fresh[r], self.computed[r]) for r in scheduled if r not in new_ids]
+        result = self.worker.execute(SchedulerOutput(new, continued, scheduled, sum(scheduled.values()), self.dropped))
+        self.new, self.dropped = [], []
+        for request_id, count in scheduled.items():
+            self.computed[request_id] += count
+            reaches_end = self.computed[request_id] == len(self.tokens[request_id])
+            assert (request_id in result.sampled) == reaches_end
+            if reaches_end:
+                self.tokens[request_id] = [*self.tokens[request_id], result.sampled[request_id].token_id]
+                self.outputs[request_id].append(result.sampled[request_id].token_id)
+        return result
+
+    def remaining(self, request_id):
+        return len(self.tokens[request_id]) - self.computed[request_id]
+
+    def run(self, request_ids, num_tokens, chunk=1000):
+        """Step all of them until each has `num_tokens` output tokens."""
+        while live := [r for r in request_ids if len(self.outputs[r]) < num_tokens]:
+            self.step({r: min(chunk, self.remaining(r)) for r in live})
+        return [self.outputs[r] for r in request_ids]
+
+
+@functools.lru_cache(maxsize=2)
+def worker_of(model):
+    config = EngineConfig(
+        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+    )
+    worker = Worker(config)
+    worker.load_model()
+    worker.initialize_kv_cache(NUM_BLOCKS, lambda: None)
+    return worker
+
+
+@pytest.fixture
+def driver(request):
+    driver = Driver(worker_of(request.param))
+    yield driver
+    driver.worker.execute(SchedulerOutput(dropped_request_ids=[*driver.computed]))
+
+
+def reference(model, prompt, num_tokens):
+    return reference_generate(tiny_model_dir(model), prompt, num_tokens)
+
+
+@pytest.mark.parametrize(("driver", "model"), [(name, name) for name in TINY_MODELS], indirect=["driver"])
+def test_chunks_and_mixed_batches_equal_generate(driver, model):
+    lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 22]
+    prompts = {length: prompt_of(length) for length in lengths}
+    expected = [reference(model, prompts[length], 8) for length in lengths]
+
+    for chunk in (5, 1000):  # all at once: decodes mix with chunks of the longest prompt
+        ids = [driver.add(f"{chunk}-{length}", prompts[length]) for length in lengths]
+        assert driver.run(ids, 8, chunk=chunk) == expected
+        for request_id in ids:
+            driver.drop(request_id)
+
+    alone = driver.add("alone", prompts[22])  # one by one, over blocks that others used before
+    assert driver.run([alone], 8, chunk=BLOCK_SIZE) == [expected[-1]]
+
+
+@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+def test_arrivals_and_departures_do_not_disturb_running_requests(driver):
+    first = driver.add("first", prompt_of(9))
+    driver.run([first], 3)
+    second = driver.add("second", prompt_of(30))
+    driver.step({second: 7, first: 1})
+    driver.step({first: 1, second: 23})
+    driver.drop(first)
+    third = driver.add("third", prompt_of(2))
+    assert driver.run([second, third], 6) == [
+        reference("llama", prompt_of(30), 6),
+        reference("llama", prompt_of(2), 6),
+    ]
+    assert driver.outputs[first] == reference("llama", prompt_of(9), 5)
+
+
+@pytest.mark.parametrize("driver", ["qwen3"], indirect=True)
+def test_preempted_request_resumes_where_it_was(driver):
+    prompt = prompt_of(10)
+    request_id = driver.add("r", prompt)
+    driver.run([request_id], 4)
+    driver.drop(request_id)
+    driver.add("r", prompt, output=driver.outputs[request_id])
+    assert driver.run([request_id], 8) == [reference("qwen3", prompt, 8)]
+
+
+@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+def test_seeded_sampling_does_not_depend_on_the_batch(driver):
+    def sampled(names, chunk):
+        ids = [
+            driver.add(
+                f"{name}-{chunk}-{len(names)}",
+                prompt_of(5 + name),
+                SamplingParams(temperature=1.3, top_p=0.95, seed=name),
+            )
+            for name in names
+        ]
+        outputs = driver.run(ids, 12, chunk=chunk)
+        for request_id in ids:
+            driver.drop(request_id)
+        return outputs
+
+    together = sampled([0, 1, 2, 3], 1000)
+    assert [sampled([name], 3)[0] for name in range(4)] == together
+    assert len(set(map(tuple, together))) == 4
+
+
+@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+def test_garbage_of_an_earlier_owner_does_not_leak(driver):
+    kv_cache = driver.worker._runner._kv_cache
+    kv_cache[1:] = float("nan")
+    ids = [driver.add("a", prompt_of(6)), driver.add("b", prompt_of(21))]
+    outputs = driver.run(ids, 10, chunk=9)
+    kv_cache.zero_()
+    assert outputs == [reference("llama", prompt_of(6), 10), reference("llama", prompt_of(21), 10)]
