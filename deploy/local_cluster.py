@@ -139,7 +139,7 @@ class LocalCluster:
     async def _until_ready(self, supervisors: Iterable[asyncio.Task[None]]) -> None:
         """Returns when every pod is ready or a stop was asked for; raises what a supervisor raised."""
         timeout_s = self._config.start_timeout_s
-        all_ready = asyncio.gather(*(pod.ready.wait() for pod in (*self._pods, self._router)))
+        all_ready = asyncio.create_task(self._all_ready())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._first_of(all_ready, *supervisors)
@@ -148,6 +148,10 @@ class LocalCluster:
             raise PodStartError(f"not ready within {timeout_s:g} s: {late}") from None
         finally:
             all_ready.cancel()
+
+    async def _all_ready(self) -> None:
+        for pod in (*self._pods, self._router):
+            await pod.ready.wait()
 
     async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
         """Waits for the first of `awaited` or a stop; raises what the finished ones raised."""
@@ -232,6 +236,7 @@ def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]
     """`base` with the cores shared out among the engines, unless it says otherwise, and this code importable."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_engines)
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **base}
+    env["PYTHONSAFEPATH"] = "1"  # a package `common` in the working directory is not ours
     root = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, base.get("PYTHONPATH", "")]))
     return env
