@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -32,18 +33,21 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid: {error} (line {error.lineno})") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt for a conversation, oldest message first.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt for a conversation, oldest message first; `variables` are what else a template may know.
 
         Raises InvalidRequestError if the template refuses the messages, for example an unknown role.
         """
+        fixed = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequestError(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -88,14 +89,20 @@ class Tokenizer:
         """One token on its own, special ones included; bytes that are no character become U+FFFD."""
         return self._bytes_of(token_id).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The prompt text of a conversation; encode it with `add_special_tokens=False`.
 
         Raises InvalidRequestError if the model has no chat template or the template refuses the messages.
         """
         if self._chat_template is None:
             raise InvalidRequestError("the model has no chat template; use the completions API", param="messages")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         if (content := self._added.get(token_id)) is not None:

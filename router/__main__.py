@@ -1,0 +1,48 @@
+"""The router process: `python -m router` or `baton serve router`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from common.config import parse, report_config_error
+from common.errors import ConfigError
+from common.observability.logging import setup_logging
+from router.config import RouterConfig
+from router.runtime import Router
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 2 if a setting is wrong."""
+    try:
+        config = parse(
+            RouterConfig, argv, prog="baton serve router", section="router", description="Front door of the cluster."
+        )
+        setup_logging(config.log_level, "router")
+        uvloop.run(_serve(config))
+    except ConfigError as error:
+        return report_config_error(error)
+    return 0
+
+
+async def _serve(config: RouterConfig) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with Router(config).running() as router:
+        sys.stdout.write(f"ready role=router http={router.http_url} grpc={router.grpc_address}\n")
+        sys.stdout.flush()
+        await stopping.wait()
+        logger.info("stopping: running requests get %g s", config.shutdown_grace_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PolicyName = Literal["least_loaded", "round_robin"]
+RemotePrefill = Literal["auto", "always", "never"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything one router needs."""
+
+    host: Annotated[str, Meta(description="Address to listen on, HTTP and gRPC.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000
+    grpc_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the public gRPC API; 0 takes a free one.")] = (
+        9000
+    )
+    prefill: Annotated[list[str], Meta(description="host:port of the prefill pods; none: decode pods prefill.")] = []
+    decode: Annotated[list[str], Meta(description="host:port of the decode pods.")] = []
+    model: Annotated[
+        str, Meta(description="Directory or hub id whose tokenizer and chat template are used; empty: the demo model.")
+    ] = ""
+    revision: Annotated[str | None, Meta(description="Hub revision.")] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="Name that clients use; default: last part of the model's path or id.")
+    ] = None
+    prefill_policy: Annotated[PolicyName, Meta(description="How a prefill pod is chosen.")] = "least_loaded"
+    decode_policy: Annotated[PolicyName, Meta(description="How a decode pod is chosen.")] = "least_loaded"
+    remote_prefill: Annotated[
+        RemotePrefill,
+        Meta(
+            description="Prefill on prefill pods: auto, if one is ready and the prompt is long enough; always, and "
+            "refuse requests while none is ready; never."
+        ),
+    ] = "auto"
+    min_remote_prefill_tokens: Annotated[
+        int,
+        Meta(ge=0, description="With auto, shorter prompts are prefilled by the decode pod; 0 sends all away."),
+    ] = 0
+    request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 32 * 2**20
+    max_inflight: Annotated[int, Meta(ge=1, description="Most generations at once; more are refused with 429.")] = 2048
+    max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
+    max_attempts: Annotated[int, Meta(ge=1, description="Decode pods that a request is tried on before it fails.")] = 2
+    pod_wait_s: Annotated[
+        float, Meta(ge=0, description="Seconds a started request waits for a decode pod after losing its own.")
+    ] = 10.0
+    shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
+    log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
+
+    def __post_init__(self) -> None:
+        for setting in ("prefill", "decode"):
+            for address in getattr(self, setting):
+                _check_address(setting, address)
+        if twice := set(self.prefill) & set(self.decode):
+            raise ValueError(f"--prefill and --decode: {', '.join(sorted(twice))} cannot be both")
+
+
+def _check_address(setting: str, address: str) -> None:
+    host, separator, port = address.rpartition(":")
+    if not (host and separator and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"--{setting}: expected host:port, got {address!r}")

@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI's completions and chat completions, models, health, metrics."""

@@ -1,0 +1,129 @@
+"""The ASGI application: routes, error pages, API description."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common import __version__
+from common.errors import BatonError
+from router.gateway import protocol
+from router.gateway.completions import CHAT, COMPLETIONS, CompletionsEndpoint
+from router.gateway.errors import ErrorBody, error_headers, error_json, route_error
+from router.service import InferenceService
+
+_JSON = "application/json"
+
+
+def create_app(service: InferenceService) -> FastAPI:
+    """The HTTP front of one service."""
+    app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
+    status = _Status(service)
+    app.router.routes += [
+        Route("/v1/completions", CompletionsEndpoint(COMPLETIONS, service), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionsEndpoint(CHAT, service), methods=["POST"]),
+        Route("/v1/models", status.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", status.model, methods=["GET"]),
+        Route("/health", status.health, methods=["GET"]),
+        Route("/metrics", status.metrics, methods=["GET"]),
+        Route("/version", status.version, methods=["GET"]),
+    ]
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(BatonError, _baton_error)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # as FastAPI's documentation does it
+    return app
+
+
+class _Status:
+    """What does not generate."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._started = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """The served model, as a list."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model by name. Raises UnknownModelError."""
+        self._service.check_model(request.path_params["name"])
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """200 only while a request can be served; the body says how each pod is."""
+        reason = self._service.unavailable_reason
+        pods = [
+            {"address": pod.address, "role": pod.role_name, "state": pod.state.value, "detail": pod.detail}
+            for pod in self._service.cluster.pods
+        ]
+        return _json(
+            {"status": "unavailable" if reason else "ok", "reason": reason, "pods": pods}, 503 if reason else 200
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus exposition."""
+        return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, request: Request) -> Response:
+        """Version of Baton."""
+        return _json({"version": __version__})
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "baton",
+            "max_model_len": self._service.cluster.max_model_len or None,
+        }
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type=_JSON)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status, body = route_error(error.status_code, request.method, request.url.path)
+    return Response(body, status_code=status, media_type=_JSON, headers=error.headers)
+
+
+async def _baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_json(error), error.code.value.http_status, headers=headers, media_type=_JSON)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Written from the same structs that parse the requests."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=[])
+        bodies, components = protocol.schema()
+        (error,), more = msgspec.json.schema_components((ErrorBody,), ref_template="#/components/schemas/{name}")
+        document["components"] = {"schemas": {**components, **more}}
+        document["paths"] = {
+            path: {
+                "post": {
+                    "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
+                    "responses": {
+                        "200": {"description": "The answer; server-sent events if `stream` is true."},
+                        "default": {"description": "An error.", "content": {_JSON: {"schema": error}}},
+                    },
+                }
+            }
+            for path, body in bodies.items()
+        }
+        for path in ("/v1/models", "/health", "/metrics", "/version"):
+            document["paths"][path] = {"get": {"responses": {"200": {"description": "OK"}}}}
+        app.openapi_schema = document
+    return app.openapi_schema

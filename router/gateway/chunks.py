@@ -1,0 +1,188 @@
+"""JSON of answers. What is constant over a stream is encoded once; per chunk only the text is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.tokenization import Tokenizer
+from common.types import FinishReason
+from router.output import TextDelta
+
+_encode = msgspec.json.encode
+_NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
+
+
+class Answer:
+    """What one choice adds up to."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.deltas: list[TextDelta] = []  # kept only for log probabilities
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Take the next delta."""
+        self.text.append(delta.text)
+        if delta.logprobs:
+            self.deltas.append(delta)
+        self.finish_reason = delta.finish_reason
+
+
+class AnswerFormat(ABC):
+    """One API's answers to one request."""
+
+    object_name: str
+    chunk_object_name: str
+    _before_text: bytes  # of a choice's field that holds the text
+    _after_text: bytes
+
+    def __init__(
+        self,
+        request_id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        wants_logprobs: bool,
+        usage_in_chunks: bool,
+    ) -> None:
+        """`created` is Unix time. `usage_in_chunks`: chunks carry "usage": null, the last one has the counts."""
+        self._tokenizer = tokenizer
+        self._wants_logprobs = wants_logprobs
+        self._identity = {"id": request_id, "created": created, "model": model}
+        head = _encode({**self._identity, "object": self.chunk_object_name})[:-1]
+        self._chunk_head = b"data: " + head + b',"choices":[{"index":'
+        tail = b',"usage":null}\n\n' if usage_in_chunks else b"}\n\n"
+        self._open_tail = b',"finish_reason":null}]' + tail
+        self._tails = {reason: b',"finish_reason":' + _encode(reason.label) + b"}]" + tail for reason in FinishReason}
+        self._usage_head = b"data: " + head + b',"choices":[],"usage":'
+
+    @abstractmethod
+    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
+        """Log probabilities of the tokens of `deltas`; `offset` is the length of what precedes the answer's text."""
+
+    @abstractmethod
+    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """One choice of a whole response."""
+
+    def opening(self, index: int) -> bytes:
+        """Event that opens a choice; may be empty."""
+        return b""
+
+    def chunk(self, index: int, delta: TextDelta, prefix: str = "") -> bytes:
+        """Event with what one choice gained; `prefix` precedes its text."""
+        logprobs = b"null"
+        if self._wants_logprobs and delta.token_ids:
+            logprobs = _encode(self.logprobs([delta], len(prefix)))
+        return b"".join(
+            (
+                self._chunk_head,
+                str(index).encode(),
+                self._before_text,
+                _encode(prefix + delta.text),
+                self._after_text,
+                b',"logprobs":',
+                logprobs,
+                self._open_tail if delta.finish_reason is None else self._tails[delta.finish_reason],
+            )
+        )
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """Event with the token counts."""
+        return self._usage_head + _encode(usage) + b"}\n\n"
+
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+        """Body of a response that is not streamed; `echoes` precede the answers' texts."""
+        choices = []
+        for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
+            logprobs = self.logprobs(answer.deltas, len(echo)) if self._wants_logprobs else None
+            choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
+        return _encode({**self._identity, "object": self.object_name, "choices": choices, "usage": usage})
+
+
+class CompletionFormat(AnswerFormat):
+    """/v1/completions."""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+    _before_text = b',"text":'
+    _after_text = b""
+
+    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
+        """Four parallel lists."""
+        text_of = self._tokenizer.token_text
+        tokens: list[str] = []
+        token_logprobs: list[float] = []
+        top_logprobs: list[dict[str, float]] = []
+        text_offsets: list[int] = []
+        for delta in deltas:
+            for token_id, position, start in zip(delta.token_ids, delta.logprobs, delta.text_offsets, strict=True):
+                tokens.append(text_of(token_id))
+                token_logprobs.append(_finite(position.sampled))
+                top = {text_of(each.token_id): _finite(each.logprob) for each in position.top}
+                top_logprobs.append({text_of(token_id): _finite(position.sampled), **top})
+                text_offsets.append(offset + start)
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offsets,
+        }
+
+    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See AnswerFormat."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _label(answer)}
+
+
+class ChatFormat(AnswerFormat):
+    """/v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    _before_text = b',"delta":{"content":'
+    _after_text = b"}"
+
+    def opening(self, index: int) -> bytes:
+        """Says whose turn it is."""
+        role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
+        return self._chunk_head + str(index).encode() + role + self._open_tail
+
+    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
+        """One object per token."""
+        content = []
+        for delta in deltas:
+            for token_id, position in zip(delta.token_ids, delta.logprobs, strict=True):
+                top = [self._token(each.token_id, each.logprob) for each in position.top]
+                content.append({**self._token(token_id, position.sampled), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """See AnswerFormat."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _label(answer)}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Token counts as OpenAI names them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _NO_LOGPROB)
+
+
+def _label(answer: Answer) -> str | None:
+    return answer.finish_reason.label if answer.finish_reason is not None else None

@@ -1,0 +1,166 @@
+"""POST /v1/completions and /v1/chat/completions.
+
+The status is known before the first byte is sent: a stream begins with the first delta of any choice, and a failure
+before that is an ordinary error response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import BatonError, InvalidRequestError, RequestCancelledError
+from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from router.gateway.exchange import Exchange, Receive, Scope, Send
+from router.gateway.protocol import ChatBody, CompletionBody, parse_chat, parse_completion
+from router.output import TextGeneration
+from router.preprocess import choices_of
+from router.request import GenerationRequest, TextPrompt
+from router.service import InferenceService
+
+logger = logging.getLogger(__name__)
+
+_LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
+_INTERNAL = "internal error; the router's log has the details"
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What distinguishes the two endpoints."""
+
+    id_prefix: str
+    parse: Callable[[bytes], CompletionBody | ChatBody]
+    format: type[AnswerFormat]
+
+
+COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
+CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One HTTP request, valid."""
+
+    choices: list[GenerationRequest]
+    echoes: list[str]  # what precedes the text of each choice
+    num_prompt_tokens: int  # of all prompts, each counted once
+    format: AnswerFormat
+    stream: bool
+    include_usage: bool
+
+
+class CompletionsEndpoint:
+    """An ASGI application for one of the two APIs."""
+
+    def __init__(self, api: Api, service: InferenceService) -> None:
+        self._api = api
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; every failure becomes an error object."""
+        arrived_at = time.monotonic()
+        config = self._service.config
+        exchange = Exchange(scope, receive, send)
+        try:
+            body = await exchange.read_body(config.max_body_bytes, config.request_timeout_s)
+            async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
+                await exchange.run_while_connected(self._serve(body, exchange, arrived_at))
+        except RequestCancelledError:
+            pass  # nobody is there to be told; the generation counted it
+        except TimeoutError:
+            logger.warning("a client stopped reading its answer; its connection is closed")
+        except BatonError as error:
+            await self._refuse(exchange, error)
+        except Exception:
+            logger.exception("a request failed for an unforeseen reason")
+            await self._refuse(exchange, BatonError(_INTERNAL))
+
+    async def _refuse(self, exchange: Exchange, error: BatonError) -> None:
+        self._service.metrics.errors.labels(error.code.label).inc()
+        await exchange.send_error(error)
+
+    async def _serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
+        job = await self._prepare(self._api.parse(body), arrived_at)
+        with self._service.run(job.choices) as generations:
+            if job.stream:
+                await self._stream(job, generations, exchange)
+            else:
+                await self._answer(job, generations, exchange)
+
+    async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float) -> _Job:
+        n = 1 if body.n is None else body.n
+        request_id = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
+        drafts = body.drafts(request_id, arrived_at)
+        limit = self._service.config.max_choices
+        if not 1 <= n <= limit:
+            raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
+        if n * len(drafts) > limit:
+            raise InvalidRequestError(f"n times the number of prompts must be at most {limit}", param="n")
+        choices: list[GenerationRequest] = []
+        echoes: list[str] = []
+        num_prompt_tokens = 0
+        for draft in drafts:
+            request = await self._service.prepare(draft)
+            num_prompt_tokens += len(request.prompt_token_ids)
+            choices += choices_of(request, n)
+            echo = ""
+            if isinstance(body, CompletionBody) and body.echo:
+                given = draft.prompt.text if isinstance(draft.prompt, TextPrompt) else None
+                echo = self._service.tokenizer.decode(request.prompt_token_ids) if given is None else given
+            echoes += [echo] * n
+        answer_format = self._api.format(
+            request_id,
+            int(time.time()),
+            self._service.model_name,
+            self._service.tokenizer,
+            wants_logprobs=choices[0].sampling.num_logprobs is not None,
+            usage_in_chunks=body.include_usage,
+        )
+        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), body.include_usage)
+
+    async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
+        async def collect(generation: TextGeneration) -> Answer:
+            answer = Answer()
+            async for delta in generation:
+                answer.add(delta)
+            return answer
+
+        answers = await _together([collect(generation) for generation in generations])
+        await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
+
+    async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
+        async def pump(index: int, generation: TextGeneration) -> None:
+            opening, echo = job.format.opening(index), job.echoes[index]
+            async for delta in generation:
+                if opening or delta.text or delta.logprobs or delta.finish_reason is not None:
+                    await exchange.send_events(opening + job.format.chunk(index, delta, echo))
+                    opening, echo = b"", ""
+
+        await _together([pump(index, generation) for index, generation in enumerate(generations)])
+        last = job.format.usage_chunk(_usage(job, generations)) if job.include_usage else b""
+        await exchange.end_events(last)
+
+
+async def _together(work: list[Any]) -> list[Any]:
+    """Results of all coroutines; the first failure cancels the others and is raised as it is."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _usage(job: _Job, generations: list[TextGeneration]) -> dict[str, Any]:
+    return usage_of(
+        prompt_tokens=job.num_prompt_tokens,
+        completion_tokens=sum(generation.num_tokens for generation in generations),
+        cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
+    )

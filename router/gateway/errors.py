@@ -1,0 +1,57 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from common.errors import BatonError, ErrorCode, OverloadedError, UnavailableError
+
+_UNAVAILABLE_RETRY_AFTER_S = 1.0
+
+
+class ErrorObject(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    """Body of every answer that is not a success."""
+
+    error: ErrorObject
+
+
+def error_json(error: BatonError) -> bytes:
+    """The body for this error."""
+    code = error.code
+    return msgspec.json.encode(ErrorBody(ErrorObject(error.message, code.value.openai_type, error.param, code.label)))
+
+
+def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
+    """Headers beside the usual: when to come back."""
+    if isinstance(error, OverloadedError):
+        seconds = error.retry_after_s
+    elif isinstance(error, UnavailableError):
+        seconds = _UNAVAILABLE_RETRY_AFTER_S
+    else:
+        return []
+    return [(b"retry-after", str(math.ceil(seconds)).encode())]
+
+
+def route_error(status: int, method: str, path: str) -> tuple[int, bytes]:
+    """Status and body for a request that no route takes."""
+    if status == 405:
+        message = f"{method} is not allowed on {path}"
+    else:
+        message = f"there is nothing at {path}"
+    code = ErrorCode.NOT_FOUND if status == 404 else ErrorCode.INVALID_ARGUMENT
+    return status, msgspec.json.encode(
+        ErrorBody(
+            ErrorObject(message, code.value.openai_type, None, code.label if status == 404 else "method_not_allowed")
+        )
+    )

@@ -1,0 +1,108 @@
+"""One HTTP request and its response over ASGI: bounded body, server-sent events, noticing that the client is gone.
+
+Starlette's own classes are not used on this path: they notice a lost client only when the next chunk is sent, and
+cost as much per chunk as all the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+from common.errors import BatonError, DeadlineExceededError, PayloadTooLargeError, RequestCancelledError
+from router.gateway.errors import error_headers, error_json
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Exchange:
+    """Reads the request, then writes one response, whole or as events."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._receive = receive
+        self._send = send
+        self._streaming = False
+
+    async def read_body(self, limit: int, timeout_s: float) -> bytes:
+        """The whole body. Raises PayloadTooLargeError over `limit` bytes, DeadlineExceededError after `timeout_s`
+        seconds, RequestCancelledError if the client goes away."""
+        declared = next((value for name, value in self._headers if name == b"content-length"), b"")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestCancelledError("the client went away while sending")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"the body did not arrive within {timeout_s:g} s") from error
+
+    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` to its end, or cancel it and raise RequestCancelledError as soon as the client is gone.
+
+        To be called after the body was read.
+        """
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(self._wait_for_disconnect())
+        try:
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise RequestCancelledError("the client went away")
+            task.result()
+        finally:
+            task.cancel()
+            watcher.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+    async def send_json(
+        self, body: bytes, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        """A whole response."""
+        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_events(self, events: bytes) -> None:
+        """Server-sent events, encoded; the first call sends status 200 before them."""
+        if not self._streaming:
+            self._streaming = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, last: bytes = b"") -> None:
+        """End the stream, after `last`."""
+        await self.send_events(last + _DONE)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def send_error(self, error: BatonError) -> None:
+        """As status and body while nothing was sent, else as the stream's last event."""
+        if self._streaming:
+            await self.end_events(b"event: error\ndata: " + error_json(error) + b"\n\n")
+        else:
+            await self.send_json(error_json(error), status=error.code.value.http_status, headers=error_headers(error))
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the body is larger than the limit of {limit} bytes")

@@ -1,0 +1,332 @@
+"""Bodies of the OpenAI-style requests, and what becomes of them: Drafts.
+
+Fields beyond OpenAI's are those that vLLM clients use. A field that Baton cannot honour is refused by name rather than
+ignored, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequestError
+from common.types import SamplingParams
+from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+
+_DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
+
+# Fields of OpenAI's API that are not offered, with the values that ask for nothing.
+_NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How to stream."""
+
+    include_usage: bool | None = None  # a last chunk with token counts
+    include_obfuscation: bool | None = None  # accepted; nothing is obfuscated
+
+
+class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of completion have."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    # Beyond OpenAI's API, with the names that vLLM gave them.
+    top_k: int | None = None  # -1 and 0: all tokens
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    # Accepted and of no effect: they say who asks, not what.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # Refused by `check_offered` unless they ask for nothing.
+    logit_bias: Any = None
+    response_format: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def sampling(self, num_logprobs: int | None) -> SamplingParams:
+        """The parameters given, the defaults for the rest. Ranges are not checked here."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "num_logprobs": num_logprobs,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    suffix: Any = None
+
+    def prompts(self) -> list[Prompt]:
+        """One or many: a text, token ids, a list of texts, a list of lists of token ids."""
+        special = self.add_special_tokens is not False
+        if isinstance(self.prompt, str):
+            return [TextPrompt(self.prompt, special)]
+        if not self.prompt:
+            raise InvalidRequestError("prompt is empty", param="prompt")
+        if all(isinstance(each, int) for each in self.prompt):
+            return [TokenPrompt([each for each in self.prompt if isinstance(each, int)])]
+        prompts: list[Prompt] = []
+        for each in self.prompt:
+            if isinstance(each, int) or type(each) is not type(self.prompt[0]):
+                raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
+            prompts.append(TextPrompt(each, special) if isinstance(each, str) else TokenPrompt(each))
+        return prompts
+
+    def drafts(self, request_id: str, arrived_at: float) -> list[Draft]:
+        """One draft per prompt."""
+        check_offered(self)
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError("logprobs of the prompt are not computed; use echo or logprobs", param="logprobs")
+        prompts = self.prompts()
+        sampling = self.sampling(self.logprobs)
+        return [
+            Draft(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-p{index}",
+                model=self.model,
+                prompt=prompt,
+                prompt_param="prompt" if len(prompts) == 1 else f"prompt[{index}]",
+                sampling=sampling,
+                max_tokens=self.max_tokens,
+                default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+                seed=self.seed,
+                stops=self.stops,
+                cache_salt=self.cache_salt or "",
+                priority=self.priority or 0,
+                skip_special_tokens=self.skip_special_tokens is not False,
+                names={"num_logprobs": "logprobs"},
+                arrived_at=arrived_at,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a conversation. Fields that some other server put into an answer may come back; they are dropped."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: str | None = None
+
+    def as_template_input(self, index: int) -> dict[str, Any]:
+        """What the chat template sees. Raises InvalidRequestError for what is not text."""
+        where = f"messages[{index}]"
+        if self.tool_calls or self.tool_call_id is not None:
+            raise InvalidRequestError(f"{where}: tool calls are not supported", param=where)
+        if isinstance(self.content, list):
+            for part in self.content:
+                if part.type != "text":
+                    problem = f"{where}.content has a part of type {part.type!r}; only text is supported"
+                    raise InvalidRequestError(problem, param=f"{where}.content")
+                if part.text is None:
+                    raise InvalidRequestError(f"{where}.content has a part without text", param=f"{where}.content")
+            content = "".join(part.text or "" for part in self.content)
+        else:
+            content = self.content or ""
+        message = {"role": self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    parallel_tool_calls: bool | None = None  # of no effect without tools
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def drafts(self, request_id: str, arrived_at: float) -> list[Draft]:
+        """The one draft."""
+        check_offered(self)
+        if not self.messages:
+            raise InvalidRequestError("messages is empty", param="messages")
+        prompt = ChatPrompt(
+            [message.as_template_input(index) for index, message in enumerate(self.messages)],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            template_variables=self.chat_template_kwargs or {},
+        )
+        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return [
+            Draft(
+                request_id=request_id,
+                model=self.model,
+                prompt=prompt,
+                prompt_param="messages",
+                sampling=self.sampling(self._num_logprobs()),
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                default_max_tokens=None,
+                seed=self.seed,
+                stops=self.stops,
+                cache_salt=self.cache_salt or "",
+                priority=self.priority or 0,
+                skip_special_tokens=self.skip_special_tokens is not False,
+                names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
+                arrived_at=arrived_at,
+            )
+        ]
+
+    def _num_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+
+
+def check_offered(body: CompletionBody | ChatBody) -> None:
+    """Raises InvalidRequestError for a field that asks for what Baton does not do."""
+    for name, idle in _NOT_OFFERED.items():
+        if getattr(body, name, None) not in idle:
+            raise InvalidRequestError(f"{name} is not supported", param=name)
+
+
+_AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+
+
+def parse_completion(body: bytes) -> CompletionBody:
+    """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
+    with _request_errors():
+        return _completion_decoder.decode(body)
+
+
+def parse_chat(body: bytes) -> ChatBody:
+    """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
+    with _request_errors():
+        return _chat_decoder.decode(body)
+
+
+class _request_errors:  # noqa: N801  used as a context manager
+    """Turns msgspec's errors into ours."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, msgspec.ValidationError):
+            raise _validation_error(str(error)) from None
+        if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
+            detail = str(error).removeprefix("JSON is malformed: ")
+            raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
+
+
+def _validation_error(message: str) -> InvalidRequestError:
+    """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
+    where = _AT.search(message)
+    path = where["path"] if where else ""
+    problem = message[: where.start()] if where else message
+    if unknown := _UNKNOWN.match(problem):
+        param = f"{path}.{unknown['name']}".lstrip(".")
+        return InvalidRequestError(f"unknown field {param!r}", param=param)
+    if missing := _MISSING.match(problem):
+        param = f"{path}.{missing['name']}".lstrip(".")
+        return InvalidRequestError(f"{param} is required", param=param)
+    if not path:
+        return InvalidRequestError(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
+    return InvalidRequestError(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
+
+
+def schema() -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+    """JSON schemas of the two bodies by path, and the components that they refer to."""
+    (completion, chat), components = msgspec.json.schema_components(
+        (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
+    )
+    return {"/v1/completions": completion, "/v1/chat/completions": chat}, dict(components)

@@ -1,0 +1,150 @@
+"""The public gRPC front: baton.v1.Inference."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal, get_args
+
+import grpc
+
+from common.errors import InvalidRequestError
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc.convert import finish_reason_to_pb
+from common.rpc.errors import rpc_errors
+from common.types import SamplingParams
+from router.output import TextGeneration
+from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from router.service import InferenceService
+
+_Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+_StreamContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateChunk]
+
+_SamplingField = Literal[
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "ignore_eos",
+    "num_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+]
+_SAMPLING_FIELDS: tuple[_SamplingField, ...] = get_args(_SamplingField)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves what the HTTP front serves, in messages."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> inference_pb2.GenerateResponse:
+        """A whole answer."""
+        response = inference_pb2.GenerateResponse()
+        async with self._errors(context), self._run(request) as generation:
+            response.request_id = generation.generation.request.request_id
+            text = []
+            async for delta in generation:
+                text.append(delta.text)
+                response.token_ids.extend(delta.token_ids)
+                response.logprobs.extend(delta.logprobs)
+                response.finish_reason = finish_reason_to_pb(delta.finish_reason)
+            response.text = "".join(text)
+            response.usage.CopyFrom(_usage(generation))
+        return response
+
+    async def GenerateStream(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: _StreamContext
+    ) -> AsyncIterator[inference_pb2.GenerateChunk]:
+        """An answer piece by piece."""
+        async with self._errors(context), self._run(request) as generation:
+            async for delta in generation:
+                yield inference_pb2.GenerateChunk(
+                    request_id=generation.generation.request.request_id,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    start_index=delta.start_index,
+                    logprobs=delta.logprobs,
+                    finish_reason=finish_reason_to_pb(delta.finish_reason),
+                    usage=_usage(generation) if delta.finish_reason is not None else None,
+                )
+
+    async def Abort(  # noqa: N802
+        self,
+        request: inference_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.AbortRequest, inference_pb2.AbortResponse],
+    ) -> inference_pb2.AbortResponse:
+        """End a generation by its id."""
+        return inference_pb2.AbortResponse(found=self._service.abort(request.request_id))
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
+    ) -> inference_pb2.ListModelsResponse:
+        """The served model."""
+        card = inference_pb2.ModelCard(name=self._service.model_name, max_model_len=self._service.cluster.max_model_len)
+        return inference_pb2.ListModelsResponse(models=[card])
+
+    @asynccontextmanager
+    async def _errors(self, context: _Context | _StreamContext) -> AsyncIterator[None]:
+        """Errors become statuses, and are counted."""
+        async with rpc_errors(context), self._service.counted_errors():
+            yield
+
+    @asynccontextmanager
+    async def _run(self, message: inference_pb2.GenerateRequest) -> AsyncIterator[TextGeneration]:
+        request = await self._service.prepare(_draft(message))
+        with self._service.run([request]) as (generation,):
+            yield generation
+
+
+def _draft(message: inference_pb2.GenerateRequest) -> Draft:
+    """Raises InvalidRequestError if there is no prompt."""
+    options = message.options
+    given: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING_FIELDS if options.HasField(name)}
+    prompt, param = _prompt(message)
+    return Draft(
+        request_id=message.request_id or f"gen-{uuid.uuid4().hex}",
+        model=message.model or None,
+        prompt=prompt,
+        prompt_param=param,
+        sampling=SamplingParams(**given, stop_token_ids=tuple(options.stop_token_ids)),
+        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
+        default_max_tokens=None,
+        seed=options.seed if options.HasField("seed") else None,
+        stops=tuple(options.stop),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        arrived_at=time.monotonic(),
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text), "text"
+        case "tokens":
+            return TokenPrompt(list(message.tokens.token_ids)), "tokens"
+        case "chat" if message.chat.messages:
+            messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
+            return ChatPrompt(messages), "chat"
+        case "chat":
+            raise InvalidRequestError("chat has no messages", param="chat")
+        case _:
+            raise InvalidRequestError("a prompt is required: one of text, tokens, chat", param="prompt")
+
+
+def _usage(generation: TextGeneration) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=len(generation.generation.request.prompt_token_ids),
+        completion_tokens=generation.num_tokens,
+        cached_tokens=generation.generation.num_cached_tokens,
+    )

@@ -1,0 +1,38 @@
+"""Where the tokenizer's files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.demo_model import DEMO_MODEL_NAME, demo_model_path
+from common.errors import ConfigError
+
+_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+
+
+def resolve_model(model: str, revision: str | None) -> tuple[Path, str]:
+    """Directory with the tokenizer of `model` (a directory, a hub id, or empty for the demo model), and its name.
+
+    Raises ConfigError if it is neither a directory nor to be had from the hub.
+    """
+    if not model:
+        return demo_model_path(), DEMO_MODEL_NAME
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name
+    if path.is_absolute() or model.count("/") > 1 or model.startswith("."):
+        raise ConfigError(f"--model: {model} is no directory", param="model")
+    return _download(model, revision), model
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"--model: {model} is no directory and cannot be had from the hub: {detail}", param="model"
+        ) from error

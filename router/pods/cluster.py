@@ -1,0 +1,155 @@
+"""All pods, and which of them fit together.
+
+The decode pods decide which model the cluster serves: the first to connect sets it, and it stays for as long as a
+decode pod that has it is connected. Every other pod must agree with it or is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from common.pb import pods_pb2
+from router.metrics import RouterMetrics
+from router.pods.pod import Pod, PodState
+
+logger = logging.getLogger(__name__)
+
+
+class ModelFacts(NamedTuple):
+    """What pods must agree on to share KV and tokens."""
+
+    fingerprint: bytes
+    block_size: int  # tokens
+    vocab_size: int
+
+    @classmethod
+    def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
+        """Those of one pod."""
+        return cls(info.fingerprint, info.block_size, info.vocab_size)
+
+    def mismatch(self, other: ModelFacts) -> str:
+        """Why a pod with the facts `other` does not fit; empty: it does."""
+        for name in ("block_size", "vocab_size"):
+            if getattr(self, name) != getattr(other, name):
+                return f"its {name} is {getattr(other, name)}, the cluster's is {getattr(self, name)}"
+        if self.fingerprint != other.fingerprint:
+            return (
+                f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "
+                f"{self.fingerprint.hex()[:12]}: other weights, dtype or KV layout"
+            )
+        return ""
+
+
+class Cluster:
+    """The pods of a static list. A context manager: watches them from entry to exit."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], metrics: RouterMetrics) -> None:
+        self.prefill_pods = [Pod(pods_pb2.POD_ROLE_PREFILL, address, self._judge) for address in prefill]
+        self.decode_pods = [Pod(pods_pb2.POD_ROLE_DECODE, address, self._judge) for address in decode]
+        self.model: ModelFacts | None = None  # None until a decode pod has connected
+        self._metrics = metrics
+        self._states = {pod.address: PodState.CONNECTING for pod in self.pods}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def pods(self) -> list[Pod]:
+        """All of them, decode pods first."""
+        return [*self.decode_pods, *self.prefill_pods]
+
+    @property
+    def can_serve(self) -> bool:
+        """True if a request could be answered now."""
+        return any(pod.state is PodState.READY for pod in self.decode_pods)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer that every ready decode pod can take; 0 if none is ready."""
+        return min((pod.info.max_model_len for pod in self.ready_decode() if pod.info is not None), default=0)
+
+    def ready_decode(self) -> list[Pod]:
+        """Decode pods that take requests."""
+        return [pod for pod in self.decode_pods if pod.state is PodState.READY]
+
+    def ready_prefill(self) -> list[Pod]:
+        """Prefill pods that take requests."""
+        return [pod for pod in self.prefill_pods if pod.state is PodState.READY]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when a pod's state changed."""
+        self._listeners.append(listener)
+
+    async def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait for a ready decode pod; False if there is none after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.can_serve:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def explain(self) -> str:
+        """One line for a person: why no request can be served."""
+        states = [
+            f"{pod.address} is {pod.state.value}" + (f" ({pod.detail})" if pod.detail else "")
+            for pod in self.decode_pods
+        ]
+        return "no decode pod is ready: " + "; ".join(states)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(pod.watch(), name=f"watch {pod.address}") for pod in self.pods]
+        for task in self._tasks:
+            task.add_done_callback(_log_failure)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _judge(self) -> None:
+        """Decide anew which model is served and who fits; called whenever a pod's state may have changed."""
+        offered = [ModelFacts.of(pod.info) for pod in self.decode_pods if pod.info is not None]
+        if offered and self.model not in offered:
+            self.model = offered[0]
+        for pod in self.pods:
+            if pod.info is not None:
+                pod.refusal = self._refusal(pod, pod.info)
+        self._report()
+
+    def _refusal(self, pod: Pod, info: pods_pb2.PodInfo) -> str:
+        if info.role != pod.role:
+            return f"it is not a {pod.role_name} pod"
+        if self.model is None:
+            return "no decode pod has said which model is served"
+        return self.model.mismatch(ModelFacts.of(info))
+
+    def _report(self) -> None:
+        changed = False
+        for pod in self.pods:
+            state = pod.state
+            if state is self._states[pod.address]:
+                continue
+            changed = True
+            self._states[pod.address] = state
+            self._metrics.pod_ready.labels(pod.role_name, pod.address).set(state is PodState.READY)
+            log = logger.warning if state is PodState.REFUSED else logger.info
+            log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" if pod.detail else "")
+        if changed:
+            self._changed.set()
+            self._changed = asyncio.Event()
+            for listener in self._listeners:
+                listener()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)

@@ -1,0 +1,219 @@
+"""One pod of the list, watched for as long as the router lives.
+
+Each connection goes: connect -> GetInfo -> follow health and stats (and, on a decode pod, run the session) until any
+of the three ends -> back off -> connect again. Whether the pod may be used is for the Cluster to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.errors import BatonError, UnavailableError
+from common.pb import pods_pb2, pods_pb2_grpc
+from common.rpc.channel import connect, open_channel
+from common.rpc.errors import from_rpc_error
+from router.pods.session import DecodeSession
+from router.policies import PodSnapshot
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5.0
+_INFO_TIMEOUT_S = 5.0
+_STATS_INTERVAL_MS = 50
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+
+class PodState(enum.Enum):
+    """What a pod is to the router."""
+
+    CONNECTING = "connecting"  # not reached yet
+    DOWN = "down"  # was reached, or refused to be; tried again
+    NOT_SERVING = "not_serving"  # connected, but its health says no
+    DRAINING = "draining"  # finishes what it has
+    REFUSED = "refused"  # connected, but does not fit the cluster
+    READY = "ready"  # takes requests
+
+
+class Pod:
+    """What is known of one pod, and its connection while there is one."""
+
+    def __init__(self, role: pods_pb2.PodRole.ValueType, address: str, on_change: Callable[[], None]) -> None:
+        """`on_change` is called whenever the state may have changed."""
+        self.role = role
+        self.address = address
+        self.info: pods_pb2.PodInfo | None = None  # None while not connected
+        self.session: DecodeSession | None = None  # of a connected decode pod
+        self.refusal = ""  # why it does not fit; set by the Cluster
+        self._on_change = on_change
+        self._failure = ""  # why the last connection ended
+        self._ever_tried = False
+        self._serving = False
+        self._stats: pods_pb2.PodStats | None = None
+        self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
+        self._num_requests = 0  # of this router
+        self._num_prompt_tokens = 0  # of this router's requests that have no token yet
+
+    @property
+    def role_name(self) -> str:
+        """ "prefill" or "decode"."""
+        return "prefill" if self.role == pods_pb2.POD_ROLE_PREFILL else "decode"
+
+    @property
+    def state(self) -> PodState:
+        """What it is to the router now."""
+        if self.info is None:
+            return PodState.DOWN if self._ever_tried else PodState.CONNECTING
+        if self.refusal:
+            return PodState.REFUSED
+        if self._stats is None or not self._serving or (self.session is not None and self.session.broken):
+            return PodState.NOT_SERVING
+        return PodState.DRAINING if self._stats.draining else PodState.READY
+
+    @property
+    def detail(self) -> str:
+        """Why it is in this state, for a person; may be empty."""
+        return self.refusal if self.info is not None else self._failure
+
+    def snapshot(self) -> PodSnapshot:
+        """The pod as policies see it. Only for a ready pod."""
+        assert self.info is not None
+        assert self._stats is not None
+        stats = self._stats
+        reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
+        return PodSnapshot(
+            address=self.address,
+            connector=self.info.connector,
+            num_requests=max(reported, self._num_requests),
+            num_queued_tokens=max(stats.num_queued_tokens, self._num_prompt_tokens),
+            num_free_blocks=stats.num_free_blocks,
+            num_blocks=max(1, stats.num_blocks),
+            max_num_seqs=max(1, self.info.max_num_seqs),
+            max_num_batched_tokens=max(1, self.info.max_num_batched_tokens),
+        )
+
+    async def prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
+        """Run the prefill leg of a request. Raises a BatonError; cancelling ends the work on the pod."""
+        if self._prefill_stub is None:
+            raise UnavailableError(f"prefill pod {self.address} is not connected")
+        try:
+            return await self._prefill_stub.Prefill(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def claim(self, num_prompt_tokens: int) -> PodClaim:
+        """Count a request of this router, and the prompt tokens it has to compute, until the claim is released."""
+        return PodClaim(self, num_prompt_tokens)
+
+    def count(self, num_requests: int, num_prompt_tokens: int) -> None:
+        """Add to (or subtract from) what this router has running here; for claims only."""
+        self._num_requests += num_requests
+        self._num_prompt_tokens += num_prompt_tokens
+
+    async def watch(self) -> None:
+        """Connect and follow, for ever. Cancel to end."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            connected = False
+            try:
+                async with open_channel(self.address) as channel:
+                    await self._open(channel)
+                    connected = True
+                    await self._follow(channel)
+            except BatonError as error:
+                self._lose(error)
+            finally:
+                self._disconnect()
+            backoff_s = _FIRST_BACKOFF_S if connected else min(2 * backoff_s, _MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # jitter: routers must not come back in step
+
+    async def _open(self, channel: grpc.aio.Channel) -> None:
+        await connect(channel, _CONNECT_TIMEOUT_S)
+        try:
+            info = await pods_pb2_grpc.PodStub(channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if info.role == self.role == pods_pb2.POD_ROLE_DECODE:
+            self.session = DecodeSession(channel)
+        elif info.role == self.role:
+            self._prefill_stub = pods_pb2_grpc.PrefillStub(channel)
+        self.info = info
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Until one of the streams ends; raises why."""
+        followers = [self._follow_health(channel), self._follow_stats(channel)]
+        if self.session is not None:
+            followers.append(self.session.run())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for follower in followers:
+                    group.create_task(follower)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _follow_health(self, channel: grpc.aio.Channel) -> None:
+        try:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            async for response in watch:
+                self._serving = response.status == health_pb2.HealthCheckResponse.SERVING
+                self._on_change()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        raise UnavailableError("the pod ended the health stream")
+
+    async def _follow_stats(self, channel: grpc.aio.Channel) -> None:
+        request = pods_pb2.WatchStatsRequest(min_interval_ms=_STATS_INTERVAL_MS)
+        try:
+            async for stats in pods_pb2_grpc.PodStub(channel).WatchStats(request):
+                changed = self._stats is None or self._stats.draining != stats.draining
+                self._stats = stats
+                if changed:
+                    self._on_change()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        raise UnavailableError("the pod ended the stats stream")
+
+    def _lose(self, error: BatonError) -> None:
+        if self.info is not None:
+            logger.warning("lost %s pod %s: %s", self.role_name, self.address, error.message)
+        elif error.message != self._failure:
+            logger.info("cannot reach %s pod %s yet: %s", self.role_name, self.address, error.message)
+        self._failure = error.message
+
+    def _disconnect(self) -> None:
+        self._ever_tried = True
+        self.info = None
+        self.session = None
+        self._prefill_stub = None
+        self._stats = None
+        self._serving = False
+        self.refusal = ""
+        self._on_change()
+
+
+class PodClaim:
+    """One request's share of a pod's load."""
+
+    def __init__(self, pod: Pod, num_prompt_tokens: int) -> None:
+        self._pod = pod
+        self._num_requests = 1
+        self._num_prompt_tokens = num_prompt_tokens
+        pod.count(1, num_prompt_tokens)
+
+    def prefilled(self) -> None:
+        """The prompt is computed."""
+        self._pod.count(0, -self._num_prompt_tokens)
+        self._num_prompt_tokens = 0
+
+    def release(self) -> None:
+        """The pod has nothing to do with the request any more. Idempotent."""
+        self.prefilled()
+        self._pod.count(-self._num_requests, 0)
+        self._num_requests = 0

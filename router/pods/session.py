@@ -1,0 +1,116 @@
+"""The one long-lived Decode.Session stream to a decode pod: commands out, deltas in, both for many requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+import grpc
+
+from common.errors import BatonError, ErrorCode, UnavailableError
+from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
+from common.rpc.errors import from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaSink(Protocol):
+    """The request side of a decode leg. Called on the event loop; must not block."""
+
+    def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
+        """News from the pod, in order. `now` is time.monotonic() of their arrival."""
+
+    def on_lost(self, error: BatonError) -> None:
+        """The session broke; nothing more will come."""
+
+
+class DecodeSession:
+    """Multiplexes requests over one stream. Owned by the Pod, for one connection.
+
+    The queue of commands is bounded by construction: a request puts at most three on it, and requests are admitted.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = pods_pb2_grpc.DecodeStub(channel)
+        self._sinks: dict[str, DeltaSink] = {}  # by request id on the pod
+        self._commands: deque[pods_pb2.DecodeCommand] = deque()
+        self._has_commands = asyncio.Event()
+        self._broken: BatonError | None = None
+
+    @property
+    def broken(self) -> bool:
+        """True once nothing can be submitted any more."""
+        return self._broken is not None
+
+    async def run(self) -> None:
+        """Keep the stream until it breaks. Always ends with an exception, after each sink was told."""
+        # Lives as long as the connection, so it has no deadline; keepalive notices a pod that is gone.
+        call = self._stub.Session(None)
+        writer = asyncio.create_task(self._write_commands(call))
+        error: BatonError = UnavailableError("the session was closed")
+        try:
+            async for events in call:
+                now = time.monotonic()
+                for delta in events.deltas:
+                    self._deliver(delta, now)
+            error = UnavailableError("the pod ended the session")
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+            raise error from failure
+        finally:
+            writer.cancel()
+            call.cancel()
+            self._break(error)
+        raise error
+
+    def submit(self, submit: pods_pb2.Submit, sink: DeltaSink) -> None:
+        """Start a request. Raises UnavailableError if the session is broken."""
+        if self._broken is not None:
+            raise UnavailableError(self._broken.message)
+        self._sinks[submit.request.request_id] = sink
+        self._send(pods_pb2.DecodeCommand(submit=submit))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its sink hears nothing more. Does nothing if it has ended."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._send(pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
+
+    def prefill_failed(self, request_id: str, epoch: int, code: ErrorCode) -> None:
+        """Tell the pod to compute the prompt itself."""
+        if request_id in self._sinks:
+            reason = common_pb2.ErrorCode.ValueType(code.value.number)
+            failed = pods_pb2.PrefillFailed(request_id=request_id, epoch=epoch, reason=reason)
+            self._send(pods_pb2.DecodeCommand(prefill_failed=failed))
+
+    def _deliver(self, delta: pods_pb2.TokenDelta, now: float) -> None:
+        sink = self._sinks.get(delta.request_id)
+        if sink is None:
+            return  # aborted while this was under way
+        if delta.finish_reason:
+            del self._sinks[delta.request_id]
+        sink.on_delta(delta, now)
+
+    def _send(self, command: pods_pb2.DecodeCommand) -> None:
+        self._commands.append(command)
+        self._has_commands.set()
+
+    async def _write_commands(
+        self, call: grpc.aio.StreamStreamCall[pods_pb2.DecodeCommand, pods_pb2.DecodeEvents]
+    ) -> None:
+        try:
+            while True:
+                await self._has_commands.wait()
+                while self._commands:
+                    await call.write(self._commands.popleft())
+                self._has_commands.clear()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            logger.debug("commands can no longer be written: %s", error)  # the reader learns why and reports it
+
+    def _break(self, error: BatonError) -> None:
+        self._broken = error
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_lost(error)

@@ -1,0 +1,73 @@
+"""What a front (HTTP, gRPC) asks for, and the valid, tokenised request that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Already tokenised by the client."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A request as a client made it, in one form for all fronts. Nothing in it is checked yet."""
+
+    request_id: str
+    model: str | None  # None: the served model
+    prompt: Prompt
+    prompt_param: str  # what the front calls the prompt, for errors
+    sampling: SamplingParams  # its max_tokens and seed are replaced by the two below
+    max_tokens: int | None  # None: default_max_tokens
+    default_max_tokens: int | None  # None: what is left of the context
+    seed: int | None  # None: random
+    stops: tuple[str, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    skip_special_tokens: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
+    arrived_at: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation, valid and ready to be dispatched."""
+
+    request_id: str  # as the client knows it
+    prompt_token_ids: list[int]
+    block_hashes: bytes  # 16 bytes per full block of the prompt, in order
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    cache_salt: str
+    priority: int
+    skip_special_tokens: bool
+    continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
+    arrived_at: float  # time.monotonic()
+    deadline: float  # time.monotonic()

@@ -1,0 +1,159 @@
+"""The running router: everything put together, started, and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from common.errors import ConfigError
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc.server import RpcServer
+from common.tokenization import Tokenizer
+from router.config import RouterConfig
+from router.gateway.app import create_app
+from router.grpc_servicer import InferenceServicer
+from router.metrics import RouterMetrics
+from router.model_files import resolve_model
+from router.pods import Cluster
+from router.service import InferenceService
+
+logger = logging.getLogger(__name__)
+
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_AFTER_GRACE_S = 5  # for error events to reach their clients
+
+
+class Router:
+    """One router in this process. `start`, then `stop`; `running` does both."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Reads the tokenizer. Raises ConfigError."""
+        if not config.decode:
+            raise ConfigError("--decode: at least one decode pod is required", param="decode")
+        directory, name = resolve_model(config.model, config.revision)
+        self.config = config
+        self.metrics = RouterMetrics()
+        self.cluster = Cluster(config.prefill, config.decode, self.metrics)
+        self.service = InferenceService(
+            config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
+        )
+        self._grpc = RpcServer(config.host, config.grpc_port, [_INFERENCE])
+        self._stack = AsyncExitStack()
+        self._serving: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
+        self._health_changed = asyncio.Event()
+        self._http: uvicorn.Server | None = None
+        self.port = config.port
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP is served."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """host:port of the gRPC front."""
+        return self._grpc.address
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if a port cannot be had. `stop` undoes a partial start, too."""
+        self._stack.callback(self.service.close)
+        listener = _listen(self.config.host, self.config.port)
+        self._stack.callback(listener.close)
+        self.port = listener.getsockname()[1]
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.service), self._grpc.grpc_server)
+        await self._stack.enter_async_context(self._grpc)
+        self.cluster.on_change(self._health_changed.set)
+        await self._stack.enter_async_context(self.cluster)
+        self._http = _http_server(self.service)
+        self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
+        self._publishing = _spawn(self._publish_health(), "health")
+
+    async def stop(self) -> None:
+        """Stop accepting, let running requests finish within the grace period, end the rest with an error."""
+        grace_s = self.config.shutdown_grace_s
+        self.service.stop_accepting()
+        self._health_changed.set()
+        if self._http is not None:
+            self._http.should_exit = True
+        await self.service.drain(grace_s)
+        await self._grpc.stop(_AFTER_GRACE_S)
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)  # uvicorn ends by itself
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Router]:
+        """Started on entry, stopped on exit."""
+        try:
+            await self.start()
+            yield self
+        finally:
+            await self.stop()
+
+    async def _publish_health(self) -> None:
+        """grpc.health.v1 says what /health says."""
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await self._grpc.set_serving(not self.service.unavailable_reason)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: the process decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield
+
+
+def _http_server(service: InferenceService) -> uvicorn.Server:
+    config = uvicorn.Config(
+        create_app(service),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(service.config.shutdown_grace_s) + _AFTER_GRACE_S,
+    )
+    return _HttpServer(config)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a busy port is a ConfigError and port 0 is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}", param="port") from error
+    return listener
+
+
+def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)

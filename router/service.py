@@ -1,0 +1,130 @@
+"""What the fronts call: admission, running generations by id, shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from common.errors import BatonError, InvalidRequestError, OverloadedError, UnavailableError
+from common.tokenization import Tokenizer
+from common.types import FinishReason
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.generation import Generation
+from router.metrics import RouterMetrics
+from router.output import TextGeneration
+from router.pods import Cluster
+from router.preprocess import Preprocessor
+from router.request import Draft, GenerationRequest
+
+_RETRY_AFTER_S = 1.0
+
+
+class InferenceService:
+    """Serves one model. `prepare` a draft, then `run` what comes of it."""
+
+    def __init__(
+        self, config: RouterConfig, model_name: str, tokenizer: Tokenizer, cluster: Cluster, metrics: RouterMetrics
+    ) -> None:
+        self.config = config
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.cluster = cluster
+        self.metrics = metrics
+        self._preprocessor = Preprocessor(
+            tokenizer, cluster, metrics, model_name=model_name, timeout_s=config.request_timeout_s
+        )
+        self._dispatcher = Dispatcher(cluster, config, metrics)
+        self._running: dict[str, Generation] = {}  # by request id
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be served now; empty: one can."""
+        if self._draining:
+            return "the router is shutting down"
+        return "" if self.cluster.can_serve else self.cluster.explain()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless `name` is the served model or absent."""
+        self._preprocessor.check_model(name)
+
+    async def prepare(self, draft: Draft) -> GenerationRequest:
+        """See Preprocessor.prepare. Raises UnavailableError when shutting down."""
+        if self._draining:
+            raise UnavailableError(self.unavailable_reason)
+        request = await self._preprocessor.prepare(draft)
+        self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        self.metrics.prompt_length.observe(len(request.prompt_token_ids))
+        return request
+
+    @contextmanager
+    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[list[TextGeneration]]:
+        """Start generations together; leaving the context ends those that still run.
+
+        Raises OverloadedError if they would exceed the most at once, UnavailableError if no pod is there for them,
+        and InvalidRequestError if a request id is in use.
+        """
+        self._admit(requests)
+        with ExitStack() as stack:
+            stack.callback(self._forget, requests)
+            for request in requests:
+                self._running[request.request_id] = self._dispatcher.generate(request)
+            self._idle.clear()
+            generations = [stack.enter_context(self._running[request.request_id]) for request in requests]
+            yield [TextGeneration(generation, self.tokenizer) for generation in generations]
+
+    @asynccontextmanager
+    async def counted_errors(self) -> AsyncIterator[None]:
+        """Counts the error that a request fails with. A client that goes away is counted by its generation."""
+        try:
+            yield
+        except BatonError as error:
+            self.metrics.errors.labels(error.code.label).inc()
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """End a running generation; its front gets what there is, with FinishReason.ABORT. False: there is none."""
+        generation = self._running.get(request_id)
+        if generation is None:
+            return False
+        generation.finish(FinishReason.ABORT)
+        return True
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on."""
+        self._draining = True
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait until the running generations have ended; end them with an error after `grace_s` seconds."""
+        self.stop_accepting()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for generation in list(self._running.values()):
+                generation.fail(UnavailableError("the router is shutting down"))
+
+    def close(self) -> None:
+        """Release threads. Idempotent."""
+        self._preprocessor.close()
+
+    def _admit(self, requests: Sequence[GenerationRequest]) -> None:
+        limit = self.config.max_inflight
+        if len(self._running) + len(requests) > limit:
+            raise OverloadedError(
+                f"{len(self._running)} of at most {limit} generations are under way; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        for request in requests:
+            if request.request_id in self._running:
+                raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
+
+    def _forget(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._running.pop(request.request_id, None)
+        if not self._running:
+            self._idle.set()
