@@ -10,8 +10,8 @@ A step:
 1. requests whose blocks are filled already (by a handoff) take a seat in the batch;
 2. running requests get tokens, those that decode first, so that no prefill chunk delays a token. Who finds no free
    block preempts the last in order, itself at worst;
-3. if nobody was preempted, waiting requests are admitted in order while blocks for all their tokens, seats and
-   budget last. A consumer needs neither seat nor budget: it reserves blocks and waits for its KV;
+3. waiting requests are admitted in order while blocks for all their tokens, seats and budget last. A consumer needs
+   neither seat nor budget: it reserves blocks and waits for its KV;
 4. loads and saves that became possible are started.
 
 No deadlock: the first request in order can preempt all others of the batch; what else holds blocks (handoffs, jobs)
@@ -52,13 +52,12 @@ logger = logging.getLogger(__name__)
 class _Plan:
     """A step in the making."""
 
-    __slots__ = ("any_preempted", "budget", "new_block_ids", "scheduled")
+    __slots__ = ("budget", "new_block_ids", "scheduled")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
         self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
-        self.any_preempted = False
 
     def give(self, request: Request, num_tokens: int) -> None:
         self.scheduled[request] = num_tokens
@@ -67,7 +66,6 @@ class _Plan:
     def take_back(self, request: Request) -> None:
         self.budget += self.scheduled.pop(request, 0)
         self.new_block_ids.pop(request, None)
-        self.any_preempted = True
 
 
 class Scheduler:
@@ -201,8 +199,7 @@ class Scheduler:
         plan = _Plan(self._config.max_num_batched_tokens)
         self._seat_ready()
         self._schedule_running(plan)
-        if not plan.any_preempted:
-            self._admit_waiting(plan, now)
+        self._admit_waiting(plan, now)
         return self._build(plan)
 
     def _seat_ready(self) -> None:
@@ -243,7 +240,6 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
         self._num_preemptions += 1
-        self._is_stalled = False
 
     def _admit_waiting(self, plan: _Plan, now: float) -> None:
         self._is_stalled = False

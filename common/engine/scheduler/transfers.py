@@ -171,6 +171,7 @@ class TransferLedger:
         job = self._jobs.pop(result.job_id, None)
         if job is None:
             return None
+        self._cancelled.discard(result.job_id)
         self._kv.unpin(job.blocks)
         job.stream.settle(result, len(job.blocks))
         return job.request
@@ -181,6 +182,6 @@ class TransferLedger:
 
     def take_cancelled(self) -> list[int]:
         """Jobs cancelled since the last call that have not settled."""
-        cancelled = sorted(self._cancelled & self._jobs.keys())
+        cancelled = sorted(self._cancelled)
         self._cancelled.clear()
         return cancelled

@@ -287,8 +287,11 @@ class FakeEngine:
 
     def _write(self, request: _RunningRequest, start: int, stop: int) -> None:
         values = fingerprints(request.token_ids)
+        moving = {block_id for _, transfer in self.jobs.values() for block_id in transfer.block_ids}
         for position in range(start, stop):
-            self._kv[self._slot(request, position)] = values[position]
+            slot = self._slot(request, position)
+            assert slot // self.block_size not in moving, "a block under transfer changes"
+            self._kv[slot] = values[position]
 
     def _read(self, request: _RunningRequest, stop: int) -> list[int]:
         return [self._kv.get(self._slot(request, position), -1) for position in range(stop)]

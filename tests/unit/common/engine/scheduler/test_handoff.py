@@ -172,6 +172,64 @@ class TestConsumer:
         assert_answered(engine, request)
         engine.assert_idle()
 
+    def test_many_that_get_ready_at_once_share_the_budget(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=2), settle_at_once=True)
+        requests = [create_request(name, 6, role="consumer") for name in "abcd"]
+        engine.add(*requests)
+        for request in requests:
+            engine.medium |= stored_prompt(request)
+            engine.update_transfer(request.request_id, 6, final=True, first_token=first_token(request))
+        while engine.scheduler.has_work:
+            assert engine.step().total_num_scheduled_tokens <= 2
+        for request in requests:
+            assert_answered(engine, request)
+
+
+class TestBlockedQueue:
+    """A request that finds no blocks behind reservations and jobs costs no steps, and goes on once they are free."""
+
+    def blocked(self, **settings):
+        engine = FakeEngine(create_scheduler(num_blocks=11, **settings))
+        holder = create_request("a", 24, role="consumer")
+        engine.medium = stored_prompt(holder)
+        engine.add(holder)
+        engine.run()
+        engine.add(create_request("plain", 16))
+        assert engine.run() <= 1
+        assert not engine.scheduler.has_work
+        assert engine.scheduler.stats().num_waiting == 1
+        return engine, holder
+
+    def test_until_the_holder_is_aborted(self):
+        engine, _ = self.blocked()
+        engine.abort("a")
+        engine.run()
+        assert engine.finished["plain"] is FinishReason.LENGTH
+
+    def test_until_the_holder_is_done(self):
+        engine, holder = self.blocked()
+        engine.settle_at_once = True
+        engine.update_transfer("a", 24, final=True, first_token=first_token(holder))
+        engine.run()
+        assert list(engine.finished) == ["a", "plain"]
+
+    def test_until_the_last_job_of_an_aborted_holder_settles(self):
+        engine, _ = self.blocked()
+        engine.update_transfer("a", 24)
+        engine.step()
+        engine.abort("a")
+        engine.run()
+        assert not engine.scheduler.has_work
+        engine.settle_all()
+        engine.run()
+        assert engine.finished["plain"] is FinishReason.LENGTH
+
+    def test_until_one_that_fits_comes_first(self):
+        engine, _ = self.blocked(policy="priority")
+        engine.add(create_request("urgent", 2, priority=-1, max_tokens=1))
+        engine.run()
+        assert list(engine.finished) == ["urgent"]
+
 
 class TestConsumerRecompute:
     @pytest.mark.parametrize(("num_ready", "num_kept"), [(0, 0), (7, 4), (8, 8), (10, 9)])
@@ -229,6 +287,16 @@ class TestConsumerRecompute:
         engine.run()
         assert_answered(engine, request)
         engine.assert_idle()
+
+    def test_what_settled_with_the_failure_is_not_cancelled(self):
+        engine, _ = consumer(prompt=14)
+        for num_ready in (4, 8):
+            engine.update_transfer("a", num_ready)
+            engine.step()
+        engine.settle(num_blocks_ok=0, error="block_missing")
+        engine.settle()
+        engine.step()
+        assert engine.step().cancelled_job_ids == []
 
     def test_a_failure_waits_for_the_loads_in_flight(self):
         engine, request = consumer(prompt=10)
@@ -331,6 +399,16 @@ class TestProducer:
         engine.add(create_request("a", 10, role="producer", **sampling))
         engine.run()
         assert engine.finished["a"] is reason
+
+    def test_a_resumed_one_saves_its_last_block_once_nothing_more_is_written_there(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=5))
+        request = create_request("a", 5, role="producer", output=[5, 6, 7])
+        engine.add(request)
+        assert [[len(save.block_ids) for save in engine.step().saves] for _ in range(2)] == [[1], [1]]
+        engine.settle_all()
+        engine.run()
+        assert engine.medium == stored_prompt(request)
+        assert saved(engine)[-1] == KVSaved(num_tokens=5)
 
     def test_cached_blocks_are_saved_again(self):
         engine = FakeEngine(settle_at_once=True)

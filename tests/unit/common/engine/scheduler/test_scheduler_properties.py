@@ -142,11 +142,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_nothing(self):
-        """An engine without work and without jobs under way waits for a handoff or has no request."""
-        scheduler = self.engine.scheduler
-        if not scheduler.has_work and not self.engine.jobs and not self.engine._settled and scheduler.has_unfinished:
-            assert scheduler.stats().num_waiting_for_remote_kv
-            assert any(request_id not in self.engine.finished for request_id in self.open)
+        """An engine that says that it has no work has none, and what is unfinished waits for a job or a handoff."""
+        engine = self.engine
+        if engine.scheduler.has_work or engine._settled:
+            return
+        assert not engine.step().has_work
+        self.sound()
+        if engine.scheduler.has_unfinished and not engine.jobs:
+            assert engine.scheduler.stats().num_waiting_for_remote_kv
+            assert any(request_id not in engine.finished for request_id in self.open)
 
     def teardown(self):
         if not hasattr(self, "engine"):
