@@ -44,7 +44,7 @@ class LoadedModel:
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for a bad device."""
     device = _resolve_device(config.device)
-    directory = _model_directory(config)
+    directory = model_directory(config)
     raw_config = _read_config(directory)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
@@ -73,7 +73,7 @@ def _resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
 
 
-def _model_directory(config: ModelConfig) -> Path:
+def model_directory(config: ModelConfig) -> Path:
     """The local directory of the model, downloaded if it is a hub id."""
     path = Path(config.model).expanduser()
     if path.is_dir():

@@ -1,0 +1,401 @@
+"""Offline generation: prompts in, completions out, no server.
+
+from common.engine.llm import LLM
+
+with LLM() as llm:  # the demo model
+    print(llm.generate("The capital of France is")[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+from tqdm import tqdm
+
+from common.demo_model import demo_model_path
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.executor.base import Executor
+from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
+from common.engine.model.loader import model_directory
+from common.errors import BatonError, ConfigError, EngineDeadError, InvalidRequestError
+from common.tokenization import IncrementalDetokenizer, StopChecker, Tokenizer
+from common.types import FinishReason, Logprobs, RequestId, SamplingParams
+from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+Conversation = Sequence[Mapping[str, Any]]
+
+DEFAULT_MAX_TOKENS = 128  # where no parameters are given
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt was answered with."""
+
+    prompt: str  # empty if token ids were given
+    prompt_token_ids: list[int]
+    text: str  # without the stop string; empty if the model has no tokenizer
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[Logprobs] | None  # one per token, if asked for
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+
+
+class LLM:
+    """A model, ready to generate. A context manager; not thread-safe.
+
+    `options` are the fields of ModelConfig, CacheConfig and SchedulerConfig: dtype, max_model_len, kv_cache_memory,
+    num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises ConfigError naming the option, or
+    ModelLoadError, if the engine cannot be started with them.
+    """
+
+    def __init__(self, model: str | Path = "", *, executor: Executor | None = None, **options: Any) -> None:
+        """`model`: local directory or hub id; empty: the demo model. `executor` replaces the default one."""
+        config = engine_config(str(model or demo_model_path()), **options)
+        self._client = InprocClient(config, executor)
+        try:
+            self.tokenizer = _load_tokenizer(config.model)
+        except BaseException:
+            self._client.close()
+            raise
+        self._max_in_flight = min(config.scheduler.max_num_waiting, 2 * config.scheduler.max_num_seqs)
+        self._request_ids = itertools.count()
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Facts of the engine: number of blocks, greatest length, device and so on."""
+        return self._client.spec
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        use_tqdm: bool = True,
+    ) -> list[Completion]:
+        """Complete one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
+
+        `params`: for all prompts, or one for each; by default greedy, up to `DEFAULT_MAX_TOKENS`. Equal seeds give
+        equal answers; with `seed=None` one is drawn for each prompt. Text ends before the first `stop` string.
+
+        Raises InvalidRequestError naming the parameter, before anything is computed, and EngineDeadError. After
+        Ctrl-C, which takes effect between two steps, the LLM remains usable.
+        """
+        return self._generate([self._encode(prompt) for prompt in _as_list(prompts)], params, stop, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        use_tqdm: bool = True,
+    ) -> list[Completion]:
+        """Answer one conversation or many, each a list of {"role": ..., "content": ...}; otherwise like `generate`."""
+        if not messages:
+            raise InvalidRequestError("messages is empty", param="messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [self._encode_chat(conversation) for conversation in cast("Sequence[Conversation]", conversations)]
+        return self._generate(prompts, params, stop, use_tqdm)
+
+    def check_integrity(self) -> IntegrityReport:
+        """State the engine's invariants."""
+        return self._client.check_integrity()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of earlier prompts."""
+        self._client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the engine. Idempotent."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- prompts to requests ----------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: str | Sequence[int]) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(prompt, self._require_tokenizer("prompt").encode(prompt))
+        return _Prompt("", list(prompt))
+
+    def _encode_chat(self, messages: Conversation) -> _Prompt:
+        tokenizer = self._require_tokenizer("messages")
+        text = tokenizer.render_chat(messages, add_generation_prompt=True)
+        return _Prompt(text, tokenizer.encode(text, add_special_tokens=False))
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer.json; give token ids", param=param)
+        return self.tokenizer
+
+    def _generate(
+        self,
+        prompts: Sequence[_Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+        use_tqdm: bool,
+    ) -> list[Completion]:
+        stops = _check_stops(stop)
+        if stops:
+            self._require_tokenizer("stop")
+        all_params = _one_for_each(params, len(prompts))
+        generations = [self._prepare(*each, stops) for each in zip(prompts, all_params, strict=True)]
+        with tqdm(total=len(generations), unit="req", disable=not use_tqdm, dynamic_ncols=True) as progress:
+            self._run(generations, progress)
+        return [generation.completion() for generation in generations]
+
+    def _prepare(self, prompt: _Prompt, params: SamplingParams | None, stops: Sequence[str]) -> _Generation:
+        """Check one prompt and its parameters against the model."""
+        room = self.spec.max_model_len - len(prompt.token_ids)
+        sampling = params or SamplingParams(temperature=0.0, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=random.randrange(SEED_LIMIT))
+        validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        validate_prompt(
+            prompt.token_ids,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.spec.max_model_len,
+            max_tokens=sampling.max_tokens,
+        )
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, context=prompt.token_ids)
+        return _Generation(
+            request_id=RequestId(f"llm-{next(self._request_ids)}"),
+            prompt=prompt,
+            sampling=sampling,
+            detokenizer=detokenizer,
+            stop_checker=StopChecker(stops),
+        )
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def _run(self, generations: Sequence[_Generation], progress: tqdm[Any]) -> None:
+        """Feed the engine as it has room, step, and collect, until all are done."""
+        pending = deque(generations)
+        live: dict[RequestId, _Generation] = {}
+        rate = _TokenRate()
+        with self._ending(live), _interrupt_deferred() as interrupted:
+            while pending or live:
+                self._feed(pending, live)
+                for output in self._step():
+                    generation = live.get(output.request_id)
+                    if generation is not None and self._collect(generation, output):
+                        del live[generation.request_id]
+                        progress.update()
+                    rate.count(len(output.tokens))
+                progress.set_postfix_str(str(rate), refresh=False)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+
+    def _feed(self, pending: deque[_Generation], live: dict[RequestId, _Generation]) -> None:
+        while pending and len(live) < self._max_in_flight:
+            generation = pending.popleft()
+            live[generation.request_id] = generation
+            self._client.add_request(generation.request())
+
+    def _step(self) -> list[RequestOutput]:
+        if not self._client.has_unfinished:
+            raise EngineDeadError("the engine has lost requests")
+        return self._client.step().outputs
+
+    def _collect(self, generation: _Generation, output: RequestOutput) -> bool:
+        """True if the generation is over."""
+        generation.take(output)
+        if generation.finish_reason is not None and output.finish_reason is None:  # a stop string
+            self._client.abort_requests([generation.request_id])
+        return generation.finish_reason is not None
+
+    @contextlib.contextmanager
+    def _ending(self, live: dict[RequestId, _Generation]) -> Iterator[None]:
+        """Afterwards the engine holds no request of ours, however the body ended."""
+        try:
+            yield
+        finally:
+            with contextlib.suppress(EngineDeadError):
+                self._client.abort_requests(list(live))
+                while self._client.has_work:
+                    self._client.step()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Generation:
+    """One prompt on its way to a Completion."""
+
+    request_id: RequestId
+    prompt: _Prompt
+    sampling: SamplingParams
+    detokenizer: IncrementalDetokenizer | None
+    stop_checker: StopChecker
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+    def request(self) -> AddRequest:
+        return AddRequest(request_id=self.request_id, prompt_token_ids=self.prompt.token_ids, sampling=self.sampling)
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what one step brought. Raises BatonError if the engine refused the request."""
+        if output.finish_reason is FinishReason.ERROR:
+            raise BatonError(output.error)
+        for event in output.events:
+            if isinstance(event, RequestStarted):
+                self.num_cached_tokens = event.num_cached_tokens
+        for token in output.tokens:
+            self.token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                self.logprobs.append(token.logprobs)
+            if self.detokenizer is not None and self._stops_at(self.detokenizer.push([token.token_id])):
+                self.finish_reason = FinishReason.STOP
+                return
+        if output.finish_reason is not None:
+            self._finish(output.finish_reason)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self.detokenizer is not None and self._stops_at(self.detokenizer.finish()):
+            self.finish_reason = FinishReason.STOP
+        else:
+            self.pieces.append(self.stop_checker.finish())
+
+    def _stops_at(self, piece: str) -> bool:
+        """Add a piece of text. True if it completes a stop string."""
+        result = self.stop_checker.push(piece)
+        self.pieces.append(result.text)
+        return result.stopped
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            text="".join(self.pieces),
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            logprobs=None if self.sampling.num_logprobs is None else self.logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class _TokenRate:
+    """Output tokens per second since the beginning."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._num_tokens = 0
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def __str__(self) -> str:
+        return f"{self._num_tokens / (time.monotonic() - self._started + 1e-9):.0f} tokens/s"
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event: one in the middle of a step would leave the engine unusable.
+
+    A second one interrupts at once. Signals reach the main thread only; elsewhere this does nothing.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, previous)
+
+    if not callable(previous):  # ignored, or not Python's to handle
+        yield interrupted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def engine_config(model: str, **options: Any) -> EngineConfig:
+    """An EngineConfig from flat options. Raises ConfigError naming the option that is unknown or out of range."""
+    sections: dict[str, type[msgspec.Struct]] = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+    }
+    owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
+    values: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {}}
+    for name, value in options.items():
+        if name not in owners:
+            close = difflib.get_close_matches(name, owners, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{name} is not an engine option{hint}", param=name)
+        values[owners[name]][name] = value
+    try:
+        return msgspec.convert(values, EngineConfig)
+    except msgspec.ValidationError as error:  # "... - at `$.cache.block_size`"
+        reason, _, path = str(error).partition(" - at `$.")
+        option = path.rstrip("`").rpartition(".")[2]
+        raise ConfigError(f"{option}: {reason}", param=option) from error
+
+
+def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """None if the model comes without one; it still takes token ids."""
+    directory = model_directory(config)
+    return Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+
+
+def _as_list(prompts: Prompts) -> list[str | Sequence[int]]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[str] | Sequence[Sequence[int]]", prompts))
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(f"params has {len(params)} entries for {num_prompts} prompts", param="params")
+    return params
+
+
+def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise InvalidRequestError("stop must not hold an empty string", param="stop")
+    return stops
