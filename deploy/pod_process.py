@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 32 * 1024  # longer lines of output are cut
 PROBE_INTERVAL_S = 0.1
 OUTPUT_DRAIN_S = 1.0  # for what a dead pod had written last
 _ERROR_PREFIX = "baton: error: "
+_READY_PREFIX = "ready role="  # what a pod prints for whoever starts it by hand; here the probe tells
 
 
 class PodSpec(NamedTuple):
@@ -193,7 +194,7 @@ class PodProcess:
         line = raw.decode("utf-8", "replace").rstrip()
         if line.startswith(_ERROR_PREFIX) and not self.ready.is_set():
             self._error_line = line.removeprefix(_ERROR_PREFIX)  # told once, by whoever ends the cluster
-        elif line:
+        elif line and not line.startswith(_READY_PREFIX):
             self._last_lines.append(line)
             self._observer.pod_line(self.spec.name, line)
 

@@ -39,4 +39,5 @@ def setup_logging(level: LogLevel = "info", pod_id: str = "", *, stream: TextIO 
     root.setLevel(level.upper())
     for name in _CHATTY:
         logging.getLogger(name).setLevel(level.upper() if level == "debug" else logging.WARNING)
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)  # its DEBUG is a line per loop turn
     logging.captureWarnings(capture=True)
