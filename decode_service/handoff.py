@@ -29,7 +29,7 @@ import contextlib
 import enum
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
@@ -37,16 +37,19 @@ from common.errors import (
     BatonError,
     DeadlineExceededError,
     IncompatiblePeerError,
-    RequestCancelledError,
-    UnavailableError,
+    InvalidRequestError,
+    OverloadedError,
 )
 from common.pb import pods_pb2
-from common.pb.pods_pb2_grpc import HandoffAsyncStub, HandoffStub
+from common.pb.pods_pb2_grpc import HandoffStub
 from common.pod.convert import sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.types import SampledToken
 from decode_service.config import DecodeConfig
+
+if TYPE_CHECKING:
+    from common.pb.pods_pb2_grpc import HandoffAsyncStub  # exists in the type stubs only
 
 logger = logging.getLogger(__name__)
 
@@ -236,12 +239,12 @@ class Handoff:
         match error:
             case IncompatiblePeerError():
                 reason = "incompatible"
-            case UnavailableError() | RequestCancelledError():
-                reason = "handoff_broken"
             case DeadlineExceededError():
                 reason = "handoff_timeout"
-            case _:
+            case InvalidRequestError() | OverloadedError():
                 reason = "handoff_refused"
+            case _:
+                reason = "handoff_broken"
         self.fail(reason, error.message)
 
     def _start(self) -> pods_pb2.HandoffStart:
@@ -273,7 +276,7 @@ class Handoff:
 
 
 async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading tells why
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has ended; reading tells why
         await call.write(command)
 
 

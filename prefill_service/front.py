@@ -38,6 +38,6 @@ class PrefillFront:
         return self.transfers.violations()
 
     async def close(self) -> None:
-        """Fail what is open; the server's stop ends the calls."""
+        """Fail what is open, and let decode pods know; the server's stop ends the calls."""
         self.transfers.close()
         await self._handoff.close()

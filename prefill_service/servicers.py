@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,6 +24,8 @@ from prefill_service.transfers import Transfer, TransferKey, TransferRegistry
 logger = logging.getLogger(__name__)
 
 HANDOFF_START_TIMEOUT_S = 10.0  # for the first message of a handoff stream
+HANG_UP_TIMEOUT_S = 1.0  # for the decode pod to end its side, after the last event
+FLUSH_TIMEOUT_S = 2.0  # for decode pods to take the last events of a closing pod
 
 
 class PrefillServicer(pods_pb2_grpc.PrefillServicer):
@@ -74,6 +77,9 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
         self._pod = pod
         self._transfers = transfers
         self._readers = TaskSet()
+        self._num_streams = 0
+        self._all_told = asyncio.Event()
+        self._all_told.set()
 
     async def Open(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self,
@@ -86,15 +92,25 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             self._check_pairing(start)
             transfer = self._transfers.attach_consumer(_key(start.transfer_id, start.epoch))
             reader = self._readers.spawn(self._obey(request_iterator, transfer, start.decode_pod_id), "handoff reader")
+            self._num_streams += 1
+            self._all_told.clear()
             try:
                 await self._tell(transfer, context)
+                # The decode pod hangs up first: a write of its own that meets an ended call would be an error to it.
+                await asyncio.wait({reader}, timeout=HANG_UP_TIMEOUT_S)
             finally:
+                self._num_streams -= 1
+                if self._num_streams == 0:
+                    self._all_told.set()
                 self._transfers.detach_consumer(transfer)
                 reader.cancel()
                 self._pod.metrics.handoffs.labels(_outcome(transfer)).inc()
 
     async def close(self) -> None:
-        """End the tasks of streams that are still open."""
+        """Let the decode pods take the verdicts on their transfers, all of which are settled."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._all_told.wait()
         await self._readers.close()
 
     async def _tell(self, transfer: Transfer, context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent]) -> None:

@@ -1,0 +1,68 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common import __version__
+from common.pb import pods_pb2
+from common.pb.pods_pb2_grpc import PodStub
+from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prefill_pod, prompt_of, wait_for
+
+
+@pytest.fixture
+async def pod() -> AsyncIterator[RunningPod]:
+    async with decode_pod({}, pod_id="decode-7", served_model_name="demo") as running:
+        yield running
+
+
+async def test_facts_of_the_pod(pod: RunningPod) -> None:
+    facts = await PodStub(pod.channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=DEADLINE_S)
+    assert (facts.pod_id, facts.role, facts.model_name) == ("decode-7", pods_pb2.POD_ROLE_DECODE, "demo")
+    assert (facts.block_size, facts.connector, facts.version) == (16, "shared-storage", __version__)
+    assert facts.fingerprint == pod.context.spec.fingerprint
+    async with prefill_pod({}) as other:
+        theirs = await PodStub(other.channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=DEADLINE_S)
+    assert theirs.role == pods_pb2.POD_ROLE_PREFILL
+    assert theirs.incarnation != facts.incarnation
+
+
+async def test_stats_come_at_once_and_on_change(pod: RunningPod) -> None:
+    watch = PodStub(pod.channel).WatchStats(pods_pb2.WatchStatsRequest(min_interval_ms=1), timeout=DEADLINE_S)
+    first = await watch.read()
+    assert (first.num_running, first.num_preemptions, first.draining) == (0, 0, False)
+    assert first.num_free_blocks == first.num_blocks > 0
+    async with FakeRouter(pod) as router:
+        answer = await router.submit(engine_request("a", prompt_of(40), max_tokens=3000))
+        while (await watch.read()).num_running == 0:
+            pass
+        await router.abort("a")
+        await answer.wait_finished()
+        while (await watch.read()).num_running:
+            pass
+    pod.context.admission.drain()
+    while not (await watch.read()).draining:
+        pass
+    watch.cancel()
+
+
+async def test_drain_says_what_is_left_before_its_deadline(pod: RunningPod) -> None:
+    pod.gate.shut()
+    async with FakeRouter(pod) as router:
+        await router.submit(engine_request("a", prompt_of(5)))
+        await wait_for(lambda: len(pod.context.requests) == 1)
+        response = await PodStub(pod.channel).Drain(pods_pb2.DrainRequest(), timeout=0.3)
+        assert response.num_unfinished == 1
+
+
+async def test_integrity_counts_what_is_open(pod: RunningPod) -> None:
+    async with FakeRouter(pod) as router:
+        answer = await router.submit(engine_request("a", prompt_of(5), max_tokens=4000))
+        await answer.wait_tokens(1)
+        report = await pod.integrity()
+        assert (list(report.violations), report.num_requests) == ([], 1)
+        assert report.num_blocks_in_use > 0
+
+
+async def test_integrity_tells_of_work_that_nobody_owns(pod: RunningPod) -> None:
+    pod.context.admission.hold()
+    assert (await pod.integrity()).violations == ["1 requests are open, sessions have 0"]
+    pod.context.admission.release()

@@ -1,0 +1,286 @@
+"""A prefill pod and a decode pod, real gRPC between them: the handoff, and everything that can go wrong with it."""
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+import pytest
+
+from common.engine.executor.fake import expected_tokens
+from common.pb import common_pb2
+from tests.pods import (
+    BLOCK_SIZE,
+    CHUNK,
+    FakeRouter,
+    RunningPod,
+    Store,
+    decode_pod,
+    engine_request,
+    prefill_pod,
+    prompt_of,
+    start_prefill,
+    wait_for,
+)
+
+PROMPT = prompt_of(2 * CHUNK + 5)  # three chunks
+EXPECTED = expected_tokens(PROMPT, 8)
+
+
+@dataclass
+class Cluster:
+    store: Store
+    prefill: RunningPod
+    decode: RunningPod
+    router: FakeRouter
+
+    def recomputed(self, reason: str) -> float:
+        return self.decode.metric("baton_handoff_recompute_total", reason=reason)
+
+    async def submit(self, name: str = "a", prompt: list[int] = PROMPT, **options):
+        return await self.router.submit(engine_request(name, prompt), prefill_address=self.prefill.address, **options)
+
+    async def wait_opening(self) -> None:
+        """The prefill pod knows of the transfer; nothing was computed."""
+        await wait_for(lambda: self.decode.runtime.context.admission.num_open == 1)
+        await wait_for(lambda: self.prefill.runtime.context.admission.num_open >= 1)
+        assert len(self.decode.context.requests) == 0
+
+    async def wait_reserved(self) -> None:
+        """The decode pod's engine has the request, and KV of the first chunk."""
+
+        async def loads_one_chunk() -> bool:
+            return self.decode.context.stats.latest.num_waiting_for_remote_kv == 1
+
+        await wait_for(loads_one_chunk)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    store: Store = {}
+    async with (
+        prefill_pod(store) as prefill,
+        decode_pod(store) as decode,
+        FakeRouter(decode) as router,
+    ):
+        yield Cluster(store, prefill, decode, router)
+
+
+async def test_handoff_brings_all_kv_and_the_first_token(cluster: Cluster) -> None:
+    answer = await cluster.submit()
+    response = await start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert response.first_token_id == EXPECTED[0]
+    assert answer.report is not None
+    assert answer.report.num_external_tokens == len(PROMPT)
+    assert not answer.report.recompute_reason
+    assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
+    assert cluster.decode.metric("baton_handoff_total", outcome="delivered") == 1
+    assert cluster.prefill.metric("baton_handoff_total", outcome="delivered") == 1
+
+
+async def test_either_leg_may_come_first_and_many_run_at_once(cluster: Cluster) -> None:
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 15, 16, 17, 31, 32, 33, 64, 100)}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        if number % 2:
+            await start_prefill(cluster.prefill, engine_request(name, prompt))
+            await cluster.submit(name, prompt)
+        else:
+            await cluster.submit(name, prompt)
+            await start_prefill(cluster.prefill, engine_request(name, prompt))
+    for name, prompt in prompts.items():
+        answer = await cluster.router.answers[name].wait_finished()
+        assert answer.tokens == expected_tokens(prompt, 8)
+        assert answer.report is not None
+        assert answer.report.num_external_tokens == len(prompt)
+
+
+async def test_only_what_decode_lacks_is_moved(cluster: Cluster) -> None:
+    warm = await cluster.router.submit(engine_request("warm", PROMPT[: 2 * BLOCK_SIZE]))
+    await warm.wait_finished()
+    answer = await cluster.submit()
+    await start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert answer.report is not None
+    assert answer.report.num_cached_tokens == 2 * BLOCK_SIZE
+    assert answer.report.num_external_tokens == len(PROMPT) - 2 * BLOCK_SIZE
+
+
+async def test_waiting_for_a_busy_prefill_pod_holds_no_decode_blocks(cluster: Cluster) -> None:
+    cluster.prefill.gate.shut()
+    answer = await cluster.submit()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await cluster.wait_opening()
+    assert (await cluster.decode.integrity()).num_blocks_in_use == 0
+    cluster.prefill.gate.open()
+    await call
+    assert (await answer.wait_finished()).tokens == EXPECTED
+
+
+@pytest.mark.parametrize("stage", ["opening", "reserved"])
+async def test_prefill_pod_dies(cluster: Cluster, stage: str) -> None:
+    cluster.prefill.gate.shut()
+    answer = await cluster.submit()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await cluster.wait_opening()
+    if stage == "reserved":
+        cluster.prefill.gate.allow(1)
+        await cluster.wait_reserved()
+    await cluster.prefill.kill()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert answer.report is not None
+    assert answer.report.recompute_reason == "handoff_broken"
+    assert answer.report.num_external_tokens == (CHUNK if stage == "reserved" else 0)
+    assert cluster.recomputed("handoff_broken") == 1
+
+
+async def test_prefill_pod_is_not_there(cluster: Cluster) -> None:
+    answer = await cluster.router.submit(engine_request("a", PROMPT), prefill_address="127.0.0.1:1")
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert cluster.recomputed("handoff_broken") == 1
+
+
+@pytest.mark.parametrize("stage", ["opening", "reserved"])
+async def test_router_reports_that_the_prefill_leg_failed(cluster: Cluster, stage: str) -> None:
+    cluster.prefill.gate.shut()
+    answer = await cluster.submit()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await cluster.wait_opening()
+    if stage == "reserved":
+        cluster.prefill.gate.allow(1)
+        await cluster.wait_reserved()
+    await cluster.router.prefill_failed("a", epoch=2)  # of another attempt: ignored
+    await cluster.router.prefill_failed("a")
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert cluster.recomputed("prefill_failed") == 1
+    with suppress(grpc.aio.AioRpcError):
+        await call
+
+
+async def test_refused_prefill_leg_leaves_nothing_behind(cluster: Cluster) -> None:
+    """The prefill pod never hears of the request, only of the handoff."""
+    answer = await cluster.submit()
+    await cluster.wait_opening()
+    await cluster.router.prefill_failed("a")
+    assert (await answer.wait_finished()).tokens == EXPECTED
+    await wait_for(lambda: cluster.prefill.context.admission.num_open == 0)
+
+
+async def test_prefill_fails_after_progress(cluster: Cluster) -> None:
+    cluster.prefill.gate.shut()
+    answer = await cluster.submit()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await cluster.wait_opening()
+    cluster.prefill.gate.allow(1)
+    await cluster.wait_reserved()
+    call.cancel()
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert answer.report is not None
+    assert answer.report.num_external_tokens == CHUNK
+    assert cluster.recomputed("prefill_failed") == 1
+
+
+async def test_block_lost_from_the_store_is_recomputed(cluster: Cluster) -> None:
+    cluster.prefill.gate.shut()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    cluster.prefill.gate.open()
+    await call
+    cluster.store.pop(list(cluster.store)[2])
+    answer = await cluster.submit()
+    await answer.wait_finished()
+    assert answer.tokens == EXPECTED
+    assert answer.report is not None
+    assert answer.report.num_external_tokens == 2 * BLOCK_SIZE
+    assert cluster.recomputed("block_missing") == 1
+
+
+@pytest.mark.parametrize("stage", ["opening", "reserved", "decoding"])
+@pytest.mark.parametrize("how", ["abort", "leave"])
+async def test_cancellation_reaches_the_prefill_pod(cluster: Cluster, stage: str, how: str) -> None:
+    gate = cluster.prefill.gate if stage != "decoding" else cluster.decode.gate
+    gate.shut()
+    answer = await cluster.submit()
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    if stage == "opening":
+        await cluster.wait_opening()
+    elif stage == "reserved":
+        gate.allow(1)
+        await cluster.wait_reserved()
+    else:
+        await answer.wait_tokens(1)
+    if how == "abort":
+        await cluster.router.abort("a")
+        assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_ABORT
+    else:
+        await cluster.router.leave()
+    if stage == "decoding":
+        await call
+    else:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+    await wait_for(lambda: cluster.decode.context.admission.num_open == 0)
+
+
+async def test_overdue_request_leaves_its_handoff(cluster: Cluster) -> None:
+    answer = await cluster.submit(timeout_s=0.1)
+    await answer.wait_finished()
+    assert answer.error is not None
+    assert answer.error.code == common_pb2.ERROR_CODE_DEADLINE_EXCEEDED
+    await wait_for(lambda: cluster.prefill.context.admission.num_open == 0)
+
+
+async def test_closing_decode_pod_takes_leave_of_the_prefill_pod(cluster: Cluster) -> None:
+    answer = await cluster.submit()
+    await cluster.wait_opening()
+    await cluster.decode.runtime.stop()
+    cluster.decode.is_dead = True
+    assert (await answer.wait_finished()).error is not None
+    await wait_for(lambda: cluster.prefill.context.admission.num_open == 0)
+
+
+async def test_models_that_differ_are_not_mixed() -> None:
+    store: Store = {}
+    async with prefill_pod(store) as prefill, decode_pod(store) as decode, FakeRouter(decode) as router:
+        vars(prefill.context)["spec"] = msgspec.structs.replace(prefill.context.spec, fingerprint=b"another model")
+        answer = await router.submit(engine_request("a", PROMPT), prefill_address=prefill.address)
+        assert (await answer.wait_finished()).tokens == EXPECTED
+        assert decode.metric("baton_handoff_recompute_total", reason="incompatible") == 1
+
+
+async def test_decode_pod_without_connector_computes_by_itself() -> None:
+    async with decode_pod({}, connector=None) as decode, FakeRouter(decode) as router:
+        answer = await router.submit(engine_request("a", PROMPT), prefill_address="127.0.0.1:1")
+        assert (await answer.wait_finished()).tokens == EXPECTED
+        assert answer.report is not None
+        assert answer.report.recompute_reason == "no_connector"
+
+
+@pytest.mark.parametrize("stage", ["opening", "reserved"])
+async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None:
+    store: Store = {}
+    overdue = {"opening": "handoff_queue_timeout_s", "reserved": "handoff_stall_timeout_s"}[stage]
+    async with (
+        prefill_pod(store) as prefill,
+        decode_pod(store, **{overdue: 0.2}) as decode,
+        FakeRouter(decode) as router,
+    ):
+        prefill.gate.shut()
+        answer = await router.submit(engine_request("a", PROMPT), prefill_address=prefill.address)
+        call = start_prefill(prefill, engine_request("a", PROMPT))
+        if stage == "reserved":
+            prefill.gate.allow(1)
+        await answer.wait_finished()
+        assert answer.tokens == EXPECTED
+        assert decode.metric("baton_handoff_recompute_total", reason="handoff_timeout") == 1
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call

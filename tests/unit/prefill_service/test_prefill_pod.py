@@ -1,0 +1,238 @@
+"""A prefill pod: the prefill leg and the handoff stream over real gRPC, with the test as router and decode pod."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from common.engine.executor.fake import expected_tokens
+from common.pb import common_pb2, pods_pb2
+from common.pb.pods_pb2_grpc import PodStub
+from common.rpc.errors import from_rpc_error
+from common.types import SamplingParams
+from prefill_service import servicers
+from tests.pods import (
+    CHUNK,
+    DEADLINE_S,
+    HandoffStream,
+    RunningPod,
+    engine_request,
+    kinds,
+    prefill_pod,
+    prompt_of,
+    start_prefill,
+    wait_for,
+)
+
+
+@pytest.fixture
+async def pod() -> AsyncIterator[RunningPod]:
+    async with prefill_pod({}) as running:
+        yield running
+
+
+async def failure_of(call: grpc.aio.Call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def stream_failure(stream: HandoffStream) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.event()
+    return caught.value
+
+
+async def test_prefill_returns_the_first_token_and_delivers_the_kv(pod: RunningPod) -> None:
+    prompt = prompt_of(2 * CHUNK + 5)
+    async with HandoffStream(pod, "t-a") as stream:
+        response = await start_prefill(
+            pod,
+            engine_request("a", prompt, sampling=SamplingParams(temperature=0.0, max_tokens=8, num_logprobs=1)),
+        )
+        events = await stream.events()
+    first = expected_tokens(prompt, 1)[0]
+    assert response.first_token_id == first
+    assert response.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    assert response.HasField("logprobs")
+    assert response.timing.compute_s > 0
+    assert kinds(events)[0] == "computing"
+    assert events[0].computing.incarnation == pod.context.incarnation
+    ready = [event.progress.num_ready_tokens for event in events[1:-1]]
+    assert ready == sorted(set(ready))
+    assert events[-1].delivered == pods_pb2.HandoffDelivered(
+        num_ready_tokens=len(prompt), first_token_id=first, logprobs=response.logprobs
+    )
+
+
+async def test_decode_pod_may_come_after_the_prefill(pod: RunningPod) -> None:
+    prompt = prompt_of(20)
+    await start_prefill(pod, engine_request("a", prompt))
+    async with HandoffStream(pod, "t-a") as stream:
+        events = await stream.events()
+    assert kinds(events) == ["computing", "delivered"]
+
+
+async def test_second_prefill_of_a_prompt_reports_cached_tokens(pod: RunningPod) -> None:
+    for name, cached in (("a", 0), ("b", 32)):
+        async with HandoffStream(pod, f"t-{name}") as stream:
+            response = await start_prefill(pod, engine_request(name, prompt_of(40)))
+            assert kinds(await stream.events())[-1] == "delivered"
+        assert response.num_cached_tokens == cached
+
+
+async def test_prefill_without_transfer_is_a_single_token(pod: RunningPod) -> None:
+    response = await start_prefill(pod, engine_request("a", prompt_of(20)), transfer=False)
+    assert response.first_token_id == expected_tokens(prompt_of(20), 1)[0]
+    assert response.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    response = await start_prefill(pod, engine_request("b", prompt_of(20), max_tokens=1), transfer=False)
+    assert response.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_generation_that_ends_with_its_first_token_is_delivered_all_the_same(pod: RunningPod) -> None:
+    prompt = prompt_of(20)
+    stop = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(expected_tokens(prompt, 1)[0],))
+    async with HandoffStream(pod, "t-a") as stream:
+        response = await start_prefill(pod, engine_request("a", prompt, sampling=stop))
+        assert kinds(await stream.events())[-1] == "delivered"
+    assert response.finish_reason == common_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    ("start", "param"), [({"fingerprint": b"other"}, "fingerprint"), ({"connector": "nixl"}, "connector")]
+)
+async def test_pods_that_do_not_fit_are_refused(pod: RunningPod, start: dict, param: str) -> None:
+    async with HandoffStream(pod, "t-a", **start) as stream:
+        error = from_rpc_error(await stream_failure(stream))
+    assert (error.code.label, error.param) == ("incompatible", param)
+    assert pod.context.admission.num_open == 0
+
+
+@pytest.mark.parametrize(("transfer_id", "epoch", "param"), [("", 1, "transfer_id"), ("t", 0, "epoch")])
+async def test_nameless_handoff_is_refused(pod: RunningPod, transfer_id: str, epoch: int, param: str) -> None:
+    async with HandoffStream(pod, transfer_id, epoch=epoch) as stream:
+        assert from_rpc_error(await stream_failure(stream)).param == param
+
+
+async def test_handoff_must_begin_with_start(pod: RunningPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicers, "HANDOFF_START_TIMEOUT_S", 0.05)
+    silent = HandoffStream(pod, "t-a")
+    assert from_rpc_error(await stream_failure(silent)).param == "start"
+    impatient = HandoffStream(pod, "t-a")
+    await impatient.cancel()
+    assert from_rpc_error(await stream_failure(impatient)).param == "start"
+
+
+async def test_bad_and_duplicate_prefills_are_refused(pod: RunningPod) -> None:
+    error = await failure_of(start_prefill(pod, engine_request("a", [])))
+    assert from_rpc_error(error).param == "prompt_token_ids"
+    pod.gate.shut()
+    first = start_prefill(pod, engine_request("b", prompt_of(20)))
+    await wait_for(lambda: len(pod.context.requests) == 1)
+    error = await failure_of(start_prefill(pod, engine_request("b", prompt_of(20))))
+    assert from_rpc_error(error).param == "transfer_id"
+    async with HandoffStream(pod, "t-b") as stream:
+        async with HandoffStream(pod, "t-b") as second:
+            assert from_rpc_error(await stream_failure(second)).param == "transfer_id"
+        pod.gate.open()
+        await first
+        assert kinds(await stream.events())[-1] == "delivered"
+
+
+async def test_router_cancels_the_prefill(pod: RunningPod) -> None:
+    pod.gate.shut()
+    call = start_prefill(pod, engine_request("a", prompt_of(20)))
+    async with HandoffStream(pod, "t-a") as stream:
+        await wait_for(lambda: len(pod.context.requests) == 1)
+        call.cancel()
+        (failed,) = await stream.events()
+        assert failed.failed.error.code == common_pb2.ERROR_CODE_CANCELLED
+    assert len(pod.context.requests) == 0
+
+
+async def test_call_deadline_ends_the_prefill(pod: RunningPod) -> None:
+    pod.gate.shut()
+    request = pods_pb2.PrefillRequest(request=engine_request("a", prompt_of(20)), transfer_id="t-a", epoch=1)
+    error = await failure_of(servicers.pods_pb2_grpc.PrefillStub(pod.channel).Prefill(request, timeout=0.2))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await wait_for(lambda: len(pod.context.requests) == 0 and pod.context.admission.num_open == 0)
+
+
+async def test_decode_pod_cancels_a_running_prefill(pod: RunningPod) -> None:
+    pod.gate.shut()
+    call = start_prefill(pod, engine_request("a", prompt_of(2 * CHUNK)))
+    async with HandoffStream(pod, "t-a") as stream:
+        pod.gate.allow(1)
+        assert kinds([await stream.event()]) == ["computing"]  # type: ignore[list-item]
+        await stream.cancel()
+        error = await failure_of(call)
+        assert from_rpc_error(error).code.label == "cancelled"
+        assert kinds(await stream.events())[-1] == "failed"
+    assert pod.metric("baton_handoff_total", outcome="cancelled") == 1
+
+
+async def test_cancellation_that_overtakes_the_prefill_refuses_it(pod: RunningPod) -> None:
+    async with HandoffStream(pod, "t-a") as stream:
+        await stream.cancel()
+        assert kinds(await stream.events()) == ["failed"]
+    error = await failure_of(start_prefill(pod, engine_request("a", prompt_of(20))))
+    assert from_rpc_error(error).code.label == "cancelled"
+    assert not pod.executor.steps
+
+
+async def test_break_of_the_stream_does_not_end_the_prefill(pod: RunningPod) -> None:
+    pod.gate.shut()
+    call = start_prefill(pod, engine_request("a", prompt_of(2 * CHUNK)))
+    async with HandoffStream(pod, "t-a") as stream:
+        pod.gate.allow(1)
+        assert await stream.event()
+        stream.call.cancel()
+        await wait_for(lambda: pod.metric("baton_handoff_total", outcome="broken") == 1)
+    pod.gate.open()
+    assert (await call).first_token_id == expected_tokens(prompt_of(2 * CHUNK), 1)[0]
+
+
+async def test_start_without_prefill_fails_after_the_lease() -> None:
+    async with prefill_pod({}, transfer_lease_s=0.05) as pod, HandoffStream(pod, "t-a") as stream:
+        (failed,) = await stream.events()
+        assert failed.failed.error.code == common_pb2.ERROR_CODE_DEADLINE_EXCEEDED
+
+
+async def test_delivery_that_nobody_fetches_is_forgotten_after_the_lease() -> None:
+    async with prefill_pod({}, transfer_lease_s=0.05) as pod:
+        await start_prefill(pod, engine_request("a", prompt_of(20)))
+        await wait_for(lambda: pod.context.admission.num_open == 0)
+
+
+async def test_too_many_transfers_are_refused() -> None:
+    async with prefill_pod({}, max_transfers=1) as pod, HandoffStream(pod, "t-a") as stream:
+        await wait_for(lambda: pod.context.admission.num_open == 1)
+        error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("b", prompt_of(20)))))
+        assert error.code.label == "resource_exhausted"
+        stream.call.cancel()
+
+
+async def test_drain_finishes_handoffs_and_takes_no_new_ones(pod: RunningPod) -> None:
+    pod.gate.shut()
+    call = start_prefill(pod, engine_request("a", prompt_of(20)))
+    await wait_for(lambda: len(pod.context.requests) == 1)
+    drained = PodStub(pod.channel).Drain(pods_pb2.DrainRequest(), timeout=DEADLINE_S)
+    await wait_for(lambda: pod.context.admission.draining)
+    error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("b", prompt_of(20)))))
+    assert error.code.label == "unavailable"
+    async with HandoffStream(pod, "t-b") as stream:
+        assert from_rpc_error(await stream_failure(stream)).code.label == "unavailable"
+    pod.gate.open()
+    await call
+    async with HandoffStream(pod, "t-a") as stream:
+        assert kinds(await stream.events())[-1] == "delivered"
+    assert (await drained).num_unfinished == 0
+
+
+async def test_closing_pod_fails_its_transfers() -> None:
+    async with prefill_pod({}) as pod, HandoffStream(pod, "t-a") as stream:
+        await wait_for(lambda: pod.context.admission.num_open == 1)
+        pod.is_dead = True
+        await pod.runtime.stop()
+        (failed,) = await stream.events()
+        assert failed.failed.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
