@@ -1,12 +1,11 @@
 """One request as the scheduler sees it.
 
-    WAITING ------------------------------> RUNNING -> FINISHED
-       |    \\-> WAITING_FOR_REMOTE_KV -/    |   ^
-       |         (consumer: blocks reserved) v   |
-       |                                  PREEMPTED
-       \\-> FINISHED (aborted, from any state)
-
-A failed handoff leads back to WAITING; such a request keeps its blocks.
+1. WAITING: for blocks and a seat in the batch.
+2. WAITING_FOR_REMOTE_KV, consumers only: it holds blocks and its KV is in flight. When the handoff is over, well or
+   badly, it is WAITING for a seat only and keeps its blocks.
+3. RUNNING: it gets tokens at each step.
+4. PREEMPTED: it lost its blocks and waits for its turn again; then 3.
+5. FINISHED: from any state. A producer keeps its blocks until its saves have settled.
 """
 
 from __future__ import annotations
