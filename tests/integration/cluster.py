@@ -1,0 +1,157 @@
+"""A whole cluster in this process: router, prefill pods and decode pods, real gRPC, a real model, shared storage.
+
+Only the processes are missing, which tests/e2e has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from common.engine.client.threaded import AsyncInprocClient
+from common.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from common.engine.executor.inproc import InprocExecutor
+from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
+from common.pod.config import PodConfig
+from common.pod.context import Role
+from common.pod.runtime import FrontFactory, PodRuntime
+from common.rpc.channel import open_channel
+from decode_service.config import DecodeConfig
+from decode_service.front import DecodeFront
+from prefill_service.config import PrefillConfig
+from prefill_service.front import PrefillFront
+from router.config import RouterConfig
+from router.runtime import Router
+from tests.tiny_models import VOCAB_SIZE, tiny_model_dir
+
+BLOCK_SIZE = 8
+CHUNK = 24  # tokens per step: a prompt of three blocks is one chunk
+DEADLINE_S = 60.0  # of everything that is awaited here; far more than it takes
+
+
+@dataclass
+class Cluster:
+    """A running cluster and a gRPC client of its router."""
+
+    router: Router
+    prefill: list[PodRuntime]
+    decode: list[PodRuntime]
+    _stub: inference_pb2_grpc.InferenceStub
+
+    async def generate(
+        self, prompt: Sequence[int], *, cache_salt: str = "", **options: object
+    ) -> inference_pb2.GenerateResponse:
+        """The answer to one prompt; greedy unless `options` say otherwise."""
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+            options=inference_pb2.GenerateOptions(**{"temperature": 0.0, **options}),  # type: ignore[arg-type]
+            cache_salt=cache_salt,
+        )
+        return await self._stub.Generate(request, timeout=DEADLINE_S)
+
+    async def tokens(self, prompts: Sequence[Sequence[int]], **options: object) -> list[list[int]]:
+        """Output tokens of all prompts, asked for at once."""
+        answers = await asyncio.gather(*(self.generate(prompt, **options) for prompt in prompts))
+        return [list(answer.token_ids) for answer in answers]
+
+    def recomputed(self) -> float:
+        """Handoffs that did not bring the whole prompt, on all decode pods."""
+        return sum(
+            sample.value
+            for pod in self.decode
+            for metric in pod.context.metrics.registry.collect()
+            if metric.name == "baton_kv_recompute"
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        )
+
+    async def check_integrity(self) -> None:
+        """On every pod: every request ended, every transfer settled, every block accounted for."""
+        for pod in (*self.prefill, *self.decode):
+            async with open_channel(pod.address) as channel, asyncio.timeout(DEADLINE_S):
+                stub = pods_pb2_grpc.PodStub(channel)
+                while True:
+                    report = await stub.CheckIntegrity(pods_pb2.CheckIntegrityRequest())
+                    assert not report.violations
+                    if report.num_requests == report.num_blocks_in_use == report.num_transfers == 0:
+                        break
+                    await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_cluster(
+    path: Path,
+    model: str,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    decode_blocks: int = 256,
+    prefix_caching: bool = True,
+) -> AsyncIterator[Cluster]:
+    """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked."""
+    directory = _with_tokenizer(tiny_model_dir(model), path / "model")
+    settings = {
+        "model": ModelConfig(model=str(directory), num_threads=1),
+        "scheduler": SchedulerConfig(max_num_batched_tokens=CHUNK),
+        "connector_path": str(path / "kv"),
+    }
+    async with AsyncExitStack() as stack:
+
+        async def start(role: Role, config: PodConfig, make_front: FrontFactory) -> PodRuntime:
+            engine = AsyncInprocClient(config.engine_config(), InprocExecutor)
+            return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
+
+        def cache(num_blocks: int) -> CacheConfig:
+            return CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
+
+        prefill_config = PrefillConfig(cache=cache(256), **settings)  # type: ignore[arg-type]
+        decode_config = DecodeConfig(cache=cache(decode_blocks), **settings)  # type: ignore[arg-type]
+        prefill = [
+            await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
+            for _ in range(num_prefill)
+        ]
+        decode = [
+            await start("decode", decode_config, lambda pod: DecodeFront(pod, decode_config)) for _ in range(num_decode)
+        ]
+        router_config = RouterConfig(
+            port=0,
+            grpc_port=0,
+            model=str(directory),
+            prefill=[pod.address for pod in prefill],
+            decode=[pod.address for pod in decode],
+        )
+        router = await stack.enter_async_context(Router(router_config).running())
+        channel = await stack.enter_async_context(open_channel(router.grpc_address))
+        await _all_ready(router, num_prefill, num_decode)
+        cluster = Cluster(router, prefill, decode, inference_pb2_grpc.InferenceStub(channel))
+        yield cluster
+        await cluster.check_integrity()
+
+
+async def _all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
+    changed = asyncio.Event()
+    router.cluster.on_change(changed.set)
+    async with asyncio.timeout(DEADLINE_S):
+        while (len(router.cluster.ready_prefill()), len(router.cluster.ready_decode())) != (num_prefill, num_decode):
+            await changed.wait()
+            changed.clear()
+
+
+def _with_tokenizer(model: Path, directory: Path) -> Path:
+    """A copy of the model with a tokenizer: one token per byte."""
+    shutil.copytree(model, directory)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert len(alphabet) == VOCAB_SIZE
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
