@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig
+from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
+from common.engine.kv_connector import BlockTransfer
+from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput
+from common.errors import EngineDeadError
+from common.types import FinishReason, RequestId, SamplingParams, TransferId
+from tests.unit.common.engine.fake_engines import FailingExecutor
+
+CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
+TIMEOUT_S = 30.0
+
+
+class LateConnector(MemoryConnector):
+    """Saves settle when told, on whatever thread tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[BlockTransfer] = []
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        self.pending.append(transfer)
+
+    def settle_all(self) -> None:
+        while self.pending:
+            super().start_save(self.pending.pop(0))
+
+
+def request(request_id: str, *, transfer: KVTransferParams | None = None) -> AddRequest:
+    return AddRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=[1, 2, 3, 4, 5],
+        sampling=SamplingParams(temperature=0.0, max_tokens=4),
+        transfer=transfer,
+    )
+
+
+def run(client: InprocClient) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while client.has_unfinished:
+        outputs += client.step(timeout_s=TIMEOUT_S).outputs
+    return outputs
+
+
+def test_generates() -> None:
+    with InprocClient(CONFIG, FakeExecutor(block_size=4)) as client:
+        client.add_request(request("a"))
+        client.add_request(request("b"))
+        client.abort_requests([RequestId("b")])
+        outputs = run(client)
+        tokens = [token.token_id for output in outputs if output.request_id == "a" for token in output.tokens]
+        assert tokens == expected_tokens([1, 2, 3, 4, 5], 4)
+        assert [output.finish_reason for output in outputs if output.request_id == "b"] == [FinishReason.ABORT]
+        assert client.check_integrity().violations == []
+        assert client.stats().num_generation_tokens == 4
+
+
+def test_step_waits_for_a_transfer_to_settle() -> None:
+    connector = LateConnector()
+    transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer")
+    with InprocClient(CONFIG, FakeExecutor(block_size=4, connector=connector)) as client:
+        client.add_request(request("a", transfer=transfer))
+        while client.has_work:
+            client.step()
+        assert client.has_unfinished
+        assert client.step(timeout_s=0.0).outputs == []  # nothing to do, nothing settled
+        settler = threading.Thread(target=connector.settle_all)
+        settler.start()
+        outputs = run(client)
+        settler.join(TIMEOUT_S)
+        assert [output.events for output in outputs] == [[KVSaved(num_tokens=5)]]
+        report = client.check_integrity()
+        assert (report.violations, report.num_transfers, report.num_blocks_in_use) == ([], 0, 0)
+
+
+def test_death_in_a_step() -> None:
+    executor = FailingExecutor(block_size=4)
+    client = InprocClient(CONFIG, executor)
+    client.add_request(request("a"))
+    with pytest.raises(EngineDeadError, match="out of device memory"):
+        client.step()
+    for attempt in (client.step, client.stats, client.check_integrity, lambda: client.add_request(request("b"))):
+        with pytest.raises(EngineDeadError, match="out of device memory"):
+            attempt()
+    client.close()
+    client.close()
+    assert executor.closed
+
+
+def test_closed() -> None:
+    with InprocClient(CONFIG, FakeExecutor(block_size=4)) as client:
+        assert client.spec.num_blocks == 64
+    with pytest.raises(EngineDeadError, match="closed"):
+        client.add_request(request("a"))
