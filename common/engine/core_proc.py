@@ -10,6 +10,7 @@ The main thread runs the busy loop, so that a model has the thread that framewor
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -136,6 +137,8 @@ class EngineCoreProc:
         try:
             InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady invites commands
             _stop_on_sigterm(loop)
+            gc.collect()
+            gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
             self._output.emit(EngineReady(loop.spec))
         except BaseException:
             loop.close()

@@ -31,7 +31,7 @@ from common.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
-from common.errors import BatonError, ConfigError, EngineDeadError, InvalidRequestError
+from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, InvalidRequestError
 from common.tokenization import IncrementalDetokenizer, StopChecker, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
@@ -267,7 +267,9 @@ class _Generation:
     def take(self, output: RequestOutput) -> None:
         """Add what one step brought. Raises BatonError if the engine refused the request."""
         if output.finish_reason is FinishReason.ERROR:
-            raise BatonError(output.error)
+            error = BatonError(output.error)
+            error.code = ErrorCode.from_number(output.error_code)
+            raise error
         for event in output.events:
             if isinstance(event, RequestStarted):
                 self.num_cached_tokens = event.num_cached_tokens

@@ -77,7 +77,7 @@ def test_batched(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) 
 
 
 def test_shared_prefix(name: str, llm: LLM, prompts: list[list[int]]) -> None:
-    """Prompts that part ways at the last token of a block and at its end, while the first of them is still being computed."""
+    """Prompts that part ways at the last token of a block and at its end; the first is still being computed."""
     shared = prompts[-1]
     family = [shared, shared[:23] + prompts[4], shared[:24] + prompts[3], shared[:24]]
     expected = [reference_generate(tiny_model_dir(name), prompt, MAX_TOKENS) for prompt in family]
