@@ -1,0 +1,134 @@
+"""What breaks while requests run, and that nobody's answer shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from common.demo_model import DEMO_MODEL_NAME
+from deploy.ports import pick_ports
+from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
+from tests.e2e.reference import PROMPTS, greedy_completion
+
+NUM_STREAMS = 20
+MAX_TOKENS = 96
+
+
+class Streams:
+    """Greedy streams of `MAX_TOKENS` tokens each, running at once."""
+
+    def __init__(self, cluster: Cluster, prompts: list[str]) -> None:
+        self._client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=150)
+        self._num_started = 0
+        self._progress = asyncio.Condition()
+        self._tasks = [asyncio.create_task(self._stream(prompt)) for prompt in prompts]
+
+    async def until_started(self, count: int) -> None:
+        """`count` streams have given their first piece."""
+        async with asyncio.timeout(120), self._progress:
+            await self._progress.wait_for(lambda: self._num_started >= count)
+
+    async def answers(self) -> list[str]:
+        """All texts, when all have ended."""
+        try:
+            return await asyncio.gather(*self._tasks)
+        finally:
+            await self._client.close()
+
+    async def _stream(self, prompt: str) -> str:
+        stream = await self._client.completions.create(
+            model=DEMO_MODEL_NAME,
+            prompt=prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = ""
+        async for chunk in stream:
+            if chunk.choices:
+                if not text:
+                    async with self._progress:
+                        self._num_started += 1
+                        self._progress.notify_all()
+                text += chunk.choices[0].text
+        return text
+
+
+def prompts_and_answers() -> tuple[list[str], list[str]]:
+    prompts = [f"{PROMPTS[index % len(PROMPTS)]}" for index in range(NUM_STREAMS)]
+    return prompts, [greedy_completion(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_started", [1, NUM_STREAMS])
+async def test_a_killed_prefill_pod_costs_nobody_an_answer(num_started: int) -> None:
+    """Killed among the prefills, and while all decode; the pod comes back on its port and serves again."""
+    prompts, expected = prompts_and_answers()
+    with running_cluster() as cluster:
+        streams = Streams(cluster, prompts)
+        await streams.until_started(num_started)
+        os.kill(cluster.pid_of("prefill-0"), signal.SIGKILL)
+        assert await streams.answers() == expected
+        await asyncio.to_thread(cluster.wait_line, lambda line: "prefill-0" in line and "ready again" in line, 120)
+        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
+        cluster.check_integrity()
+
+
+async def test_a_killed_decode_pod_costs_nobody_an_answer() -> None:
+    prompts, expected = prompts_and_answers()
+    with running_cluster("--decode", "2") as cluster:
+        streams = Streams(cluster, prompts)
+        await streams.until_started(NUM_STREAMS // 2)
+        os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
+        assert await streams.answers() == expected
+        await asyncio.to_thread(cluster.wait_line, lambda line: "decode-0" in line and "ready again" in line, 120)
+        cluster.check_integrity()
+
+
+async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
+    (metrics_port,) = pick_ports("127.0.0.1", 1)
+    config = tmp_path / "baton.yaml"
+    # The decode pod must fetch the second request's blocks again: its own prefix cache is off.
+    config.write_text(f"decode: {{enable_prefix_caching: false, metrics_port: {metrics_port}}}\n")
+    prompt = PROMPTS[-1]
+    expected = greedy_completion(prompt, MAX_TOKENS, ignore_eos=True)
+    with running_cluster("--config", str(config)) as cluster:
+        assert await Streams(cluster, [prompt]).answers() == [expected]
+        assert _recomputes(metrics_port) == 0
+        damaged = _damage_every_block(cluster)
+        assert damaged > 0
+        assert await Streams(cluster, [prompt]).answers() == [expected]
+        async with asyncio.timeout(SETTLE_DEADLINE_S):
+            while _recomputes(metrics_port) == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        cluster.check_integrity()
+
+
+def _damage_every_block(cluster: Cluster) -> int:
+    """Flips the last byte of every block file in the shared directory."""
+    command = psutil.Process(cluster.pid_of("decode-0")).cmdline()
+    directory = Path(command[command.index("--connector-path") + 1])
+    damaged = 0
+    for path in directory.rglob("*"):
+        if path.is_file() and path.stat().st_size > 0:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 0xFF
+            path.write_bytes(data)
+            damaged += 1
+    return damaged
+
+
+def _recomputes(metrics_port: int) -> float:
+    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("baton_kv_recompute_total{") and "block_corrupt" in line
+    )

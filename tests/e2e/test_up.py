@@ -1,0 +1,144 @@
+"""`baton up` with the demo model, used the ways its README promises."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from common.demo_model import DEMO_MODEL_NAME
+from common.pb import inference_pb2_grpc
+from tests.e2e.cluster import Cluster, running_cluster, wait_gone
+from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_the_printed_curl_line_answers(cluster: Cluster) -> None:
+    printed = subprocess.run(["bash", "-c", cluster.curl_line], capture_output=True, timeout=60, check=True).stdout
+    assert json.loads(printed)["choices"][0]["text"] == greedy_completion("The capital of France is", 16)
+
+
+def test_openai_completion(client: openai.OpenAI) -> None:
+    for prompt in PROMPTS:
+        answer = client.completions.create(model=DEMO_MODEL_NAME, prompt=prompt, max_tokens=24, temperature=0)
+        assert answer.choices[0].text == greedy_completion(prompt, 24)
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_openai_completion_stream(client: openai.OpenAI) -> None:
+    for prompt in PROMPTS[:4]:
+        stream = client.completions.create(
+            model=DEMO_MODEL_NAME, prompt=prompt, max_tokens=24, temperature=0, stream=True
+        )
+        assert "".join(c.choices[0].text for c in stream if c.choices) == greedy_completion(prompt, 24)
+
+
+def test_openai_chat_and_its_stream(client: openai.OpenAI) -> None:
+    question = "What is the capital of France?"
+    expected = greedy_chat(question, 24)
+    assert "Paris" in expected
+    for stream in (False, True):
+        answer = client.chat.completions.create(
+            model=DEMO_MODEL_NAME,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=24,
+            temperature=0,
+            stream=stream,
+        )
+        if isinstance(answer, openai.Stream):
+            assert "".join(c.choices[0].delta.content or "" for c in answer if c.choices) == expected
+        else:
+            assert answer.choices[0].message.content == expected
+
+
+def test_openai_lists_the_model(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [DEMO_MODEL_NAME]
+
+
+def test_openai_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=DEMO_MODEL_NAME, prompt="word " * 50_000, max_tokens=1)
+
+
+def test_the_prefill_pod_takes_part(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Not only the right answer: it came by way of the prefill pod, whose blocks are in the shared directory."""
+    client.completions.create(
+        model=DEMO_MODEL_NAME, prompt="Here is a text that nobody sent before. " * 8, max_tokens=4
+    )
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    served = [
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if not line.startswith("#") and "prefill" in line
+    ]
+    assert any(value > 0 for value in served), metrics
+
+
+def test_health_and_metrics(cluster: Cluster) -> None:
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
+    assert "baton_" in httpx.get(f"{cluster.url}/metrics").text
+
+
+def test_grpc_reflection_lists_the_services(cluster: Cluster) -> None:
+    expected = {"baton.v1.Inference", "grpc.health.v1.Health"}
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert expected <= set(database.get_services())
+    for name, address in cluster.addresses.items():
+        with grpc.insecure_channel(address) as channel:
+            services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
+        role = {"prefill-0": "baton.v1.Prefill", "decode-0": "baton.v1.Decode"}[name]
+        assert {role, "baton.v1.Pod", "grpc.health.v1.Health"} <= services
+    assert inference_pb2_grpc.InferenceStub
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_baton_complete_and_chat(cluster: Cluster, stream: str) -> None:
+    options = [stream, "--url", cluster.url, "--temperature", "0", "--max-tokens", "24"]
+    completed = _baton("complete", "The capital of Italy is", *options)
+    assert completed == greedy_completion("The capital of Italy is", 24).rstrip("\n") + "\n"
+    assert _baton("chat", "What is the capital of France?", *options) == (
+        greedy_chat("What is the capital of France?", 24).rstrip("\n") + "\n"
+    )
+
+
+def _baton(*arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+def test_roles_are_in_the_command_lines(cluster: Cluster) -> None:
+    roles = [process.cmdline()[4] for process in cluster.tree[1:] if process.cmdline()[3:4] == ["serve"]]
+    assert sorted(roles) == ["decode", "prefill", "router"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_child(number: signal.Signals) -> None:
+    with running_cluster("--prefill", "0") as cluster:
+        assert len(cluster.tree) >= 4  # launcher, decode pod, its engine core, router
+        assert cluster.stop(number) == 0
+        assert "Stopped." in cluster.output
+        wait_gone(cluster.tree)
+
+
+def test_a_killed_launcher_leaves_nobody() -> None:
+    with running_cluster("--prefill", "0") as cluster:
+        psutil.Process(cluster.launcher.pid).kill()
+        cluster.launcher.wait(60)
+        wait_gone(cluster.tree)
