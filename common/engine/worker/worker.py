@@ -142,13 +142,20 @@ class Worker:
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-    """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
+    many."""
     shape = (num_blocks, *spec.block_shape(block_size))
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
-    # calloc gives zero pages that take no memory until written; torch.zeros would touch them all.
-    zeros = np.zeros(num_blocks * spec.bytes_per_block(block_size), dtype=np.uint8)
-    return torch.from_numpy(zeros).view(spec.dtype).view(shape)
+    num_bytes = num_blocks * spec.bytes_per_block(block_size)
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+        # calloc gives zero pages that take no memory until written; torch.zeros would touch them all.
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(spec.dtype).view(shape)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than can be had on {device}",
+            param="kv_cache_memory",
+        ) from error
 
 
 def create_connector(config: KVConnectorConfig) -> WorkerConnector:

@@ -1,0 +1,161 @@
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers import utils as transformers_utils
+
+from common.engine.config import ModelConfig
+from common.engine.model.loader import load_model
+from common.errors import ConfigError, ModelLoadError
+from tests.tiny_models import MAX_MODEL_LEN, TINY_MODELS, VOCAB_SIZE, tiny_model_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    return shutil.copytree(tiny_model_dir("llama"), tmp_path / "model")
+
+
+def edit_config(model_dir, **changes):
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(model_dir, **settings):
+    """The error of loading, which must be one line that names the setting."""
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(ModelConfig(model=str(model_dir), **settings))
+    assert caught.value.param == "model"
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def save_tiny(config, directory):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_what_models_cache(name):
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir(name))))
+    spec = loaded.kv_spec
+    config = loaded.model.config
+    assert spec.num_layers == config.num_hidden_layers == len(loaded.attention_modules)
+    assert (loaded.vocab_size, loaded.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
+    assert (loaded.dtype, spec.dtype) == (torch.float32, torch.float32)
+    if name == "deepseek_v3":
+        assert (spec.num_kv_heads, spec.head_dim, spec.value_head_dim) == (4, 24, 16)
+    else:
+        assert spec.num_kv_heads == (4 if name in {"opt", "gpt2"} else 2)
+        assert spec.head_dim == spec.value_head_dim
+
+
+def test_dtype_is_as_asked(model_dir):
+    loaded = load_model(ModelConfig(model=str(model_dir), dtype="bfloat16"))
+    assert (loaded.dtype, loaded.kv_spec.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_eos_of_generation_config_wins(model_dir):
+    edit_config(model_dir, eos_token_id=2)
+    assert load_model(ModelConfig(model=str(model_dir))).eos_token_ids == {2}
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_model(ModelConfig(model=str(model_dir))).eos_token_ids == {5, 6}
+
+
+def test_loading_is_silent(model_dir, capfd):
+    was_enabled = transformers_utils.logging.is_progress_bar_enabled()
+    load_model(ModelConfig(model=str(model_dir)))
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert transformers_utils.logging.is_progress_bar_enabled() == was_enabled
+
+
+def test_missing_directory(tmp_path):
+    assert "does not exist" in refused(tmp_path / "nowhere")
+
+
+def test_file_instead_of_directory(tmp_path):
+    (tmp_path / "file").touch()
+    assert "is not a directory" in refused(tmp_path / "file")
+
+
+def test_no_config(model_dir):
+    (model_dir / "config.json").unlink()
+    assert "has no config.json" in refused(model_dir)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "nonsense"}', "{}"])
+def test_unparsable_config(model_dir, content):
+    (model_dir / "config.json").write_text(content)
+    refused(model_dir)
+
+
+def test_no_weights(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    assert "has no safetensors weights" in refused(model_dir)
+
+
+def test_missing_shard(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors" in refused(model_dir)
+    (model_dir / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json cannot be read" in refused(model_dir)
+
+
+def test_truncated_weights(model_dir):
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "cannot be loaded" in refused(model_dir)
+
+
+def test_weights_of_fewer_layers(model_dir):
+    edit_config(model_dir, num_hidden_layers=4)
+    assert "lacks" in refused(model_dir)
+
+
+def test_encoder_decoder(tmp_path):
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert "encoder-decoder" in refused(tmp_path)
+
+
+def test_no_attention(tmp_path):
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    refused(save_tiny(config, tmp_path))
+
+
+def test_linear_attention(tmp_path):
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    assert "linear_attention" in refused(save_tiny(config, tmp_path))
+
+
+def test_position_bias(tmp_path):
+    refused(save_tiny(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2), tmp_path))
+
+
+def test_remote_code_is_never_run(model_dir):
+    edit_config(model_dir, model_type="mine", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"})
+    (model_dir / "evil.py").write_text("raise SystemExit('ran remote code')")
+    refused(model_dir)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+def test_device_that_is_not_there(model_dir):
+    with pytest.raises(ConfigError, match="cuda") as caught:
+        load_model(ModelConfig(model=str(model_dir), device="cuda"))
+    assert caught.value.param == "device"

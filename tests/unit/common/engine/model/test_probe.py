@@ -1,0 +1,59 @@
+"""The probe refuses what the known arguments do not describe."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from common.engine.attention.hook import ATTENTION_NAME
+from common.engine.model.probe import probe_model
+from common.errors import ModelLoadError
+from tests.tiny_models import tiny_model_dir
+
+
+@pytest.fixture
+def model():
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"), attn_implementation=ATTENTION_NAME).eval()
+
+
+def wrap_attention(model, **extra):
+    """Let the first layer pass more arguments to its attention."""
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, **extra})
+
+
+def test_unknown_argument_is_refused(model):
+    wrap_attention(model, position_bias=1.0)
+    with pytest.raises(ModelLoadError, match="'position_bias'"):
+        probe_model(model, model.config)
+
+
+def test_flags_are_not_arguments_that_matter(model):
+    wrap_attention(model, output_router_logits=False, is_causal=True)
+    assert probe_model(model, model.config).spec.num_layers == 3
+
+
+def test_bidirectional_attention_is_refused(model):
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ModelLoadError, match="is not causal"):
+        probe_model(model, model.config)
+
+
+def test_shapes_that_differ_per_layer_are_refused(model):
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = attention.q_proj, attention.q_proj
+    attention.num_key_value_groups = 1
+    with pytest.raises(ModelLoadError, match="different shapes per layer"):
+        probe_model(model, model.config)
+
+
+def test_other_results_than_its_own_attention_are_refused(model):
+    attention = model.model.layers[2].self_attn
+    forward = attention.forward
+
+    def biased(*args, **kwargs):
+        out, weights = forward(*args, **kwargs)
+        return (out if model.config._attn_implementation == ATTENTION_NAME else out + 1.0), weights
+
+    attention.forward = biased
+    with pytest.raises(ModelLoadError, match="does not compute what its own attention does"):
+        probe_model(model, model.config)

@@ -1,0 +1,198 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.sampler import Sampler, SamplingRow, is_plain
+from common.types import SamplingParams
+
+VOCAB = 40
+EOS = 7
+SAMPLER = Sampler(frozenset({EOS}))
+
+
+def row(params, tokens=(1, 2, 3), num_prompt=3):
+    return SamplingRow(params, np.array(tokens, dtype=np.int32), num_prompt)
+
+
+def sample(logits, rows):
+    return SAMPLER.sample(logits.clone(), rows)
+
+
+def draw(logits, params, count=4000):
+    """Tokens drawn from one distribution at `count` seeds, and their frequencies."""
+    rows = [row(SamplingParams(**params, seed=seed)) for seed in range(count)]
+    tokens = [token.token_id for token in sample(logits.expand(count, -1), rows)]
+    return tokens, torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1]) / count
+
+
+def assert_distributed(frequencies, probabilities, count=4000):
+    """Pearson's chi-squared, at about five standard deviations."""
+    possible = probabilities > 0
+    assert not frequencies[~possible].any()
+    expected = probabilities[possible] * count
+    statistic = ((frequencies[possible] * count - expected) ** 2 / expected).sum()
+    freedom = int(possible.sum()) - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def logits_of(seed=0, vocab=VOCAB, scale=1.5):
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def test_noise_is_that_of_splitmix64():
+    # First outputs of SplitMix64 seeded with 0, as published with the reference implementation.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    noise = gumbel_noise(torch.tensor([[0]]), torch.tensor([1, 2, 3]))[0]
+    expected = [-math.log(-math.log(((bits >> 11) + 0.5) / 2**53)) for bits in published]
+    assert noise.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_streams_of_seeds_and_positions_differ():
+    keys = [stream_key(seed, position) for seed in (0, 1, 2, 2**63, 2**64 - 1) for position in range(50)]
+    assert len(set(keys)) == len(keys)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert stream_key(2**64 + 5, 3) == stream_key(5, 3)
+
+
+def test_greedy_is_argmax_and_plain():
+    logits = torch.stack([logits_of(seed) for seed in range(5)])
+    rows = [row(SamplingParams(temperature=0.0))] * 5
+    assert [token.token_id for token in sample(logits, rows)] == logits.argmax(dim=-1).tolist()
+    assert SAMPLER.sample_plain(logits) == logits.argmax(dim=-1).tolist()
+    assert is_plain(SamplingParams(temperature=0.0, top_k=3, top_p=0.1, stop_token_ids=(4,)))
+    for changed in ({"min_tokens": 1}, {"num_logprobs": 0}, {"presence_penalty": 0.1}, {"temperature": 0.1}):
+        assert not is_plain(SamplingParams(**{"temperature": 0.0, **changed}))
+
+
+def test_temperature_shapes_the_distribution():
+    logits = logits_of()
+    for temperature in (0.5, 1.0, 2.0):
+        _, frequencies = draw(logits, {"temperature": temperature})
+        assert_distributed(frequencies, torch.softmax(logits / temperature, dim=-1))
+
+
+def test_tiny_temperature_is_almost_greedy():
+    tokens, _ = draw(logits_of(), {"temperature": 1e-30}, count=50)
+    assert set(tokens) == {int(logits_of().argmax())}
+
+
+def test_top_k_keeps_the_k_best():
+    logits = logits_of()
+    _, frequencies = draw(logits, {"top_k": 5})
+    expected = torch.zeros(VOCAB)
+    best = logits.topk(5)
+    expected[best.indices] = torch.softmax(best.values, dim=-1)
+    assert_distributed(frequencies, expected)
+
+
+def test_top_p_keeps_the_smallest_sufficient_set():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    for top_p, kept in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.95, 4), (1e-6, 1)):
+        _, frequencies = draw(logits, {"top_p": top_p}, count=500)
+        assert int((frequencies > 0).sum()) == kept
+
+
+def test_top_p_looks_at_what_top_k_left():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    _, frequencies = draw(logits, {"top_k": 2, "top_p": 0.5}, count=500)  # 0.4 / 0.7 is enough alone
+    assert (frequencies > 0).tolist() == [True, False, False, False]
+
+
+def test_min_p_is_relative_to_the_best():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    for min_p, kept in ((0.2, 4), (0.26, 3), (0.51, 2), (1.0, 1)):
+        _, frequencies = draw(logits, {"min_p": min_p}, count=500)
+        assert int((frequencies > 0).sum()) == kept
+    _, frequencies = draw(logits, {"min_p": 0.51, "top_k": 3}, count=500)
+    assert int((frequencies > 0).sum()) == 2
+
+
+def test_batched_equals_alone():
+    variants = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"top_p": 0.6},
+        {"top_k": 10, "top_p": 0.9, "min_p": 0.05},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": (3, 4)},
+        {"num_logprobs": 4, "top_k": 2},
+        {"temperature": 0.0, "num_logprobs": 0},
+    ]
+    logits = torch.stack([logits_of(seed) for seed in range(len(variants))])
+    rows = [
+        row(SamplingParams(**variant, seed=seed), tokens=range(seed, seed + 9), num_prompt=4)
+        for seed, variant in enumerate(variants)
+    ]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+    assert [token.token_id for token in together] == [token.token_id for token in alone]
+    for one, other in zip(together, alone, strict=True):
+        if one.logprobs is not None:
+            assert one.logprobs.sampled == pytest.approx(other.logprobs.sampled, abs=1e-6)
+            assert [token_id for token_id, _ in one.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
+
+
+def test_many_rows_are_drawn_in_parts(monkeypatch):
+    logits = torch.stack([logits_of(seed) for seed in range(10)])
+    rows = [row(SamplingParams(seed=seed)) for seed in range(10)]
+    whole = sample(logits, rows)
+    monkeypatch.setattr("common.engine.sampling.sampler._MAX_DRAWN_LOGITS", 3 * VOCAB)
+    assert sample(logits, rows) == whole
+
+
+def test_position_and_seed_choose_the_draw():
+    logits = torch.zeros(1, 1000)
+    by_position = {sample(logits, [row(SamplingParams(seed=5), range(n), 3)])[0].token_id for n in range(3, 13)}
+    by_seed = {sample(logits, [row(SamplingParams(seed=seed))])[0].token_id for seed in range(10)}
+    assert len(by_position) > 5
+    assert len(by_seed) > 5
+
+
+def test_last_bits_of_logits_do_not_change_the_draw():
+    logits = torch.randn(64, 2000, generator=torch.Generator().manual_seed(0))
+    disturbed = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)))
+    rows = [row(SamplingParams(seed=seed)) for seed in range(64)]
+    assert sample(logits, rows) == sample(disturbed, rows)
+
+
+def test_logprobs_are_those_before_truncation():
+    logits = logits_of()
+    token = sample(logits[None], [row(SamplingParams(temperature=0.5, top_k=1, num_logprobs=3))])[0]
+    expected = torch.log_softmax(logits, dim=-1)
+    best = expected.topk(3)
+    assert token.token_id == int(best.indices[0])
+    assert token.logprobs.sampled == pytest.approx(float(best.values[0]))
+    assert [token_id for token_id, _ in token.logprobs.top] == best.indices.tolist()
+    assert [value for _, value in token.logprobs.top] == pytest.approx(best.values.tolist())
+    assert sample(logits[None], [row(SamplingParams(num_logprobs=0))])[0].logprobs.top == []
+
+
+def test_penalties():
+    logits = torch.full((1, 6), 1.0)
+    logits[0, 5] = -1.0
+    tokens = [0, 5, 1, 1, 2]  # prompt 0 5, output 1 1 2
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.125, num_logprobs=6
+    )
+    token = sample(logits, [row(params, tokens, num_prompt=2)])[0]
+    penalised = torch.tensor([0.5, 0.5 - 0.5 - 0.125, 0.5 - 0.25 - 0.125, 1.0, 1.0, -2.0])
+    expected = torch.log_softmax(penalised, dim=-1)
+    assert dict(token.logprobs.top) == pytest.approx({i: float(value) for i, value in enumerate(expected)})
+
+
+def test_stop_tokens_are_masked_until_min_tokens():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS], logits[0, 4], logits[0, 9] = 3.0, 2.0, 1.0
+    params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4, VOCAB + 1)}
+
+    def sampled(num_output, **changes):
+        tokens = range(3 + num_output)
+        return sample(logits, [row(SamplingParams(**{**params, **changes}), tokens, num_prompt=3)])[0].token_id
+
+    assert [sampled(0), sampled(1), sampled(2)] == [9, 9, EOS]
+    assert sampled(0, ignore_eos=True) == EOS

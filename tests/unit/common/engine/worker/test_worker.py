@@ -1,0 +1,147 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.engine.attention.base import KVSpec
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.executor.fake import MemoryConnector
+from common.engine.executor.inproc import InprocExecutor
+from common.engine.kv_connector import BlockTransfer
+from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.engine.worker import memory
+from common.engine.worker.worker import allocate_kv_cache
+from common.errors import ConfigError
+from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
+from tests.tiny_models import MAX_MODEL_LEN, prompt_of, reference_generate, tiny_model_dir
+
+BLOCK_SIZE = 8
+GREEDY = SamplingParams(temperature=0.0)
+SHARED_STORE = {}
+
+
+def create_test_connector(name, options):
+    if name != "memory":
+        raise ConfigError(f"unknown connector {name!r}", param="connector")
+    connector = MemoryConnector(SHARED_STORE)
+    connector.options = options
+    return connector
+
+
+def config(model="llama", connector=None, cache=None, **scheduler):
+    return EngineConfig(
+        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1),
+        cache=cache or CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(**scheduler),
+        connector=connector,
+    )
+
+
+def connector_config(name="memory"):
+    return KVConnectorConfig(factory=f"{__name__}:create_test_connector", name=name, options={"path": "x"})
+
+
+@pytest.fixture
+def start():
+    executors = []
+
+    def start(**settings):
+        executor = InprocExecutor(config(**settings))
+        executors.append(executor)
+        facts = executor.load_model()
+        executor.initialize_kv_cache(32, lambda: None)
+        return executor, facts
+
+    yield start
+    for executor in executors:
+        executor.close()
+        executor.close()
+
+
+def test_facts(start):
+    _, facts = start()
+    assert len(facts.fingerprint) == 32
+    assert facts.bytes_per_block == 3 * 2 * 2 * BLOCK_SIZE * 12 * 4
+    assert (facts.device, facts.dtype, facts.max_model_len) == ("cpu", "float32", MAX_MODEL_LEN)
+
+
+def test_kv_bytes_follow_the_settings():
+    def kv_blocks(cache, **settings):
+        facts = InprocExecutor(config(cache=cache, **settings)).load_model()
+        return facts.available_kv_bytes / facts.bytes_per_block
+
+    assert kv_blocks(CacheConfig(num_blocks=7)) == 7
+    bytes_per_block = 3 * 2 * 2 * 16 * 12 * 4
+    assert kv_blocks(CacheConfig(kv_cache_memory=5 * bytes_per_block + 1)) == 5 + 1 / bytes_per_block
+    # A tiny model never needs a tenth of this machine: all requests at full length, and the null block.
+    assert kv_blocks(CacheConfig(), max_num_seqs=3) == 3 * MAX_MODEL_LEN / 16 + 1
+
+
+def test_kv_cache_takes_no_memory_until_written():
+    spec = KVSpec(24, 8, 128, 128, torch.bfloat16)
+    before = resident_bytes()
+    kv_cache = allocate_kv_cache(spec, 1000, 16, torch.device("cpu"))  # 1.5 GiB
+    assert kv_cache.shape == (1000, 24, 2, 8, 16, 128)
+    assert not kv_cache[999].any()
+    assert resident_bytes() - before < 1 << 28
+
+
+def test_kv_cache_that_cannot_be_had_is_a_setting_error():
+    with pytest.raises(ConfigError, match="KV cache"):
+        allocate_kv_cache(KVSpec(24, 8, 128, 128, torch.bfloat16), 10**9, 16, torch.device("cpu"))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_free_memory_is_measured_and_limited_by_the_cgroup(tmp_path, monkeypatch):
+    assert 0 < memory.free_host_bytes() < 1 << 50
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert memory._available_in_cgroup(tmp_path) == 600_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._available_in_cgroup(tmp_path) >= 1 << 60
+
+
+def test_handoff_between_two_executors(start):
+    SHARED_STORE.clear()
+    producer, facts = start(connector=connector_config())
+    consumer, peer_facts = start(connector=connector_config())
+    assert facts.fingerprint == peer_facts.fingerprint
+    prompt = prompt_of(19)
+    request_id = RequestId("r")
+    full = hash_prompt(prompt, BLOCK_SIZE, root_hash())
+    hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
+
+    save = BlockTransfer(1, request_id, (4, 5, 6), hashes, 3)
+    new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
+    result = producer.execute(SchedulerOutput([new], [], {request_id: 19}, 19, saves=[save]))
+    assert [(r.job_id, r.num_blocks_ok) for r in result.transfers] == [(1, 3)]
+    tokens = [result.sampled[request_id].token_id]
+
+    load = BlockTransfer(2, request_id, (9, 8, 7), hashes, 3)
+    result = consumer.execute(SchedulerOutput(loads=[load], cancelled_job_ids=[77]))
+    assert [(r.job_id, r.num_blocks_ok) for r in result.transfers] == [(2, 3)]
+    new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
+    for computed in range(19, 24):
+        known = {"new_requests": [new]} if computed == 19 else {}
+        if computed > 19:
+            known = {"continued_requests": [ContinuedRequest(request_id, [], computed)]}
+        result = consumer.execute(
+            SchedulerOutput(**known, num_scheduled_tokens={request_id: 1}, total_num_scheduled_tokens=1)
+        )
+        tokens.append(result.sampled[request_id].token_id)
+    assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
+
+
+def test_connector_errors_are_setting_errors(start):
+    with pytest.raises(ConfigError, match="unknown connector"):
+        start(connector=connector_config("nothing"))
+
+
+def test_a_transfer_without_a_connector_is_refused(start):
+    executor, _ = start()
+    with pytest.raises(ConfigError, match="no connector"):
+        executor.execute(SchedulerOutput(loads=[BlockTransfer(1, RequestId("r"), (1,), (b"h",), 8)]))
