@@ -189,7 +189,7 @@ def _set_up_logging(launch: Launch) -> None:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sends it: the parent decides
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
     _set_up_logging(launch)

@@ -35,7 +35,8 @@ class EngineClient(Protocol):
         """Report news of a consumer's handoff."""
 
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """Everything the engine says, one item per step. To be iterated once, by one task; raises EngineDeadError."""
+        """Everything the engine says, one item per step. To be iterated once, by one task; ends with `close`, raises
+        EngineDeadError if the engine dies."""
 
     async def spec(self) -> EngineSpec:
         """Facts of the started engine."""

@@ -76,7 +76,9 @@ class AsyncMPClient(AsyncClientBase):
         self._open_sockets(launch)
         arguments = [self._name] if self._name else []  # only for whoever looks at the process list
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "common.engine.core_proc", *arguments, stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "common.engine.core_proc", *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C is for this process to act on
         )
         assert self._process.stdin is not None
         self._process.stdin.write(frame_launch(launch))  # and stays open: its end would tell the child that we are gone
