@@ -28,7 +28,7 @@ from common.errors import ConfigError
 from common.observability.logging import LogLevel
 from deploy.pod_process import PodProcess, PodSpec, PodStartError
 from deploy.ports import check_free, pick_ports
-from deploy.probes import first_model, grpc_probe, http_probe
+from deploy.probes import RouterProbe, first_model, grpc_probe
 from deploy.scratch import scratch_directory
 from deploy.terminal import Terminal
 
@@ -107,7 +107,8 @@ class LocalCluster:
         self._port = port
         plan = plan_cluster(config, port, grpc_port, scratch, config_file)
         self._pods = [PodProcess(spec, grpc_probe(spec.address), terminal) for spec in plan.pods]
-        self._router = PodProcess(plan.router, http_probe(self._probe_host, port), terminal)
+        names = {spec.address: spec.name for spec in plan.pods}
+        self._router = PodProcess(plan.router, RouterProbe(self._probe_host, port, names), terminal)
 
     async def run(self) -> int:
         """Starts everything and waits for a signal. Returns 0; raises ConfigError or PodStartError."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.errors import ConfigError
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -29,14 +31,30 @@ def grpc_probe(address: str) -> Callable[[], Awaitable[bool]]:
     return probe
 
 
-def http_probe(host: str, port: int, path: str = "/health") -> Callable[[], Awaitable[bool]]:
-    """A probe that is True once GET `path` answers 200."""
+class RouterProbe:
+    """A probe that is True once the router at host:port reaches every pod; later, while it can serve at all.
 
-    async def probe() -> bool:
-        status, _ = await asyncio.to_thread(_get, host, port, path)
-        return status == 200
+    Raises ConfigError if the router refuses a pod because it does not fit the others.
+    """
 
-    return probe
+    def __init__(self, host: str, port: int, pod_names: Mapping[str, str]) -> None:
+        """`pod_names` are the names of the pods by address."""
+        self._host = host
+        self._port = port
+        self._pod_names = pod_names
+        self._was_complete = False
+
+    async def __call__(self) -> bool:
+        """Asks once."""
+        status, body = await asyncio.to_thread(_get, self._host, self._port, "/health")
+        if self._was_complete or not body:
+            return status == 200
+        pods = json.loads(body)["pods"]
+        for pod in pods:
+            if pod["state"] == "refused":
+                raise ConfigError(f"{self._pod_names.get(pod['address'], pod['address'])}: {pod['detail']}")
+        self._was_complete = status == 200 and all(pod["state"] == "ready" for pod in pods)
+        return self._was_complete
 
 
 async def first_model(host: str, port: int) -> str:

@@ -75,18 +75,23 @@ def test_openai_errors(client: openai.OpenAI) -> None:
         client.completions.create(model=DEMO_MODEL_NAME, prompt="word " * 50_000, max_tokens=1)
 
 
-def test_the_prefill_pod_takes_part(cluster: Cluster, client: openai.OpenAI) -> None:
-    """Not only the right answer: it came by way of the prefill pod, whose blocks are in the shared directory."""
-    client.completions.create(
-        model=DEMO_MODEL_NAME, prompt="Here is a text that nobody sent before. " * 8, max_tokens=4
-    )
-    metrics = httpx.get(f"{cluster.url}/metrics").text
-    served = [
-        float(line.rpartition(" ")[2])
-        for line in metrics.splitlines()
-        if not line.startswith("#") and "prefill" in line
-    ]
-    assert any(value > 0 for value in served), metrics
+def test_the_kv_comes_from_the_prefill_pod(cluster: Cluster, client: openai.OpenAI) -> None:
+    """Not only the right answer: none of the prompt was computed by the decode pod."""
+    prompt = "Here is a text that nobody sent before. " * 8
+    before = _metrics(cluster)
+    usage = client.completions.create(model=DEMO_MODEL_NAME, prompt=prompt, max_tokens=4).usage
+    after = _metrics(cluster)
+    assert usage is not None
+    remote = 'baton_dispatch_total{prefill="remote",reason="planned"}'
+    assert after[remote] == before.get(remote, 0) + 1
+    external = "baton_external_tokens_total"
+    assert after[external] - before[external] == usage.prompt_tokens
+
+
+def _metrics(cluster: Cluster) -> dict[str, float]:
+    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
 
 
 def test_health_and_metrics(cluster: Cluster) -> None:
