@@ -53,7 +53,7 @@ class AnswerFormat(ABC):
         """`created` is Unix time. `usage_in_chunks`: chunks carry "usage": null, the last one has the counts."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
-        self._identity = {"id": request_id, "created": created, "model": model}
+        self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = _encode({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
         tail = b',"usage":null}\n\n' if usage_in_chunks else b"}\n\n"
@@ -101,7 +101,7 @@ class AnswerFormat(ABC):
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
             logprobs = self.logprobs(answer.deltas, len(echo)) if self._wants_logprobs else None
             choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
-        return _encode({**self._identity, "object": self.object_name, "choices": choices, "usage": usage})
+        return _encode({**self._identity, "choices": choices, "usage": usage})
 
 
 class CompletionFormat(AnswerFormat):

@@ -117,20 +117,26 @@ class Cluster:
 
     def _judge(self) -> None:
         """Decide anew which model is served and who fits; called whenever a pod's state may have changed."""
-        offered = [ModelFacts.of(pod.info) for pod in self.decode_pods if pod.info is not None]
+        offered = [
+            ModelFacts.of(pod.info)
+            for pod in self.decode_pods
+            if pod.info is not None and pod.info.role == pods_pb2.POD_ROLE_DECODE
+        ]
         if offered and self.model not in offered:
             self.model = offered[0]
         for pod in self.pods:
             if pod.info is not None:
-                pod.refusal = self._refusal(pod, pod.info)
+                pod.fits, pod.refusal = self._verdict(pod, pod.info)
         self._report()
 
-    def _refusal(self, pod: Pod, info: pods_pb2.PodInfo) -> str:
+    def _verdict(self, pod: Pod, info: pods_pb2.PodInfo) -> tuple[bool | None, str]:
+        """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
-            return f"it is not a {pod.role_name} pod"
+            return False, f"it is not a {pod.role_name} pod"
         if self.model is None:
-            return "no decode pod has said which model is served"
-        return self.model.mismatch(ModelFacts.of(info))
+            return None, ""
+        mismatch = self.model.mismatch(ModelFacts.of(info))
+        return not mismatch, mismatch
 
     def _report(self) -> None:
         changed = False

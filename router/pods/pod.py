@@ -51,7 +51,8 @@ class Pod:
         self.address = address
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.session: DecodeSession | None = None  # of a connected decode pod
-        self.refusal = ""  # why it does not fit; set by the Cluster
+        self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
+        self.refusal = ""  # why it does not fit
         self._on_change = on_change
         self._failure = ""  # why the last connection ended
         self._ever_tried = False
@@ -71,8 +72,8 @@ class Pod:
         """What it is to the router now."""
         if self.info is None:
             return PodState.DOWN if self._ever_tried else PodState.CONNECTING
-        if self.refusal:
-            return PodState.REFUSED
+        if not self.fits:
+            return PodState.CONNECTING if self.fits is None else PodState.REFUSED
         if self._stats is None or not self._serving or (self.session is not None and self.session.broken):
             return PodState.NOT_SERVING
         return PodState.DRAINING if self._stats.draining else PodState.READY
@@ -80,7 +81,9 @@ class Pod:
     @property
     def detail(self) -> str:
         """Why it is in this state, for a person; may be empty."""
-        return self.refusal if self.info is not None else self._failure
+        if self.info is None:
+            return self._failure
+        return "waiting for a decode pod to say which model is served" if self.fits is None else self.refusal
 
     def snapshot(self) -> PodSnapshot:
         """The pod as policies see it. Only for a ready pod."""
@@ -194,6 +197,7 @@ class Pod:
         self._prefill_stub = None
         self._stats = None
         self._serving = False
+        self.fits = None
         self.refusal = ""
         self._on_change()
 

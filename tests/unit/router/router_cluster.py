@@ -1,0 +1,65 @@
+"""A router over fake pods, in this process, on real ports."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+
+from router.config import RouterConfig
+from router.pods import PodState
+from router.runtime import Router
+
+
+class RouterCluster:
+    """Fake pods, a router over them, and an HTTP client for it."""
+
+    def __init__(self, router: Router, client: httpx.AsyncClient, prefill, decode):
+        self.router = router
+        self.client = client
+        self.prefill = prefill
+        self.decode = decode
+
+    async def post(self, path, **body):
+        return await self.client.post(path, json=body)
+
+    async def complete(self, **body):
+        """Text and whole body of a completion that must succeed."""
+        response = await self.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metric(self, name, **labels):
+        return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, condition):
+        """Wait for something about the pods as the router sees them."""
+        cluster = self.router.cluster
+        while not condition():
+            await cluster._changed.wait()
+
+    async def until_ready(self):
+        await self.until(lambda: all(pod.state is PodState.READY for pod in self.router.cluster.pods))
+
+    async def until_quiet(self):
+        """No pod has anything left of any request."""
+        for pod in self.decode:
+            await pod.until(lambda pod=pod: not pod.live)
+        assert not self.router.service._running
+        for pod in self.router.cluster.pods:
+            assert (pod._num_requests, pod._num_prompt_tokens) == (0, 0)
+
+
+@asynccontextmanager
+async def run_cluster(prefill=(), decode=(), **settings):
+    async with AsyncExitStack() as stack:
+        for pod in (*prefill, *decode):
+            await stack.enter_async_context(pod)
+        config = RouterConfig(
+            **{"port": 0, "grpc_port": 0, "shutdown_grace_s": 0.0, **settings},
+            prefill=[pod.address for pod in prefill],
+            decode=[pod.address for pod in decode],
+        )
+        router = await stack.enter_async_context(Router(config).running())
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.http_url, timeout=60))
+        yield RouterCluster(router, client, prefill, decode)

@@ -1,0 +1,154 @@
+"""What a client does wrong: an OpenAI-style error that names it, and nothing started."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+
+from router.testing import FakeDecodePod
+from tests.unit.router.router_cluster import run_cluster
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_cluster():
+    decode = FakeDecodePod(max_model_len=64)
+    async with run_cluster(decode=[decode], max_body_bytes=4096, max_choices=4) as cluster:
+        await cluster.until_ready()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster):
+    yield shared_cluster
+    assert shared_cluster.decode[0].submits == []
+    assert shared_cluster.router.service._running == {}
+
+
+def error_of(response, status, code="invalid_argument"):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    return error
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff", b'{"model": "a",}', b'{"temperature": NaN}'])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_invalid_json(cluster, path, body):
+    error = error_of(await cluster.client.post(path, content=body), 400)
+    assert "not valid JSON" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ["a", [1]]}, "prompt"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt[1]"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": 64}, "prompt"),
+        (TEXT, {"prompt": [5] * 64}, "prompt"),
+        (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature"),
+        (TEXT, {"prompt": "a", "temperature": 2.1}, "temperature"),
+        (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
+        (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
+        (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
+        (TEXT, {"prompt": "a", "seed": -1}, "seed"),
+        (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": "a", "logprobs": 1, "echo": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+        (TEXT, {"prompt": "a", "n": 0}, "n"),
+        (TEXT, {"prompt": "a", "n": 5}, "n"),
+        (TEXT, {"prompt": ["a"] * 3, "n": 2}, "n"),
+        (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "a", "stop": ""}, "stop"),
+        (TEXT, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        (TEXT, {"prompt": "a", "stop": [1]}, "stop[0]"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (TEXT, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "typo": 1}, "typo"),
+        (TEXT, {"prompt": "a", "stream_options": {"typo": 1}}, "stream_options.typo"),
+        (TEXT, {"prompt": "a", "priority": 2**31}, "priority"),
+        (TEXT, {"prompt": "a", "request_id": "a b"}, "request_id"),
+        (TEXT, {"prompt": "a", "cache_salt": "x" * 257}, "cache_salt"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0]"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 200}]}, "messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_field_at_fault_is_named(cluster, path, body, param, stream):
+    error = error_of(await cluster.post(path, **body, stream=stream), 400)
+    assert error["param"] == param
+    assert param.split("[")[0].split(".")[0] in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("token_id", [-1, 2048, 2**33])
+async def test_token_ids_outside_the_vocabulary(cluster, token_id):
+    error = error_of(await cluster.post(TEXT, prompt=[5, token_id]), 422, "unprocessable")
+    assert error["param"] == "prompt"
+    assert str(token_id) in error["message"]
+    error = error_of(await cluster.post(TEXT, prompt="a", stop_token_ids=[token_id]), 422, "unprocessable")
+    assert error["param"] == "stop_token_ids"
+
+
+async def test_unknown_model(cluster):
+    for path, body in [(TEXT, {"prompt": "a"}), (CHAT, {"messages": HELLO})]:
+        error = error_of(await cluster.post(path, model="gpt-9", **body), 404, "not_found")
+        assert error["param"] == "model"
+        assert "baton-demo" in error["message"]
+    error_of(await cluster.client.get("/v1/models/gpt-9"), 404, "not_found")
+
+
+async def test_too_large_a_body(cluster):
+    error_of(await cluster.post(TEXT, prompt="x" * 5000), 413, "too_large")
+
+    async def endless():
+        for _ in range(100):
+            yield b"x" * 1000
+
+    error_of(await cluster.client.post(TEXT, content=endless()), 413, "too_large")
+
+
+async def test_lone_surrogates_are_not_text(cluster):
+    response = await cluster.client.post(TEXT, content=b'{"prompt": "a\\ud800b"}')
+    error_of(response, 400)
+
+
+async def test_no_such_route(cluster):
+    error_of(await cluster.client.get("/v2/nothing"), 404, "not_found")
+    response = await cluster.client.get(TEXT)
+    error_of(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+async def test_errors_are_counted(cluster):
+    def counts():
+        return [cluster.metric("baton_request_errors_total", code=code) for code in ("invalid_argument", "not_found")]
+
+    before = counts()
+    await cluster.post(TEXT, prompt="")
+    await cluster.post(TEXT, prompt="a", model="gpt-9")
+    assert counts() == [count + 1 for count in before]

@@ -1,0 +1,319 @@
+"""What happens between a router and its pods: dispatch, faults, cancellation, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
+from common.pb import common_pb2
+from router.request import Draft, TokenPrompt
+from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
+
+PROMPT = [600, 601, 602]  # followed by tokens that are whole words
+TOKENS = list(counting_reply(common_pb2.EngineRequest(prompt_token_ids=PROMPT, sampling={"max_tokens": 8})))
+BODY = {"prompt": PROMPT, "max_tokens": 8}
+
+
+@pytest.fixture
+def text(tokenizer):
+    """Text of the first n tokens of the answer."""
+    from common.tokenization import IncrementalDetokenizer
+
+    def text(num_tokens=8):
+        detokenizer = IncrementalDetokenizer(tokenizer, context=PROMPT)
+        return detokenizer.push(TOKENS[:num_tokens]) + detokenizer.finish()
+
+    return text
+
+
+class Stream:
+    """A streamed completion, event by event."""
+
+    def __init__(self, cluster, **body):
+        self._request = cluster.client.stream("POST", "/v1/completions", json={**BODY, "stream": True, **body})
+        self.text = ""
+
+    async def __aenter__(self):
+        self.response = await self._request.__aenter__()
+        self._lines = self.response.aiter_lines()
+        return self
+
+    async def __aexit__(self, *exc_info):
+        await self._lines.aclose()
+        await self._request.__aexit__(*exc_info)
+
+    async def next(self):
+        """The next event, parsed; None at the end."""
+        async for line in self._lines:
+            if line == "data: [DONE]":
+                return None
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                if "choices" in event:
+                    self.text += event["choices"][0]["text"]
+                return event
+        raise AssertionError("the stream broke off")
+
+    async def rest(self):
+        """All remaining events."""
+        return [event async for event in aiter_until_none(self.next)]
+
+
+async def aiter_until_none(get):
+    while (event := await get()) is not None:
+        yield event
+
+
+async def test_both_legs_get_the_same_request(pair):
+    await pair.complete(**BODY, seed=3)
+    submit, prefill = pair.decode[0].submits[0], pair.prefill[0].prefills[0]
+    assert submit.request == prefill.request
+    assert submit.remote_prefill.transfer_id == prefill.transfer_id != ""
+    assert submit.remote_prefill.epoch == prefill.epoch == 1
+    assert submit.remote_prefill.prefill_address == pair.prefill[0].address
+    assert submit.timeout_s > 600
+
+
+async def test_the_first_token_does_not_wait_for_decode(pair, text):
+    pair.decode[0].allowed = 0
+    async with Stream(pair) as stream:
+        await stream.next()
+        assert stream.text == text(1)
+        await pair.decode[0].allow(None)
+        await stream.rest()
+    assert stream.text == text()
+    await pair.until_quiet()
+
+
+async def test_the_answer_does_not_wait_for_a_late_prefill_response(pair, text):
+    pair.prefill[0].may_answer.clear()
+    body = await pair.complete(**BODY)
+    assert body["choices"][0]["text"] == text()
+    await pair.prefill[0].until(lambda: pair.prefill[0].num_cancelled == 1)
+
+
+@pytest.mark.parametrize("reply", [counting_reply, fixed_reply([2])], ids=["max_tokens", "end_of_sequence"])
+async def test_prefill_alone_can_end_a_request(pair, reply):
+    pair.prefill[0].reply = pair.decode[0].reply = reply
+    pair.decode[0].allowed = 0
+    body = await pair.complete(prompt=PROMPT, max_tokens=1 if reply is counting_reply else 5)
+    assert body["usage"]["completion_tokens"] == 1
+    assert body["choices"][0]["finish_reason"] == ("length" if reply is counting_reply else "stop")
+    await pair.decode[0].until(lambda: pair.decode[0].aborts)
+    await pair.until_quiet()
+
+
+@pytest.mark.parametrize("failure", [UnavailableError("draining"), OverloadedError("full"), BatonError("bug")])
+async def test_decode_is_told_when_prefill_fails(pair, text, failure):
+    pair.decode[0].recomputes_only = True
+    pair.prefill[0].failure = failure
+    body = await pair.complete(**BODY)
+    assert body["choices"][0]["text"] == text()
+    (told,) = pair.decode[0].prefill_failures
+    assert (told.epoch, told.reason) == (1, failure.code.value.number)
+    assert pair.metric("baton_prefill_failures_total", code=failure.code.label) == 1
+
+
+async def test_a_prefill_pod_dies_during_many_requests(start_cluster, text):
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod(), FakeDecodePod()])
+    prefill = cluster.prefill[0]
+    prefill.may_answer.clear()
+    for decode in cluster.decode:
+        decode.recomputes_only = True
+    answers = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(20)]
+    await prefill.until(lambda: len(prefill.prefills) == 20)
+    await prefill.stop()
+    assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
+    assert [len(decode.submits) for decode in cluster.decode] == [10, 10]
+    await cluster.until_quiet()
+
+
+async def test_a_stream_continues_on_another_decode_pod(start_cluster, text):
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()])
+    for decode in cluster.decode:
+        decode.allowed = 3
+    async with Stream(cluster, seed=7) as stream:
+        while stream.text != text(3):
+            await stream.next()
+        dying, other = cluster.decode if cluster.decode[0].submits else reversed(cluster.decode)
+        await other.allow(None)
+        await dying.stop()
+        await stream.rest()
+    assert stream.text == text()
+    before, after = dying.submits[0].request, other.submits[0].request
+    assert list(after.output_token_ids) == TOKENS[:3]
+    assert (after.sampling, after.block_hashes) == (before.sampling, before.block_hashes)
+    assert cluster.metric("baton_redispatch_total", reason="pod_lost") == 1
+    await cluster.until_quiet()
+
+
+async def test_a_stream_waits_for_its_only_decode_pod_to_come_back(start_cluster, text):
+    cluster = await start_cluster([], [FakeDecodePod()], pod_wait_s=60)
+    decode = cluster.decode[0]
+    decode.allowed = 3
+    async with Stream(cluster) as stream:
+        while stream.text != text(3):
+            await stream.next()
+        await decode.stop()
+        await decode.allow(None)
+        await decode.start()
+        await stream.rest()
+    assert stream.text == text()
+
+
+async def test_attempts_are_bounded_and_the_stream_says_why_it_ended(start_cluster, text):
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()])
+    for decode in cluster.decode:
+        decode.allowed = 3
+    async with Stream(cluster) as stream:
+        while stream.text != text(3):
+            await stream.next()
+        for decode in cluster.decode:
+            decode.failure = UnavailableError("the engine died")
+            await decode.allow(None)
+        events = await stream.rest()
+    assert events[-1]["error"]["code"] == "unavailable"
+    assert "the engine died" in events[-1]["error"]["message"]
+    assert stream.text == text(3)
+    assert sum(len(decode.submits) for decode in cluster.decode) == 2
+    assert cluster.metric("baton_request_errors_total", code="unavailable") == 1
+    await cluster.until_quiet()
+
+
+async def test_pods_that_disagree_never_make_one_answer(start_cluster, text):
+    """The client has prefill's token already: decode must go on from that one."""
+    wrong = FakeDecodePod(lambda request: [7, *counting_reply(request)[1:]])
+    cluster = await start_cluster([FakePrefillPod()], [wrong])
+    wrong.allowed = 0
+    async with Stream(cluster) as stream:
+        await stream.next()
+        await wrong.allow(None)
+        await stream.rest()
+    assert stream.text == text()
+    assert [list(submit.request.output_token_ids) for submit in wrong.submits] == [[], TOKENS[:1]]
+    assert cluster.metric("baton_token_mismatch_total") == 1
+
+
+async def test_an_error_of_the_pod_has_its_status(start_cluster):
+    cluster = await start_cluster()
+    cluster.decode[0].failure = PromptTooLongError("too long for this pod", param="prompt")
+    response = await cluster.post("/v1/completions", **BODY)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "too long for this pod"
+    assert len(cluster.decode[0].submits) == 1
+
+
+async def test_a_full_pod_is_passed_over_and_full_pods_shed_load(start_cluster, text):
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()])
+    cluster.decode[0].failure = OverloadedError("queue is full")
+    for _ in range(2):
+        assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
+    cluster.decode[1].failure = OverloadedError("queue is full")
+    response = await cluster.post("/v1/completions", **BODY)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("after_first_token", [False, True])
+async def test_a_client_that_goes_away_ends_both_legs(pair, after_first_token):
+    prefill, decode = pair.prefill[0], pair.decode[0]
+    prefill.may_answer.clear()
+    decode.allowed = 1 if after_first_token else 0
+    if after_first_token:
+        async with Stream(pair) as stream:
+            await stream.next()
+    else:
+        request = asyncio.create_task(pair.post("/v1/completions", **BODY))
+        await prefill.until(lambda: prefill.prefills)
+        await decode.until(lambda: decode.submits)
+        request.cancel()
+    await prefill.until(lambda: prefill.num_cancelled == 1)
+    await decode.until(lambda: decode.aborts == [decode.submits[0].request.request_id])
+    await pair.router.service._idle.wait()
+    await pair.until_quiet()
+    assert pair.metric("baton_request_errors_total", code="cancelled") == 1
+    assert pair.metric("baton_num_requests_inflight") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline_ends_both_legs(start_cluster, stream):
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod()], request_timeout_s=0.5)
+    cluster.decode[0].allowed = 2
+    if stream:
+        async with Stream(cluster) as events:
+            error = (await events.rest())[-1]["error"]
+    else:
+        response = await cluster.post("/v1/completions", **BODY)
+        assert response.status_code == 504
+        error = response.json()["error"]
+    assert error["code"] == "deadline_exceeded"
+    await cluster.until_quiet()
+
+
+async def test_too_many_at_once_are_refused(start_cluster, text):
+    cluster = await start_cluster(max_inflight=2)
+    await cluster.decode[0].allow(0)
+    running = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(2)]
+    await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
+    response = await cluster.post("/v1/completions", **BODY)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    await cluster.decode[0].allow(None)
+    assert {body["choices"][0]["text"] for body in await asyncio.gather(*running)} == {text()}
+    assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
+
+
+async def test_a_slow_client_gets_merged_deltas(start_cluster):
+    cluster = await start_cluster()
+    service = cluster.router.service
+    draft = Draft(
+        request_id="slow", model=None, prompt=TokenPrompt(PROMPT), prompt_param="prompt", sampling=_sampling(),
+        max_tokens=8, default_max_tokens=None, seed=1, arrived_at=time.monotonic(),
+    )  # fmt: skip
+    request = await service.prepare(draft)
+    with service.run([request]) as (generation,):
+        async with asyncio.timeout(30):
+            while generation.generation._finish_reason is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        deltas = [delta async for delta in generation]
+    assert [delta.token_ids for delta in deltas] == [TOKENS]
+
+
+def _sampling():
+    from common.types import SamplingParams
+
+    return SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "remote", "reason"),
+    [
+        ({}, PROMPT, True, "planned"),
+        ({"remote_prefill": "never"}, PROMPT, False, "colocated"),
+        ({"min_remote_prefill_tokens": 4}, PROMPT, False, "short_prompt"),
+        ({"min_remote_prefill_tokens": 3}, PROMPT, True, "planned"),
+        ({"remote_prefill": "always", "min_remote_prefill_tokens": 4}, PROMPT, True, "planned"),
+    ],
+)
+async def test_where_the_prompt_is_prefilled(start_cluster, settings, prompt, remote, reason):
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod()], **settings)
+    await cluster.complete(prompt=prompt, max_tokens=4)
+    assert len(cluster.prefill[0].prefills) == remote
+    assert cluster.decode[0].submits[0].HasField("remote_prefill") == remote
+    assert cluster.metric("baton_dispatch_total", prefill="remote" if remote else "local", reason=reason) == 1
+
+
+async def test_without_a_fit_prefill_pod_decode_prefills_unless_that_is_forbidden(start_cluster):
+    lenient = await start_cluster([FakePrefillPod(connector="another")])
+    await lenient.complete(**BODY)
+    assert lenient.metric("baton_dispatch_total", prefill="local", reason="no_prefill_pod") == 1
+    strict = await start_cluster([FakePrefillPod(connector="another")], remote_prefill="always")
+    response = await strict.post("/v1/completions", **BODY)
+    assert response.status_code == 503
+    assert "prefill" in response.json()["error"]["message"]
+    assert [pod.prefills for pod in (*lenient.prefill, *strict.prefill)] == [[], []]
