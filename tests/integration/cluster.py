@@ -125,6 +125,8 @@ async def running_cluster(
             model=str(directory),
             prefill=[pod.address for pod in prefill],
             decode=[pod.address for pod in decode],
+            prefill_policy="round_robin",  # every pod is used
+            decode_policy="round_robin",
         )
         router = await stack.enter_async_context(Router(router_config).running())
         channel = await stack.enter_async_context(open_channel(router.grpc_address))

@@ -38,7 +38,7 @@ async def test_tokens_of_two_by_two_pods_in_a_batch_without_prefix_caching(tmp_p
 
 async def test_tokens_survive_forced_preemption(tmp_path):
     prompts = [prompt_of(3 * BLOCK_SIZE, seed=seed) for seed in range(6)]
-    num_tokens = 5 * BLOCK_SIZE
+    num_tokens = 12 * BLOCK_SIZE  # no two requests fit the 17 blocks at their full length
     async with running_cluster(tmp_path, "llama", decode_blocks=18) as cluster:
         assert await cluster.tokens(prompts, max_tokens=num_tokens) == reference("llama", prompts, num_tokens)
         assert cluster.decode[0].context.stats.latest.num_preemptions > 0
