@@ -25,7 +25,6 @@ A handoff never fails a request. What it does not bring is computed here, and co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 from dataclasses import dataclass
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
 GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
 
 _Call = grpc.aio.StreamStreamCall[pods_pb2.HandoffCommand, pods_pb2.HandoffEvent]
@@ -108,7 +108,8 @@ class _HandoffError(Exception):
 
 
 class Handoff:
-    """One attempt. `run` is a task of the owner; cancelling it takes leave of the prefill pod."""
+    """One attempt. `run` is a task of the owner, who ends it with `leave` or `fail`: the prefill pod is told, for which
+    the stream must be whole. Cancelling the task breaks the stream, since gRPC ends a call whose write is cancelled."""
 
     def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: DecodeConfig) -> None:
         self.offer = offer
@@ -119,6 +120,7 @@ class Handoff:
         self._num_ready_tokens = 0
         self._held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._told_held = False
+        self._is_ended = asyncio.get_running_loop().create_future()
         self._stream_is_over = False  # its last event has come
         self._farewell = "the request ended"  # reason of the cancellation that the prefill pod is told
 
@@ -132,13 +134,18 @@ class Handoff:
         if not self._held.done():
             self._held.set_result(num_tokens)
 
+    def leave(self) -> None:
+        """End as CANCELLED, unless it is over already."""
+        if not self.is_over:
+            self._end(Phase.CANCELLED)
+
     def fail(self, reason: str, detail: str = "") -> None:
         """End as FAILED, unless it is over already."""
         if self.is_over:
             return
-        self.phase = Phase.FAILED
+        self._end(Phase.FAILED)
         self._farewell = reason
-        logger.warning(
+        logger.info(
             "transfer %s/%d from %s failed: %s %s",
             self.offer.transfer_id, self.offer.epoch, self.offer.address, reason, detail,
         )  # fmt: skip
@@ -148,17 +155,14 @@ class Handoff:
         """Open the stream and follow it to its end. Raises nothing but CancelledError."""
         try:
             async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
-                await self._converse(HandoffStub(channel))
+                if not self.is_over:  # it may have ended while we connected
+                    await self._converse(HandoffStub(channel))
         except _HandoffError as rejected:
             self.fail(rejected.reason, str(rejected))
         except grpc.aio.AioRpcError as error:
             self._fail_with(from_rpc_error(error))
         except BatonError as error:
             self._fail_with(error)
-        except asyncio.CancelledError:
-            if not self.is_over:
-                self.phase = Phase.CANCELLED
-            raise
         except Exception as error:
             logger.exception("transfer %s/%d", self.offer.transfer_id, self.offer.epoch)
             self.fail("internal", repr(error))
@@ -179,14 +183,14 @@ class Handoff:
             await self._take_leave(call, reading)
 
     async def _wait(self, call: _Call, reading: _Reading) -> bool:
-        """Wait for an event or for our own reservation, which the prefill pod is told of. True: `reading` is done.
-
-        `reading` is not cancelled when time is up or the task is: that would end the call, and nothing could be said
-        on it any more.
-        """
+        """Wait for an event, our own reservation, which the prefill pod is told of, or an end from outside. True:
+        `reading` is done. It is not cancelled when time is up: that would end the call, and nothing could be said on
+        it any more."""
         opening = self.phase is Phase.OPENING
         timeout_s = self._timeouts.handoff_queue_timeout_s if opening else self._timeouts.handoff_stall_timeout_s
-        awaited: set[asyncio.Future[Any]] = {reading} if self._told_held else {reading, self._held}
+        awaited: set[asyncio.Future[Any]] = {reading, self._is_ended}
+        if not self._told_held:
+            awaited.add(self._held)
         done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise _HandoffError("handoff_timeout", f"no event within {timeout_s:g} s")
@@ -195,6 +199,11 @@ class Handoff:
             reserved = pods_pb2.HandoffReserved(num_held_tokens=self._held.result())
             await _write(call, pods_pb2.HandoffCommand(reserved=reserved))
         return reading in done
+
+    def _end(self, phase: Phase) -> None:
+        self.phase = phase
+        if not self._is_ended.done():
+            self._is_ended.set_result(None)
 
     def _take(self, event: pods_pb2.HandoffEvent | object) -> None:
         """One move in the diagram."""
@@ -267,7 +276,7 @@ class Handoff:
                         await _write(call, pods_pb2.HandoffCommand(cancel=cancel))
                     await call.done_writing()
                     await _read_to_end(call, reading)
-        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (TimeoutError, _HandoffError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # it is gone, or will notice that we are
         finally:
             call.cancel()
@@ -276,8 +285,13 @@ class Handoff:
 
 
 async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has ended; reading tells why
-        await call.write(command)
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await call.write(command)
+    except TimeoutError as error:
+        raise _HandoffError("handoff_timeout", "the prefill pod does not read") from error
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        pass  # the call has ended; reading tells why
 
 
 async def _read_to_end(call: _Call, reading: _Reading | None) -> None:

@@ -81,7 +81,6 @@ class DecodeRequest:
         self._entered_at = self._submitted_at  # the engine
         self._engine_id: RequestId | None = None
         self._handoff: Handoff | None = None
-        self._handoff_task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
         self._has_reported = False
@@ -97,13 +96,12 @@ class DecodeRequest:
             self.recompute("no_connector", 0)
         else:
             self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.config)
-            self._handoff_task = self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
+            self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
 
     def note_prefill_failed(self, epoch: int, code: ErrorCode) -> None:
         """The router says that the prefill leg failed; an attempt that is not ours is ignored."""
-        if self._handoff is not None and not self._handoff.is_over and self._handoff.offer.epoch == epoch:
+        if self._handoff is not None and self._handoff.offer.epoch == epoch:
             self._handoff.fail("prefill_failed", f"the prefill leg failed: {code.label}")
-            self._leave_handoff()
 
     def abort(self) -> None:
         """The router no longer wants it."""
@@ -204,7 +202,7 @@ class DecodeRequest:
             self._pod.metrics.handoffs.labels("delivered").inc()
 
     def _note_recompute(self, reason: str) -> None:
-        logger.info("request %s: computes what the handoff did not bring: %s", self.request_id, reason)
+        logger.warning("request %s: computes what the handoff did not bring: %s", self.request_id, reason)
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.handoff_recompute.labels(reason).inc()
@@ -244,15 +242,10 @@ class DecodeRequest:
             self._timer.cancel()
         if self._engine_id is not None:
             self._pod.requests.abort(self._engine_id)
-        if self._handoff is not None and not self._handoff.is_over:
-            self._leave_handoff()
+        if self._handoff is not None:
+            self._handoff.leave()
         self._emit(self, last)
         self._on_end(self)
-
-    def _leave_handoff(self) -> None:
-        """End the task, which takes leave of the prefill pod."""
-        if self._handoff_task is not None:
-            self._handoff_task.cancel()
 
     def _offer(self, remote: pods_pb2.RemotePrefill) -> Offer:
         spec = self._pod.spec

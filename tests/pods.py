@@ -258,9 +258,14 @@ class FakeRouter:
     def __init__(self, pod: RunningPod) -> None:
         self._channel = open_channel(pod.address)
         self.call = DecodeStub(self._channel).Session()
+        self._writing = asyncio.Lock()
         self.answers: dict[str, Answer] = {}
         self._reader = asyncio.create_task(self._read())
         self.messages: list[pods_pb2.DecodeEvents] = []
+
+    async def _write(self, command: pods_pb2.DecodeCommand) -> None:
+        async with self._writing:  # gRPC takes one write at a time
+            await self.call.write(command)
 
     async def submit(
         self,
@@ -278,17 +283,17 @@ class FakeRouter:
                 )
             )
         answer = self.answers.setdefault(request.request_id, Answer())
-        await self.call.write(pods_pb2.DecodeCommand(submit=submit))
+        await self._write(pods_pb2.DecodeCommand(submit=submit))
         return answer
 
     async def abort(self, request_id: str) -> None:
-        await self.call.write(pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
+        await self._write(pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
 
     async def prefill_failed(self, request_id: str, epoch: int = 1) -> None:
         failed = pods_pb2.PrefillFailed(
             request_id=request_id, epoch=epoch, reason=common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
         )
-        await self.call.write(pods_pb2.DecodeCommand(prefill_failed=failed))
+        await self._write(pods_pb2.DecodeCommand(prefill_failed=failed))
 
     async def leave(self) -> None:
         self.call.cancel()

@@ -38,8 +38,12 @@ class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
     def __init__(self, events: list[pods_pb2.HandoffEvent]) -> None:
         self.events = events
         self.commands: list[pods_pb2.HandoffCommand] = []
+        self.script: Script = self.say_events
 
     async def Open(self, request_iterator, context):  # noqa: N802
+        await self.script(request_iterator, context)
+
+    async def say_events(self, request_iterator, context):
         self.commands.append(await anext(request_iterator))
         for event in self.events:
             await context.write(event)
@@ -113,6 +117,24 @@ async def test_bad_handoff_is_recomputed_once(events: list[pods_pb2.HandoffEvent
     assert handoff.phase is Phase.FAILED
     handoff.fail("prefill_failed")  # too late to matter
     assert consumer.calls[-1][1] == reason
+
+
+async def test_prefill_pod_is_told_of_the_reservation() -> None:
+    async with handoff_with([COMPUTING]) as (handoff, consumer, servicer):
+        consumer.reserve = lambda: handoff.note_held(16)  # type: ignore[method-assign]
+
+        async def deliver_once_reserved(request_iterator, context):
+            await anext(request_iterator)
+            await context.write(COMPUTING)
+            servicer.commands.append(await anext(request_iterator))
+            await context.write(delivered(40))
+            async for command in request_iterator:
+                servicer.commands.append(command)
+
+        servicer.script = deliver_once_reserved
+        await handoff.run()
+    assert [command.reserved.num_held_tokens for command in servicer.commands] == [16]
+    assert handoff.phase is Phase.DELIVERED
 
 
 async def test_fault_of_the_consumer_is_a_reason_too(caplog: pytest.LogCaptureFixture) -> None:

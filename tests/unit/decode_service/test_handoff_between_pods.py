@@ -1,8 +1,10 @@
 """A prefill pod and a decode pod, real gRPC between them: the handoff, and everything that can go wrong with it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
+from random import Random
 
 import grpc
 import msgspec
@@ -157,6 +159,8 @@ async def test_router_reports_that_the_prefill_leg_failed(cluster: Cluster, stag
         cluster.prefill.gate.allow(1)
         await cluster.wait_reserved()
     await cluster.router.prefill_failed("a", epoch=2)  # of another attempt: ignored
+    await (await cluster.router.submit(engine_request("local", prompt_of(3)))).wait_finished()  # by now it was read
+    assert cluster.recomputed("prefill_failed") == 0
     await cluster.router.prefill_failed("a")
     await answer.wait_finished()
     assert answer.tokens == EXPECTED
@@ -284,3 +288,43 @@ async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None
         assert decode.metric("baton_handoff_recompute_total", reason="handoff_timeout") == 1
         with pytest.raises(grpc.aio.AioRpcError):
             await call
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_many_requests_with_faults_of_every_kind(cluster: Cluster, seed: int) -> None:
+    """Whatever is cancelled, refused or lost: each answer is right or was aborted, and nothing is left behind."""
+    random = Random(seed)
+    prompts = {f"r{n}": prompt_of(random.randint(1, 3 * CHUNK), seed=n) for n in range(30)}
+    aborted: set[str] = set()
+
+    async def prefill_leg(name: str, fault: str) -> None:
+        if fault == "refused":
+            await cluster.router.prefill_failed(name)
+            return
+        await asyncio.sleep(random.uniform(0, 0.01))
+        call = start_prefill(cluster.prefill, engine_request(name, prompts[name]))
+        if fault == "cancelled":
+            asyncio.get_running_loop().call_later(random.uniform(0, 0.02), call.cancel)
+        try:
+            await call
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            await cluster.router.prefill_failed(name)
+
+    async def serve(name: str) -> None:
+        fault = random.choice(["none", "none", "refused", "cancelled", "aborted", "lost"])
+        answer = await cluster.submit(name, prompts[name])
+        leg = asyncio.create_task(prefill_leg(name, fault))
+        await asyncio.sleep(random.uniform(0, 0.02))
+        if fault == "aborted":
+            aborted.add(name)
+            await cluster.router.abort(name)
+        elif fault == "lost" and cluster.store:
+            cluster.store.pop(random.choice(list(cluster.store)), None)
+        await answer.wait_finished()
+        await leg
+        if answer.finish_reason != common_pb2.FINISH_REASON_ABORT:
+            assert answer.tokens == expected_tokens(prompts[name], 8)
+        else:
+            assert name in aborted
+
+    await asyncio.gather(*(serve(name) for name in prompts))
