@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from common.tokenization.tokenizer import Tokenizer
 
 _MAX_WINDOW = 8  # tokens decoded again per token before the window is cut
-_TAILS = range(4, 8)  # lengths to cut to; one of four consecutive bytes starts a character
+_TAIL = 4  # tokens that remain of it
 _MAX_HELD = 3  # an incomplete character has at most three bytes, each of which may show as one U+FFFD
 _REPLACEMENT = "\ufffd"
 
@@ -29,10 +29,11 @@ class IncrementalDetokenizer:
         without, it stands alone."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = self._tail_of(context) if context else []
-        text = self._decode(self._window)
-        self._sent = text[: len(text) - _held_back(text)]  # text of the window that is out already
-        self._num_clean = len(self._window)  # leading tokens of the window whose text is all out
+        self._window: list[int] = []  # the last tokens
+        self._sent = ""  # text of the window that is out already
+        self._num_clean = 0  # leading tokens of the window whose text is all out
+        if context:
+            self._open_with(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next output ids; returns the text they complete, possibly none."""
@@ -65,24 +66,29 @@ class IncrementalDetokenizer:
         return piece
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens of the window whose absence changes nothing in what follows."""
+        """Drop leading tokens of the window, whose absence changes nothing in what follows: what is held back stems
+        from the last three bytes, and a visible token stays in front of it, so that nothing passes for the start."""
         pending = len(text) - len(self._sent)
-        for length in _TAILS:
-            tail = self._decode(self._window[-length:])
-            # A real suffix: the cut splits no character. Longer than what is pending: a visible token stays in
-            # front, so that nothing is taken for the start of the text.
-            if len(tail) > pending and text.endswith(tail):
-                self._num_clean = max(0, self._num_clean - (len(self._window) - length))
-                del self._window[:-length]
-                self._sent = tail[: len(tail) - pending]
-                return
+        tail = self._decode(self._window[-_TAIL:])
+        if len(tail) > pending:
+            self._num_clean = max(0, self._num_clean - (len(self._window) - _TAIL))
+            del self._window[:-_TAIL]
+            self._sent = tail[: len(tail) - pending]
 
-    def _tail_of(self, context: Sequence[int]) -> list[int]:
-        for length in _TAILS:
-            tail = list(context[-length:])
-            if not self._decode(tail).startswith(_REPLACEMENT):
-                break
-        return tail
+    def _open_with(self, context: Sequence[int]) -> None:
+        """Start with the end of the context in the window: whole characters, then perhaps part of one."""
+        for num_partial in range(_MAX_HELD + 1):
+            whole = context[: len(context) - num_partial]
+            for length in range(_TAIL, 2 * _TAIL):  # one of four consecutive bytes starts a character
+                text = self._decode(whole[-length:])
+                if _REPLACEMENT not in text:
+                    self._window = list(context[-(length + num_partial) :])
+                    self._sent = text
+                    self._num_clean = len(self._window) - num_partial
+                    return
+        self._window = list(context[-_TAIL:])  # no text at all
+        self._sent = self._decode(self._window)
+        self._num_clean = len(self._window)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from common.pb import pods_pb2
+from common.errors import UnavailableError
+from common.pb import common_pb2, pods_pb2
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 
@@ -108,3 +109,25 @@ async def test_an_idle_cluster_is_used_evenly_and_a_busy_pod_is_spared(start_clu
         await cluster.complete(prompt="Hello", max_tokens=2)
     assert [len(pod.submits) for pod in cluster.decode] == [2, 6]
     assert free.submits
+
+
+async def test_a_pod_whose_session_broke_is_unfit_at_once(start_cluster):
+    """Those who lost their request on it choose the next pod in the same breath."""
+    cluster = await start_cluster()
+    (pod,) = cluster.router.cluster.decode_pods
+    states = []
+
+    class Sink:
+        def on_delta(self, delta, now):
+            pass
+
+        def on_lost(self, error):
+            states.append(pod.state)
+
+    request = common_pb2.EngineRequest(request_id="a", prompt_token_ids=[5], sampling={"max_tokens": 2})
+    pod.session.submit(pods_pb2.Submit(request=request), Sink())
+    assert pod.state is PodState.READY
+    pod.session._break(UnavailableError("connection reset"))
+    assert states == [PodState.NOT_SERVING]
+    with pytest.raises(UnavailableError, match="connection reset"):
+        pod.session.submit(pods_pb2.Submit(request=request), Sink())

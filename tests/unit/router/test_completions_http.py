@@ -83,6 +83,8 @@ async def test_stop_strings_end_the_answer_on_all_pods(spoken, stop, stream):
     expected = "Paris is " if "big" in stop else "Paris is big. 日本 😀 "
     assert "".join(choice["text"] for choice in choices) == expected
     assert choices[-1]["finish_reason"] == "stop"
+    assert spoken.metric("baton_request_success_total", finished_reason="stop") == 1
+    assert spoken.metric("baton_request_errors_total", code="cancelled") == 0
     await spoken.until_quiet()
 
 

@@ -61,6 +61,16 @@ def test_a_wrong_byte_does_not_disturb_what_is_out():
     assert "".join(stream(tokenizer, ids, [1])) == " 日本\ufffd he".lstrip()
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("num_left", range(1, 12))
+def test_an_answer_completes_the_character_that_the_prompt_began(kind, num_left):
+    tokenizer, text = KINDS[kind](), "hello 日本😀é日"
+    ids = tokenizer.encode(text)
+    prompt, answer = ids[:-num_left], ids[-num_left:]
+    begun = b"".join(map(tokenizer.token_bytes, prompt)).decode("utf-8", "ignore").lstrip()
+    assert "".join(stream(tokenizer, answer, [1], context=prompt)) == text.removeprefix(begun)
+
+
 def test_context_keeps_the_space_between_prompt_and_answer():
     tokenizer = sentencepiece()
     prompt, answer = tokenizer.encode("hello"), tokenizer.encode("world")
@@ -71,7 +81,8 @@ def test_context_keeps_the_space_between_prompt_and_answer():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_window_stays_short(kind, monkeypatch):
     tokenizer = KINDS[kind]()
-    ids = tokenizer.encode("hello world 日本 " * 40)
+    ids = tokenizer.encode("hello world 日本 " * 20 + "日本é語😀" * 10)
+    text = tokenizer.decode(ids)
     longest = 0
     decode = tokenizer.decode
 
@@ -81,5 +92,5 @@ def test_the_window_stays_short(kind, monkeypatch):
         return decode(ids, **kwargs)
 
     monkeypatch.setattr(tokenizer, "decode", counting)
-    stream(tokenizer, ids, [1])
+    assert "".join(stream(tokenizer, ids, [1])) == text
     assert longest <= 12
