@@ -77,14 +77,16 @@ class IncrementalDetokenizer:
 
     def _open_with(self, context: Sequence[int]) -> None:
         """Start with the end of the context in the window: whole characters, then perhaps part of one."""
-        for num_partial in range(_MAX_HELD + 1):
-            whole = context[: len(context) - num_partial]
+        # A byte-level token may hold the end of one character and the start of the next; others hold one byte or text.
+        max_partial = 0 if self._tokenizer.byte_level else _MAX_HELD
+        for num_partial in range(max_partial + 1):
             for length in range(_TAIL, 2 * _TAIL):  # one of four consecutive bytes starts a character
-                text = self._decode(whole[-length:])
+                window = list(context[-(length + num_partial) :])
+                text = self._decode(window[: len(window) - num_partial])
+                if self._tokenizer.byte_level:
+                    text = text.rstrip(_REPLACEMENT)
                 if _REPLACEMENT not in text:
-                    self._window = list(context[-(length + num_partial) :])
-                    self._sent = text
-                    self._num_clean = len(self._window) - num_partial
+                    self._window, self._sent, self._num_clean = window, text, len(window) - num_partial
                     return
         self._window = list(context[-_TAIL:])  # no text at all
         self._sent = self._decode(self._window)

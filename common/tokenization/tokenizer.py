@@ -35,7 +35,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         decoder = backend.decoder
         layout = repr(decoder) if decoder is not None else ""
-        self._byte_level = "ByteLevel" in layout
+        self.byte_level = "ByteLevel" in layout  # a token is any run of bytes, whatever characters they belong to
         self._sentencepiece = "\u2581" in layout
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
@@ -110,7 +110,7 @@ class Tokenizer:
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if self._byte_level:
+        if self.byte_level:
             table = _byte_of_character()
             return b"".join(table.get(char) or char.encode() for char in piece)
         if match := _BYTE_PIECE.fullmatch(piece):
