@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from common.tokenization.tokenizer import Tokenizer
 
 _MAX_WINDOW = 8  # tokens decoded again per token before the window is cut
-_TAIL = 4  # tokens that remain of it
+_TAILS = range(4, 8)  # how many tokens remain of it; one of four consecutive bytes starts a character
 _MAX_HELD = 3  # an incomplete character has at most three bytes, each of which may show as one U+FFFD
 _REPLACEMENT = "\ufffd"
 
@@ -66,21 +66,24 @@ class IncrementalDetokenizer:
         return piece
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens of the window, whose absence changes nothing in what follows: what is held back stems
-        from the last three bytes, and a visible token stays in front of it, so that nothing passes for the start."""
+        """Drop leading tokens of the window whose absence changes nothing in what follows."""
         pending = len(text) - len(self._sent)
-        tail = self._decode(self._window[-_TAIL:])
-        if len(tail) > pending:
-            self._num_clean = max(0, self._num_clean - (len(self._window) - _TAIL))
-            del self._window[:-_TAIL]
-            self._sent = tail[: len(tail) - pending]
+        for length in _TAILS:
+            tail = self._decode(self._window[-length:])
+            # The end of the text: no character is cut. More than what is pending: a visible token stays in front of
+            # it, so that nothing passes for the start.
+            if len(tail) > pending and text.endswith(tail):
+                self._num_clean = max(0, self._num_clean - (len(self._window) - length))
+                del self._window[:-length]
+                self._sent = tail[: len(tail) - pending]
+                return
 
     def _open_with(self, context: Sequence[int]) -> None:
         """Start with the end of the context in the window: whole characters, then perhaps part of one."""
         # A byte-level token may hold the end of one character and the start of the next; others hold one byte or text.
         max_partial = 0 if self._tokenizer.byte_level else _MAX_HELD
         for num_partial in range(max_partial + 1):
-            for length in range(_TAIL, 2 * _TAIL):  # one of four consecutive bytes starts a character
+            for length in _TAILS:
                 window = list(context[-(length + num_partial) :])
                 text = self._decode(window[: len(window) - num_partial])
                 if self._tokenizer.byte_level:
@@ -88,7 +91,7 @@ class IncrementalDetokenizer:
                 if _REPLACEMENT not in text:
                     self._window, self._sent, self._num_clean = window, text, len(window) - num_partial
                     return
-        self._window = list(context[-_TAIL:])  # no text at all
+        self._window = list(context[-_TAILS.start :])  # no text at all
         self._sent = self._decode(self._window)
         self._num_clean = len(self._window)
 
