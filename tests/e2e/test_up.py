@@ -133,12 +133,28 @@ def test_roles_are_in_the_command_lines(cluster: Cluster) -> None:
     assert sorted(roles) == ["decode", "prefill", "router"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_every_child(number: signal.Signals) -> None:
-    with running_cluster("--prefill", "0") as cluster:
+def test_sigterm_lets_running_streams_finish_and_ends_every_child() -> None:
+    prompt, max_tokens = "Once upon a time", 200
+    body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    with running_cluster("--prefill", "0", "--stop-grace-s", "120") as cluster:
         assert len(cluster.tree) >= 4  # launcher, decode pod, its engine core, router
-        assert cluster.stop(number) == 0
-        assert "Stopped." in cluster.output
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            pieces = [json.loads(next(lines))["choices"][0]["text"]]
+            cluster.launcher.send_signal(signal.SIGTERM)
+            pieces += [json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]"]
+        assert "".join(pieces) == greedy_completion(prompt, max_tokens, ignore_eos=True)
+        assert cluster.launcher.wait(60) == 0
+        wait_gone(cluster.tree)
+
+
+def test_a_second_ctrl_c_kills_what_does_not_end() -> None:
+    with running_cluster("--prefill", "0", "--stop-grace-s", "3600") as cluster:
+        psutil.Process(cluster.pid_of("router")).suspend()  # does not react to SIGTERM any more
+        cluster.launcher.send_signal(signal.SIGINT)
+        cluster.wait_line(lambda line: line.startswith("Stopping."), 60)
+        assert cluster.stop(signal.SIGINT) == 0
         wait_gone(cluster.tree)
 
 
