@@ -307,9 +307,11 @@ class Generation:
 
     def _lose(self, error: BatonError, reason: str) -> None:
         """Drop the decode leg, and prefill's with it; what to do about it is up to the next iteration."""
-        logger.warning("%s: %s", self._transfer_id, error.message)
         if reason == "disagreement":
             self._metrics.token_mismatches.inc()
+            logger.error("%s: %s", self._transfer_id, error.message)
+        else:
+            logger.info("%s: %s", self._transfer_id, error.message)
         self._metrics.redispatched.labels(reason).inc()
         self._loss = _Loss(error, self._decode.pod if self._decode is not None else None)
         self._close_legs()  # now: nothing more of it may be accepted

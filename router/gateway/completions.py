@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import BatonError, InvalidRequestError, RequestCancelledError
+from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.gateway.protocol import ChatBody, CompletionBody, parse_chat, parse_completion
@@ -73,6 +73,7 @@ class CompletionsEndpoint:
         except RequestCancelledError:
             pass  # nobody is there to be told; the generation counted it
         except TimeoutError:
+            self._service.metrics.errors.labels(ErrorCode.DEADLINE_EXCEEDED.label).inc()
             logger.warning("a client stopped reading its answer; its connection is closed")
         except BatonError as error:
             await self._refuse(exchange, error)

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2
+from router.gateway import completions
 from router.request import Draft, TokenPrompt
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
@@ -252,6 +253,36 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
         assert response.status_code == 504
         error = response.json()["error"]
     assert error["code"] == "deadline_exceeded"
+    await cluster.until_quiet()
+
+
+async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
+    monkeypatch.setattr(completions, "_LAST_CHUNK_S", 0.1)
+    cluster = await start_cluster(request_timeout_s=0.2)
+    endpoint = completions.CompletionsEndpoint(completions.COMPLETIONS, cluster.router.service)
+    messages = [{"type": "http.request", "body": json.dumps({**BODY, "stream": True}).encode()}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(message):
+        await asyncio.Future()
+
+    await asyncio.wait_for(endpoint({"headers": []}, receive, send), 30)
+    assert cluster.metric("baton_request_errors_total", code="deadline_exceeded") == 1
+    await cluster.until_quiet()
+
+
+async def test_after_the_grace_period_a_stream_ends_with_an_error(start_cluster):
+    cluster = await start_cluster(shutdown_grace_s=0.1)
+    cluster.decode[0].allowed = 2
+    async with Stream(cluster) as stream:
+        await stream.next()
+        stopping = asyncio.create_task(cluster.router.stop())
+        events = await stream.rest()
+    assert events[-1]["error"]["code"] == "unavailable"
+    assert "shutting down" in events[-1]["error"]["message"]
+    await stopping
     await cluster.until_quiet()
 
 
