@@ -205,7 +205,7 @@ class DecodeRequest:
         logger.warning("request %s: computes what the handoff did not bring: %s", self.request_id, reason)
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
-        self._pod.metrics.handoff_recompute.labels(reason).inc()
+        self._pod.metrics.kv_recompute.labels(reason).inc()
 
     def _delta(self, output: RequestOutput) -> pods_pb2.TokenDelta:
         delta = pods_pb2.TokenDelta(

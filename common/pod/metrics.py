@@ -49,8 +49,8 @@ class PodMetrics:
         self.handoff_tokens = Counter(
             "baton_handoff_external_tokens", "Prompt tokens whose KV came by handoff.", registry=self.registry
         )
-        self.handoff_recompute = Counter(
-            "baton_handoff_recompute",
+        self.kv_recompute = Counter(
+            "baton_kv_recompute",
             "Requests that computed KV here which was to come by handoff.",
             ["reason"],
             registry=self.registry,

@@ -38,7 +38,7 @@ class Cluster:
     router: FakeRouter
 
     def recomputed(self, reason: str) -> float:
-        return self.decode.metric("baton_handoff_recompute_total", reason=reason)
+        return self.decode.metric("baton_kv_recompute_total", reason=reason)
 
     async def submit(self, name: str = "a", prompt: list[int] = PROMPT, **options):
         return await self.router.submit(engine_request(name, prompt), prefill_address=self.prefill.address, **options)
@@ -258,7 +258,7 @@ async def test_models_that_differ_are_not_mixed() -> None:
         vars(prefill.context)["spec"] = msgspec.structs.replace(prefill.context.spec, fingerprint=b"another model")
         answer = await router.submit(engine_request("a", PROMPT), prefill_address=prefill.address)
         assert (await answer.wait_finished()).tokens == EXPECTED
-        assert decode.metric("baton_handoff_recompute_total", reason="incompatible") == 1
+        assert decode.metric("baton_kv_recompute_total", reason="incompatible") == 1
 
 
 async def test_decode_pod_without_connector_computes_by_itself() -> None:
@@ -285,7 +285,7 @@ async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None
             prefill.gate.allow(1)
         await answer.wait_finished()
         assert answer.tokens == EXPECTED
-        assert decode.metric("baton_handoff_recompute_total", reason="handoff_timeout") == 1
+        assert decode.metric("baton_kv_recompute_total", reason="handoff_timeout") == 1
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 
