@@ -136,7 +136,9 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
-            sampling=msgspec.structs.replace(request.sampling, seed=(request.sampling.seed + index) % SEED_LIMIT),
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=(request.sampling.settled_seed + index) % SEED_LIMIT
+            ),
         )
         for index in range(n)
     ]

@@ -91,7 +91,7 @@ class LLM:
         """Complete one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
 
         `params`: for all prompts, or one for each; by default greedy, up to `DEFAULT_MAX_TOKENS`. Equal seeds give
-        equal answers; with `seed=None` one is drawn for each prompt. Text ends before the first `stop` string.
+        equal answers; without a seed one is drawn for each prompt. Text ends before the first `stop` string.
 
         Raises InvalidRequestError naming the parameter, before anything is computed, and EngineDeadError. After
         Ctrl-C, which takes effect between two steps, the LLM remains usable.

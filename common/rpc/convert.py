@@ -14,7 +14,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
-        seed=params.seed,
+        seed=params.settled_seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,

@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 keeps every token
     min_p: float = 0.0  # [0, 1]
-    seed: int = 0  # key of the counter-based generator; the edge draws one if the client gave none
+    seed: int | None = None  # None: the edge (router, LLM) draws one; in an engine None counts as 0
     max_tokens: int = 16
     min_tokens: int = 0  # until then, end-of-sequence and stop tokens are masked
     stop_token_ids: tuple[int, ...] = ()
@@ -47,6 +47,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def settled_seed(self) -> int:
+        """Key of the counter-based generator."""
+        return 0 if self.seed is None else self.seed
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -64,7 +64,7 @@ def validate_sampling(
             raise _out_of_range(field, value, str(allowed), names)
     if params.num_logprobs is not None and params.num_logprobs not in _LOGPROBS_RANGE:
         raise _out_of_range("num_logprobs", params.num_logprobs, str(_LOGPROBS_RANGE), names)
-    if not isinstance(params.seed, int) or not 0 <= params.seed < SEED_LIMIT:
+    if params.seed is not None and (not isinstance(params.seed, int) or not 0 <= params.seed < SEED_LIMIT):
         raise _out_of_range("seed", params.seed, "an integer in [0, 2^64)", names)
     if params.min_tokens > params.max_tokens:
         limit = f"at most {names.get('max_tokens', 'max_tokens')} ({params.max_tokens})"

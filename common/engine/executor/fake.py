@@ -218,7 +218,7 @@ def _next_token(
     powers = np.cumprod(np.full(len(token_ids), _MULTIPLIER, dtype=np.uint64))
     digest = int(((token_ids + np.uint64(1)) * powers + positions * positions).sum(dtype=np.uint64))
     if not sampling.greedy:
-        digest ^= (sampling.seed * _MULTIPLIER + 1) & _MASK64
+        digest ^= (sampling.settled_seed * _MULTIPLIER + 1) & _MASK64
     digest ^= digest >> 33
     digest = (digest * 0xFF51AFD7ED558CCD) & _MASK64  # finaliser of MurmurHash3, A. Appleby
     digest ^= digest >> 33

@@ -107,7 +107,9 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     params = [row.params for row in rows]
     temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    keys = torch.tensor([[stream_key(row.params.seed, row.output_position)] for row in rows], device=logits.device)
+    keys = torch.tensor(
+        [[stream_key(row.params.settled_seed, row.output_position)] for row in rows], device=logits.device
+    )
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
         scores, token_ids = _most_likely(scores, params)
         _apply_top_k(scores, params)
