@@ -63,7 +63,9 @@ class Streams:
 
 
 def prompts_and_answers() -> tuple[list[str], list[str]]:
-    prompts = [f"{PROMPTS[index % len(PROMPTS)]}" for index in range(NUM_STREAMS)]
+    """Prompts of some ten blocks that share nothing, so that prefill has a backlog."""
+    prompts = [f"{index}. " + "The sun is a star and the sky is blue. " * 14 for index in range(NUM_STREAMS)]
+    prompts = [prompt + PROMPTS[index % len(PROMPTS)] for index, prompt in enumerate(prompts)]
     return prompts, [greedy_completion(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
 
 
