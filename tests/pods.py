@@ -45,6 +45,7 @@ class StepGate:
     def __init__(self, *, is_open: bool = True) -> None:
         self._condition = threading.Condition()
         self._permits: float = float("inf") if is_open else 0
+        self.is_holding = False  # an engine waits in its step
 
     def open(self) -> None:
         self._give(float("inf"))
@@ -58,7 +59,9 @@ class StepGate:
 
     def pass_through(self) -> None:
         with self._condition:
+            self.is_holding = self._permits == 0
             assert self._condition.wait_for(lambda: self._permits > 0, DEADLINE_S)
+            self.is_holding = False
             self._permits -= 1
 
     def _give(self, permits: float) -> None:
@@ -103,6 +106,13 @@ class RunningPod:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.context.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def occupy(self) -> None:
+        """Shut the gate on a step that computes a chunk for somebody else: what comes now waits for its turn."""
+        self.gate.shut()
+        other = engine_request("other", prompt_of(CHUNK, seed=99), max_tokens=1)
+        self.other_work = start_prefill(self, other, transfer=False)
+        await wait_for(lambda: self.gate.is_holding)
 
     async def kill(self) -> None:
         """Its connections break at once, as if the process were gone."""

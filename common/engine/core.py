@@ -42,7 +42,8 @@ class EngineCore:
     """Owns one executor and one scheduler. Not thread-safe but for the connector's wake-up.
 
     Raises ConfigError, ModelLoadError included, from its constructor if the settings do not fit the model; the
-    executor is closed then. `on_wakeup` is called from any thread when an idle core has work again.
+    executor is closed then. `on_wakeup` is called from any thread when an idle core has work again. `on_urgent_news`
+    gets, within a step, what should not wait for its end; without it everything does.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class EngineCore:
         executor: Executor,
         *,
         on_wakeup: Callable[[], None] = _ignore,
+        on_urgent_news: Callable[[EngineCoreOutputs], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._clock = clock
         self._on_wakeup = on_wakeup
+        self._on_urgent_news = on_urgent_news
         self._transfers_settled = False  # the connector has results that no step has collected
         self._unsent: list[RequestOutput] = []  # said between steps; go out with the next one
         self._last_step_s = 0.0
@@ -116,11 +119,17 @@ class EngineCore:
         started = self._clock()
         self._transfers_settled = False  # before executing: what settles from here on wakes us again
         step = self._scheduler.schedule(started)
+        self._tell_urgent_news()
         result = self._executor.execute(step)
         finished = self._clock()
         outputs = self._take_unsent() + self._scheduler.update(step, result, finished)
-        self._last_step_s = finished - started
+        if step.total_num_scheduled_tokens:  # one that only moves blocks says nothing of the model's speed
+            self._last_step_s = finished - started
         return EngineCoreOutputs(outputs=outputs, stats=self.stats())
+
+    def _tell_urgent_news(self) -> None:
+        if self._on_urgent_news is not None and (news := self._scheduler.take_urgent_news()):
+            self._on_urgent_news(EngineCoreOutputs(outputs=self._take_unsent() + news, stats=self.stats()))
 
     def _take_unsent(self) -> list[RequestOutput]:
         unsent, self._unsent = self._unsent, []

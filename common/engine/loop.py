@@ -52,7 +52,7 @@ class EngineLoop:
     def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
         self._emit = emit
         self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
-        self._core = EngineCore(config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP))
+        self._core = EngineCore(config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP), on_urgent_news=emit)
 
     @property
     def spec(self) -> EngineSpec:

@@ -110,6 +110,7 @@ class Scheduler:
         self._transfers = TransferLedger(self._kv)
         self._loadable: dict[Request, None] = {}  # consumers with loads to start; a dict keeps the order
         self._outbox = Outbox()
+        self._has_urgent_news = False  # a producer starts: its consumer reserves blocks while the step runs
         self._dropped: list[RequestId] = []  # the runner is to forget them
         self._is_stalled = False  # the head of the queue was refused, and nothing happened since that may change it
         self._num_arrivals = 0
@@ -284,6 +285,7 @@ class Scheduler:
         self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
         started = RequestStarted(queue_s=now - request.added_at, num_cached_tokens=num_cached)
         self._outbox.add_event(request, started)
+        self._has_urgent_news |= request.outgoing is not None
 
     def _build(self, plan: _Plan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
@@ -293,7 +295,7 @@ class Scheduler:
             cancelled_job_ids=self._transfers.take_cancelled(),
         )
         self._dropped = []
-        self._last_step_tokens = step.total_num_scheduled_tokens
+        self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
         self._start_loads(step)
         for request, num_tokens in plan.scheduled.items():
             start = request.num_computed_tokens
@@ -320,6 +322,13 @@ class Scheduler:
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=num_computed_tokens,
         )
+
+    def take_urgent_news(self) -> list[RequestOutput]:
+        """What should be said before the step runs; called after `schedule`. Often nothing."""
+        if not self._has_urgent_news:
+            return []
+        self._has_urgent_news = False
+        return self._outbox.drain()
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         """Take the runner's answer to `step`. What requests gained since the last call, in any way."""

@@ -45,17 +45,15 @@ class Cluster:
 
     async def wait_opening(self) -> None:
         """The prefill pod knows of the transfer; nothing was computed."""
-        await wait_for(lambda: self.decode.runtime.context.admission.num_open == 1)
-        await wait_for(lambda: self.prefill.runtime.context.admission.num_open >= 1)
+        others = 1 if self.prefill.gate.is_holding else 0
+        await wait_for(lambda: self.decode.context.admission.num_open == 1)
+        await wait_for(lambda: self.prefill.context.admission.num_open > others)
         assert len(self.decode.context.requests) == 0
 
-    async def wait_reserved(self) -> None:
-        """The decode pod's engine has the request, and KV of the first chunk."""
-
-        async def loads_one_chunk() -> bool:
-            return self.decode.context.stats.latest.num_waiting_for_remote_kv == 1
-
-        await wait_for(loads_one_chunk)
+    async def advance_to_reserved(self) -> None:
+        """From a prefill pod that is occupied until the decode pod loads KV of the first chunk."""
+        self.prefill.gate.allow(2)  # the other's chunk, and the first of ours
+        await wait_for(lambda: any(step.loads for step in self.decode.executor.steps))
 
 
 @pytest.fixture
@@ -112,7 +110,7 @@ async def test_only_what_decode_lacks_is_moved(cluster: Cluster) -> None:
 
 
 async def test_waiting_for_a_busy_prefill_pod_holds_no_decode_blocks(cluster: Cluster) -> None:
-    cluster.prefill.gate.shut()
+    await cluster.prefill.occupy()
     answer = await cluster.submit()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     await cluster.wait_opening()
@@ -122,15 +120,30 @@ async def test_waiting_for_a_busy_prefill_pod_holds_no_decode_blocks(cluster: Cl
     assert (await answer.wait_finished()).tokens == EXPECTED
 
 
+async def test_decode_reserves_while_the_first_chunk_is_computed(cluster: Cluster) -> None:
+    cluster.prefill.gate.shut()
+    answer = await cluster.submit()
+    await asyncio.gather(
+        start_prefill(cluster.prefill, engine_request("a", PROMPT)),
+        _open_when_reserved(cluster),
+    )
+    assert (await answer.wait_finished()).tokens == EXPECTED
+
+
+async def _open_when_reserved(cluster: Cluster) -> None:
+    await wait_for(lambda: cluster.decode.context.stats.latest.num_waiting_for_remote_kv == 1)
+    assert (await cluster.decode.integrity()).num_blocks_in_use == -(-len(PROMPT) // BLOCK_SIZE)
+    cluster.prefill.gate.open()
+
+
 @pytest.mark.parametrize("stage", ["opening", "reserved"])
 async def test_prefill_pod_dies(cluster: Cluster, stage: str) -> None:
-    cluster.prefill.gate.shut()
+    await cluster.prefill.occupy()
     answer = await cluster.submit()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     await cluster.wait_opening()
     if stage == "reserved":
-        cluster.prefill.gate.allow(1)
-        await cluster.wait_reserved()
+        await cluster.advance_to_reserved()
     await cluster.prefill.kill()
     with pytest.raises(grpc.aio.AioRpcError):
         await call
@@ -151,13 +164,12 @@ async def test_prefill_pod_is_not_there(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("stage", ["opening", "reserved"])
 async def test_router_reports_that_the_prefill_leg_failed(cluster: Cluster, stage: str) -> None:
-    cluster.prefill.gate.shut()
+    await cluster.prefill.occupy()
     answer = await cluster.submit()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     await cluster.wait_opening()
     if stage == "reserved":
-        cluster.prefill.gate.allow(1)
-        await cluster.wait_reserved()
+        await cluster.advance_to_reserved()
     await cluster.router.prefill_failed("a", epoch=2)  # of another attempt: ignored
     await (await cluster.router.submit(engine_request("local", prompt_of(3)))).wait_finished()  # by now it was read
     assert cluster.recomputed("prefill_failed") == 0
@@ -179,12 +191,11 @@ async def test_refused_prefill_leg_leaves_nothing_behind(cluster: Cluster) -> No
 
 
 async def test_prefill_fails_after_progress(cluster: Cluster) -> None:
-    cluster.prefill.gate.shut()
+    await cluster.prefill.occupy()
     answer = await cluster.submit()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     await cluster.wait_opening()
-    cluster.prefill.gate.allow(1)
-    await cluster.wait_reserved()
+    await cluster.advance_to_reserved()
     call.cancel()
     await answer.wait_finished()
     assert answer.tokens == EXPECTED
@@ -210,15 +221,16 @@ async def test_block_lost_from_the_store_is_recomputed(cluster: Cluster) -> None
 @pytest.mark.parametrize("stage", ["opening", "reserved", "decoding"])
 @pytest.mark.parametrize("how", ["abort", "leave"])
 async def test_cancellation_reaches_the_prefill_pod(cluster: Cluster, stage: str, how: str) -> None:
-    gate = cluster.prefill.gate if stage != "decoding" else cluster.decode.gate
-    gate.shut()
+    if stage == "decoding":
+        cluster.decode.gate.shut()
+    else:
+        await cluster.prefill.occupy()
     answer = await cluster.submit()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     if stage == "opening":
         await cluster.wait_opening()
     elif stage == "reserved":
-        gate.allow(1)
-        await cluster.wait_reserved()
+        await cluster.advance_to_reserved()
     else:
         await answer.wait_tokens(1)
     if how == "abort":
@@ -278,11 +290,11 @@ async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None
         decode_pod(store, **{overdue: 0.2}) as decode,
         FakeRouter(decode) as router,
     ):
-        prefill.gate.shut()
+        await prefill.occupy()
         answer = await router.submit(engine_request("a", PROMPT), prefill_address=prefill.address)
         call = start_prefill(prefill, engine_request("a", PROMPT))
         if stage == "reserved":
-            prefill.gate.allow(1)
+            prefill.gate.allow(2)
         await answer.wait_finished()
         assert answer.tokens == EXPECTED
         assert decode.metric("baton_kv_recompute_total", reason="handoff_timeout") == 1

@@ -1,11 +1,20 @@
+import msgspec
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.core import EngineCore
 from common.engine.executor.fake import FakeExecutor, expected_tokens
-from common.engine.messages import AddRequest, Call, RequestOutput
+from common.engine.messages import (
+    AddRequest,
+    Call,
+    EngineCoreOutputs,
+    KVTransferParams,
+    RequestOutput,
+    RequestStarted,
+)
+from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import ConfigError, ErrorCode, ModelLoadError
-from common.types import FinishReason, RequestId, SamplingParams
+from common.types import FinishReason, RequestId, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import FailingExecutor, UnloadableExecutor
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
@@ -96,6 +105,23 @@ def test_settled_transfer_wakes_an_idle_core() -> None:
     assert core.has_work
     core.step()
     assert not core.has_work
+
+
+def test_a_started_producer_is_announced_while_its_step_runs() -> None:
+    told: list[EngineCoreOutputs] = []
+
+    class Watching(FakeExecutor):
+        def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+            if step.num_scheduled_tokens:
+                assert [type(event) for output in told[0].outputs for event in output.events] == [RequestStarted]
+            return super().execute(step)
+
+    core = EngineCore(CONFIG, Watching(block_size=4), on_urgent_news=told.append)
+    transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer")
+    core.add_request(msgspec.structs.replace(request(), transfer=transfer))
+    outputs = run(core)["r"]
+    assert len(told) == 1
+    assert not any(isinstance(event, RequestStarted) for output in outputs for event in output.events)
 
 
 def test_calls() -> None:
