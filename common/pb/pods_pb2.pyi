@@ -259,7 +259,7 @@ class PrefillFailed(_message.Message):
     epoch: _builtins.int
     """The attempt that failed; an older one is ignored."""
     reason: _common_pb2.ErrorCode.ValueType
-    """Counted by the decode pod as the reason of the recompute."""
+    """Class of the failure, for the log; counted as `prefill_failed`."""
     def __init__(
         self,
         *,
