@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import ATTENTION_NAME
 from common.engine.config import ModelConfig
-from common.engine.model.probe import probe_model
+from common.engine.model.packed_linear import pack_linears
+from common.engine.model.probe import ProbedModel, probe_model
 from common.errors import ConfigError, ModelLoadError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,9 +49,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     raw_config = _read_config(directory)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        model = _from_pretrained(directory, config, device)
-        text_config = model.config.get_text_config()
-        probed = probe_model(model, text_config)
+        model, probed = _load_and_probe(directory, config, device)
+    text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
         model=model,
@@ -127,6 +127,16 @@ def _find_weights(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> tuple[Any, ProbedModel]:
+    model = _from_pretrained(directory, config, device)
+    if pack_linears(model):
+        try:
+            return model, probe_model(model)
+        except ModelLoadError:  # perhaps because the architecture reads a packed layer's weight itself
+            model = _from_pretrained(directory, config, device)
+    return model, probe_model(model)
+
+
 def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:
     try:
         model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -145,6 +155,10 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device)
         )
     except ModelLoadError:
         raise
+    except KeyError as error:
+        no_interface = error.args == (ATTENTION_NAME,)  # looked up in a table of the architecture's own
+        reason = "its architecture has no exchangeable attention" if no_interface else f"it lacks {error}"
+        raise ModelLoadError(f"{directory} cannot be served: {reason}", param="model") from error
     except Exception as error:  # foreign code over foreign files: whatever it raises, it means unusable
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
     missing = sorted(report["missing_keys"])

@@ -40,9 +40,10 @@ class _Call:
     sliding_window: int | None
 
 
-def probe_model(model: Any, text_config: Any) -> ProbedModel:
+def probe_model(model: Any) -> ProbedModel:
     """Run the probe. `model` is a transformers causal LM. Raises ModelLoadError if it cannot be served."""
     name = type(model).__name__
+    text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
     unsupported = sorted(set(layer_types) - _SUPPORTED_LAYER_TYPES)
     if unsupported:

@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    FalconConfig,
     MambaConfig,
     Qwen3NextConfig,
     T5Config,
@@ -146,6 +147,11 @@ def test_linear_attention(tmp_path):
 
 def test_position_bias(tmp_path):
     refused(save_tiny(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2), tmp_path))
+
+
+def test_attention_of_its_own(tmp_path):
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    assert "no exchangeable attention" in refused(save_tiny(config, tmp_path))
 
 
 def test_remote_code_is_never_run(model_dir):

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.model import packed_linear
 from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
@@ -86,7 +87,9 @@ def worker_of(model):
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
     worker = Worker(config)
-    worker.load_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_linear, "_MIN_WEIGHTS", 0)  # pack these small layers too, as real ones are
+        worker.load_model()
     worker.initialize_kv_cache(NUM_BLOCKS, lambda: None)
     return worker
 

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from torch import nn
+
+from common.engine.config import ModelConfig
+from common.engine.model import loader
+from common.engine.model.loader import load_model
+from common.engine.model.packed_linear import PackedLinear, pack_linears
+from common.errors import ModelLoadError
+from tests.tiny_models import tiny_model_dir
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_computes_the_same(bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 192, bias=bias)
+    packed = PackedLinear(linear)
+    for shape in [(1, 256), (1, 1, 256), (1, 8, 256), (2, 37, 256), (1, 0, 256)]:
+        inputs = torch.randn(shape)
+        torch.testing.assert_close(packed(inputs), linear(inputs), atol=1e-5, rtol=1e-5)
+    assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, torch.float32)
+
+
+def test_packs_large_float32_linears_only():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(256, 256),
+        nn.Linear(16, 16),
+        Own(256, 256),
+        nn.Linear(256, 256).bfloat16(),
+        nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256)),
+    )
+    assert pack_linears(model) == 2
+    assert isinstance(model[0], PackedLinear)
+    assert isinstance(model[4][1], PackedLinear)
+
+
+def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
+    def pack_badly(model):
+        model.model.layers[0].self_attn.q_proj = nn.Linear(7, 7)
+        return 1
+
+    monkeypatch.setattr(loader, "pack_linears", pack_badly)
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+    assert loaded.model.model.layers[0].self_attn.q_proj.in_features == 48
+
+    monkeypatch.setattr(loader, "probe_model", lambda model: (_ for _ in ()).throw(ModelLoadError("no")))
+    with pytest.raises(ModelLoadError):
+        load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
