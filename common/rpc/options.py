@@ -8,10 +8,19 @@ KEEPALIVE_TIMEOUT_MS = 5_000  # a peer whose machine is gone is noticed after in
 
 Options = list[tuple[str, int]]
 
+
+def keepalive_options(interval_ms: int, timeout_ms: int) -> Options:
+    """Ping a silent peer every `interval_ms`; drop it if an answer takes `timeout_ms`."""
+    return [
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # the one that counts: all pings share it, and its default is 60 s
+    ]
+
+
 SHARED_OPTIONS: Options = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),  # long handoffs and idle sessions are pinged for ever
+    *keepalive_options(KEEPALIVE_INTERVAL_MS, KEEPALIVE_TIMEOUT_MS),
 ]
