@@ -9,7 +9,6 @@ import pytest
 
 from tests.e2e.cluster import Cluster, running_cluster
 
-
 TEST_TIMEOUT_S = 400  # starting processes that import torch takes its time on a busy machine
 
 
