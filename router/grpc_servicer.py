@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -10,14 +11,16 @@ from typing import Any, Literal, get_args
 
 import grpc
 
-from common.errors import InvalidRequestError
+from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from common.types import SamplingParams
-from router.output import TextGeneration
+from router.output import TextDelta, TextGeneration
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.service import InferenceService
+
+_LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _StreamContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateChunk]
@@ -60,21 +63,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             response.usage.CopyFrom(_usage(generation))
         return response
 
-    async def GenerateStream(  # noqa: N802
+    async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: inference_pb2.GenerateRequest, context: _StreamContext
-    ) -> AsyncIterator[inference_pb2.GenerateChunk]:
+    ) -> None:
         """An answer piece by piece."""
         async with self._errors(context), self._run(request) as generation:
-            async for delta in generation:
-                yield inference_pb2.GenerateChunk(
-                    request_id=generation.generation.request.request_id,
-                    text=delta.text,
-                    token_ids=delta.token_ids,
-                    start_index=delta.start_index,
-                    logprobs=delta.logprobs,
-                    finish_reason=finish_reason_to_pb(delta.finish_reason),
-                    usage=_usage(generation) if delta.finish_reason is not None else None,
-                )
+            due = generation.generation.request.deadline + _LAST_CHUNK_S
+            try:
+                async with asyncio.timeout(due - time.monotonic()):
+                    async for delta in generation:
+                        await context.write(_chunk(generation, delta))
+            except TimeoutError as error:
+                raise DeadlineExceededError("the client stopped reading its answer") from error
 
     async def Abort(  # noqa: N802
         self,
@@ -140,6 +140,18 @@ def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
             raise InvalidRequestError("chat has no messages", param="chat")
         case _:
             raise InvalidRequestError("a prompt is required: one of text, tokens, chat", param="prompt")
+
+
+def _chunk(generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
+    return inference_pb2.GenerateChunk(
+        request_id=generation.generation.request.request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        start_index=delta.start_index,
+        logprobs=delta.logprobs,
+        finish_reason=finish_reason_to_pb(delta.finish_reason),
+        usage=_usage(generation) if delta.finish_reason is not None else None,
+    )
 
 
 def _usage(generation: TextGeneration) -> inference_pb2.Usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.errors import from_rpc_error
+from router import grpc_servicer
 from router.testing import FakeDecodePod, FakePrefillPod
 
 
@@ -118,6 +120,44 @@ async def test_cancelling_the_call_ends_both_legs(stub, cluster, method):
     await cluster.decode[0].until(lambda: cluster.decode[0].aborts)
     await cluster.prefill[0].until(lambda: cluster.prefill[0].num_cancelled)
     await cluster.router.service._idle.wait()
+    await cluster.until_quiet()
+
+
+@asynccontextmanager
+async def unread_stream(cluster):
+    """A call that the router cannot finish writing, because its client reads no more than the first chunk."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]  # a small window that stays small
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address, options=options) as channel:
+        message = request(num_logprobs=20, max_tokens=1000)  # 280 kB
+        call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(message, timeout=60)
+        await call.read()
+        await cluster.decode[0].until(lambda: not cluster.decode[0].live)
+        yield call
+
+
+async def read_to_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_call_cancelled_while_it_is_written_is_nothing_special(start_cluster, caplog):
+    cluster = await start_cluster()
+    async with unread_stream(cluster) as call:
+        assert cluster.router.service._running
+        call.cancel()
+        await asyncio.wait_for(cluster.router.service._idle.wait(), 30)
+    assert [record.message for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+    await cluster.until_quiet()
+
+
+async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
+    monkeypatch.setattr(grpc_servicer, "_LAST_CHUNK_S", 0.1)
+    cluster = await start_cluster(request_timeout_s=1.0)
+    async with unread_stream(cluster) as call:
+        await asyncio.wait_for(cluster.router.service._idle.wait(), 30)
+        assert cluster.metric("baton_request_errors_total", code="deadline_exceeded") == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="stopped reading"):
+            await asyncio.wait_for(read_to_end(call), 30)
     await cluster.until_quiet()
 
 
