@@ -57,6 +57,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for setting in ("prefill", "decode"):
             for address in getattr(self, setting):
                 _check_address(setting, address)
+        if self.remote_prefill == "always" and not self.prefill:
+            raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
         if twice := set(self.prefill) & set(self.decode):
             raise ValueError(f"--prefill and --decode: {', '.join(sorted(twice))} cannot be both")
 

@@ -31,6 +31,8 @@ from router.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
+
 
 class Route(NamedTuple):
     """The pods of one dispatch."""
@@ -50,6 +52,16 @@ class Dispatcher:
         self._decode_policy = create_policy(config.decode_policy)
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be dispatched now; empty: one can."""
+        decode_pods = self.cluster.ready_decode()
+        if not decode_pods:
+            return self.cluster.explain()
+        if self.config.remote_prefill == "always" and not any(self._partners(decode, 0) for decode in decode_pods):
+            return _NO_PREFILL_POD
+        return ""
 
     def generate(self, request: GenerationRequest) -> Generation:
         """A generation that is dispatched when its context is entered."""
@@ -73,10 +85,10 @@ class Dispatcher:
         if reason := self._reason_to_prefill_locally(facts, resumed=resumed):
             self.metrics.dispatched.labels("local", reason).inc()
             return Route(decode, None)
-        prefill = _choose(self._prefill_policy, facts, self._partners(decode, facts))
+        prefill = _choose(self._prefill_policy, facts, self._partners(decode, facts.num_prompt_tokens))
         if prefill is None:
             if self.config.remote_prefill == "always":
-                raise UnavailableError("no prefill pod is ready that fits the decode pod, and remote_prefill is always")
+                raise UnavailableError(_NO_PREFILL_POD)
             self.metrics.dispatched.labels("local", "no_prefill_pod").inc()
             logger.info("%s: prefilled by decode pod %s: no prefill pod is ready", request.request_id, decode.address)
             return Route(decode, None)
@@ -94,8 +106,8 @@ class Dispatcher:
             return "short_prompt"
         return ""
 
-    def _partners(self, decode: Pod, facts: RequestFacts) -> list[Pod]:
-        """Prefill pods that can hand this prompt over to `decode`."""
+    def _partners(self, decode: Pod, num_prompt_tokens: int) -> list[Pod]:
+        """Prefill pods that can hand such a prompt over to `decode`."""
         assert decode.info is not None
         connector = decode.info.connector
         return [
@@ -104,7 +116,7 @@ class Dispatcher:
             if pod.info is not None
             and connector
             and pod.info.connector == connector
-            and pod.info.max_model_len > facts.num_prompt_tokens
+            and pod.info.max_model_len > num_prompt_tokens
         ]
 
 

@@ -19,6 +19,7 @@ from router.preprocess import Preprocessor
 from router.request import Draft, GenerationRequest
 
 _RETRY_AFTER_S = 1.0
+_SHUTTING_DOWN = "the router is shutting down"
 
 
 class InferenceService:
@@ -44,18 +45,14 @@ class InferenceService:
     @property
     def unavailable_reason(self) -> str:
         """Why no request can be served now; empty: one can."""
-        if self._draining:
-            return "the router is shutting down"
-        return "" if self.cluster.can_serve else self.cluster.explain()
+        return _SHUTTING_DOWN if self._draining else self._dispatcher.unavailable_reason
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is the served model or absent."""
         self._preprocessor.check_model(name)
 
     async def prepare(self, draft: Draft) -> GenerationRequest:
-        """See Preprocessor.prepare. Raises UnavailableError when shutting down."""
-        if self._draining:
-            raise UnavailableError(self.unavailable_reason)
+        """See Preprocessor.prepare."""
         request = await self._preprocessor.prepare(draft)
         self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         self.metrics.prompt_length.observe(len(request.prompt_token_ids))
@@ -65,8 +62,8 @@ class InferenceService:
     def run(self, requests: Sequence[GenerationRequest]) -> Iterator[list[TextGeneration]]:
         """Start generations together; leaving the context ends those that still run.
 
-        Raises OverloadedError if they would exceed the most at once, UnavailableError if no pod is there for them,
-        and InvalidRequestError if a request id is in use.
+        Raises OverloadedError if they would exceed the most at once, UnavailableError if no pod is there for them or
+        the router is shutting down, and InvalidRequestError if a request id is in use.
         """
         self._admit(requests)
         with ExitStack() as stack:
@@ -106,13 +103,15 @@ class InferenceService:
                 await self._idle.wait()
         except TimeoutError:
             for generation in list(self._running.values()):
-                generation.fail(UnavailableError("the router is shutting down"))
+                generation.fail(UnavailableError(_SHUTTING_DOWN))
 
     def close(self) -> None:
         """Release threads. Idempotent."""
         self._preprocessor.close()
 
     def _admit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._draining:
+            raise UnavailableError(_SHUTTING_DOWN)
         limit = self.config.max_inflight
         if len(self._running) + len(requests) > limit:
             raise OverloadedError(

@@ -132,6 +132,9 @@ class Pod:
                     await self._follow(channel)
             except BatonError as error:
                 self._lose(error)
+            except Exception as error:  # whatever it is, the pod is tried again
+                logger.exception("%s pod %s", self.role_name, self.address)
+                self._lose(BatonError(f"internal error: {error!r}"))
             finally:
                 self._disconnect()
             backoff_s = _FIRST_BACKOFF_S if connected else min(2 * backoff_s, _MAX_BACKOFF_S)

@@ -24,7 +24,7 @@ class DeltaSink(Protocol):
         """News from the pod, in order. `now` is time.monotonic() of their arrival."""
 
     def on_lost(self, error: BatonError) -> None:
-        """The session broke; nothing more will come."""
+        """Nothing more will come: the session broke, or the sink itself raised."""
 
 
 class DecodeSession:
@@ -91,7 +91,11 @@ class DecodeSession:
             return  # aborted while this was under way
         if delta.finish_reason:
             del self._sinks[delta.request_id]
-        sink.on_delta(delta, now)
+        try:
+            sink.on_delta(delta, now)
+        except Exception:  # one request's fault must not take its neighbours along
+            logger.exception("request %s cannot take its news", delta.request_id)
+            sink.on_lost(BatonError("internal error; the router's log has the details"))
 
     def _send(self, command: pods_pb2.DecodeCommand) -> None:
         self._commands.append(command)

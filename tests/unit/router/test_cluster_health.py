@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import UnavailableError
 from common.pb import common_pb2, pods_pb2
-from router.pods import PodState
+from router.config import RouterConfig
+from router.pods import Pod, PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 
 
@@ -34,6 +35,34 @@ async def test_nothing_is_served_without_a_decode_pod(start_cluster):
     await decode.start()
     await cluster.until(lambda: cluster.router.cluster.can_serve)
     assert (await health(cluster))[0] == 200
+    await cluster.complete(prompt="Hello", max_tokens=2)
+
+
+async def test_nothing_is_served_without_the_prefill_pod_that_is_a_must(start_cluster):
+    prefill = FakePrefillPod()
+    cluster = await start_cluster([prefill], remote_prefill="always")
+    assert (await health(cluster))[0] == 200
+    await prefill.stop()
+    await cluster.until(lambda: not cluster.router.cluster.ready_prefill())
+    assert (await health(cluster))[0] == 503
+    assert (await cluster.post("/v1/completions", prompt="Hello")).status_code == 503
+    await prefill.start()
+    await cluster.until(lambda: cluster.router.cluster.ready_prefill())
+    assert (await health(cluster))[0] == 200
+    with pytest.raises(ValueError, match="--prefill"):
+        RouterConfig(decode=["a:1"], remote_prefill="always")
+
+
+async def test_a_fault_of_ours_does_not_lose_a_pod_for_good(start_cluster, monkeypatch):
+    open_pod, faults = Pod._open, iter([ValueError("first"), TypeError("second")])
+
+    async def fail_twice(pod, channel):
+        if (fault := next(faults, None)) is not None:
+            raise fault
+        await open_pod(pod, channel)
+
+    monkeypatch.setattr(Pod, "_open", fail_twice)
+    cluster = await start_cluster()
     await cluster.complete(prompt="Hello", max_tokens=2)
 
 

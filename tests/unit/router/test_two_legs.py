@@ -10,7 +10,9 @@ import pytest
 
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2
+from common.types import SamplingParams
 from router.gateway import completions
+from router.generation import Generation
 from router.request import Draft, TokenPrompt
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
@@ -286,6 +288,32 @@ async def test_after_the_grace_period_a_stream_ends_with_an_error(start_cluster)
     await cluster.until_quiet()
 
 
+async def test_a_request_that_chokes_on_its_news_leaves_the_others_alone(start_cluster, text, monkeypatch):
+    take_delta, faults = Generation.on_delta, iter([ValueError("a finish reason from the future")])
+
+    def choke_once(generation, delta, now):
+        if (fault := next(faults, None)) is not None:
+            raise fault
+        take_delta(generation, delta, now)
+
+    monkeypatch.setattr(Generation, "on_delta", choke_once)
+    cluster = await start_cluster()
+    answers = await asyncio.gather(*(cluster.complete(**BODY) for _ in range(4)))
+    assert {body["choices"][0]["text"] for body in answers} == {text()}
+    assert len(cluster.decode[0].submits) == 5
+    await cluster.until_quiet()
+
+
+async def test_nothing_starts_once_the_router_is_shutting_down(start_cluster):
+    cluster = await start_cluster()
+    service = cluster.router.service
+    request = await service.prepare(_draft("late"))
+    service.stop_accepting()
+    with pytest.raises(UnavailableError, match="shutting down"), service.run([request]):
+        pass
+    assert cluster.decode[0].submits == []
+
+
 async def test_too_many_at_once_are_refused(start_cluster, text):
     cluster = await start_cluster(max_inflight=2)
     await cluster.decode[0].allow(0)
@@ -302,11 +330,7 @@ async def test_too_many_at_once_are_refused(start_cluster, text):
 async def test_a_slow_client_gets_merged_deltas(start_cluster):
     cluster = await start_cluster()
     service = cluster.router.service
-    draft = Draft(
-        request_id="slow", model=None, prompt=TokenPrompt(PROMPT), prompt_param="prompt", sampling=_sampling(),
-        max_tokens=8, default_max_tokens=None, seed=1, arrived_at=time.monotonic(),
-    )  # fmt: skip
-    request = await service.prepare(draft)
+    request = await service.prepare(_draft("slow"))
     with service.run([request]) as (generation,):
         async with asyncio.timeout(30):
             while generation.generation._finish_reason is None:  # noqa: ASYNC110
@@ -315,10 +339,11 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
     assert [delta.token_ids for delta in deltas] == [TOKENS]
 
 
-def _sampling():
-    from common.types import SamplingParams
-
-    return SamplingParams()
+def _draft(request_id):
+    return Draft(
+        request_id=request_id, model=None, prompt=TokenPrompt(PROMPT), prompt_param="prompt",
+        sampling=SamplingParams(), max_tokens=8, default_max_tokens=None, seed=1, arrived_at=time.monotonic(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
