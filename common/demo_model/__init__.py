@@ -1,0 +1,13 @@
+"""The demo model that ships with Baton: a tiny chat model, small enough to live in the repository.
+
+`train.py` in this folder makes it from scratch; `python -m common.demo_model.train --help` says how.
+"""
+
+from pathlib import Path
+
+DEMO_MODEL_NAME = "baton-demo"
+
+
+def demo_model_path() -> Path:
+    """The directory with the demo model's config, weights, tokenizer and chat template."""
+    return Path(__file__).resolve().parent / "weights"
