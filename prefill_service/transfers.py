@@ -12,7 +12,8 @@ A transfer leaves the registry, which owns it, when
 1. it is settled and its consumer has been told, or has left;
 2. its consumer has left before any producer came, without a cancellation;
 3. it is settled and no consumer came within the lease; or it failed before a producer came, and is kept that long to
-   refuse it.
+   refuse it;
+4. it has failed, waits for its lease to end, and its place is needed.
 
 A consumer that leaves without a cancellation does not end the prefill: the router still wants its first token.
 After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
@@ -187,11 +188,19 @@ class TransferRegistry:
         ]
 
     def _create(self, key: TransferKey) -> Transfer:
-        if len(self._transfers) >= self._max_transfers:
+        if len(self._transfers) >= self._max_transfers and not self._forget_a_failed_one():
             raise OverloadedError(f"{len(self._transfers)} transfers are open, the limit of this pod")
         transfer = self._transfers[key] = Transfer(key)
         self._admission.hold()
         return transfer
+
+    def _forget_a_failed_one(self) -> bool:
+        """Make room: what failed long ago need not be remembered to the end of its lease. False: there is no such."""
+        failed = (each for each in self._transfers.values() if each.error is not None and each.lease is not None)
+        oldest = next(failed, None)
+        if oldest is not None:
+            self._remove(oldest)
+        return oldest is not None
 
     def _settle(self, transfer: Transfer) -> None:
         transfer.cancel_producer = None

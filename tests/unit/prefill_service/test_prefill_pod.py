@@ -215,6 +215,20 @@ async def test_too_many_transfers_are_refused() -> None:
         stream.call.cancel()
 
 
+async def test_failed_transfers_do_not_keep_others_out() -> None:
+    async with prefill_pod({}, max_transfers=2) as pod:
+        for name in "abc":
+            async with HandoffStream(pod, f"t-{name}") as stream:
+                await stream.cancel()
+                assert kinds(await stream.events()) == ["failed"]
+        for name in "bc":  # these are remembered, the oldest is not
+            error = from_rpc_error(await failure_of(start_prefill(pod, engine_request(name, prompt_of(20)))))
+            assert error.code.label == "cancelled"
+        async with HandoffStream(pod, "t-d") as stream:
+            await start_prefill(pod, engine_request("d", prompt_of(20)))
+            assert kinds(await stream.events())[-1] == "delivered"
+
+
 async def test_drain_finishes_handoffs_and_takes_no_new_ones(pod: RunningPod) -> None:
     pod.gate.shut()
     call = start_prefill(pod, engine_request("a", prompt_of(20)))
