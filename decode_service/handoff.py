@@ -38,6 +38,7 @@ from common.errors import (
     IncompatiblePeerError,
     InvalidRequestError,
     OverloadedError,
+    RequestCancelledError,
 )
 from common.pb import pods_pb2
 from common.pb.pods_pb2_grpc import HandoffStub
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
 GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
+ABORT_TIMEOUT_S = 1.0  # for the router's word that a request has ended, after its prefill was cancelled
 
 _Call = grpc.aio.StreamStreamCall[pods_pb2.HandoffCommand, pods_pb2.HandoffEvent]
 _Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
@@ -107,6 +109,10 @@ class _HandoffError(Exception):
         self.reason = reason
 
 
+class _PrefillCancelledError(_HandoffError):
+    """Most likely by the router, which then ends the request as well."""
+
+
 class Handoff:
     """One attempt. `run` is a task of the owner, who ends it with `leave` or `fail`: the prefill pod is told, for which
     the stream must be whole. Cancelling the task breaks the stream, since gRPC ends a call whose write is cancelled."""
@@ -157,6 +163,9 @@ class Handoff:
             async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
                 if not self.is_over:  # it may have ended while we connected
                     await self._converse(HandoffStub(channel))
+        except _PrefillCancelledError as cancelled:
+            await asyncio.wait({self._is_ended}, timeout=ABORT_TIMEOUT_S)
+            self.fail(cancelled.reason, str(cancelled))
         except _HandoffError as rejected:
             self.fail(rejected.reason, str(rejected))
         except grpc.aio.AioRpcError as error:
@@ -223,6 +232,8 @@ class Handoff:
                 self._stream_is_over = True
                 self._advance(event.failed.num_ready_tokens)
                 error = error_from_pb(event.failed.error)
+                if isinstance(error, RequestCancelledError):
+                    raise _PrefillCancelledError("prefill_failed", error.message)
                 overdue = isinstance(error, DeadlineExceededError)
                 raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
             case kind:

@@ -1,5 +1,6 @@
 """The decode side of the handoff against a prefill pod that follows a script."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,9 +12,10 @@ from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelPool
 from common.rpc.server import RpcServer
 from common.types import SampledToken
+from decode_service import handoff as handoff_module
 from decode_service.config import DecodeConfig
 from decode_service.handoff import Handoff, Offer, Phase
-from tests.pods import DEADLINE_S
+from tests.pods import DEADLINE_S, wait_for
 
 Context = grpc.aio.ServicerContext
 Script = Callable[[AsyncIterator[pods_pb2.HandoffCommand], Context], Awaitable[None]]
@@ -39,6 +41,7 @@ class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
         self.events = events
         self.commands: list[pods_pb2.HandoffCommand] = []
         self.script: Script = self.say_events
+        self.is_left = False  # the decode pod has hung up after the last event
 
     async def Open(self, request_iterator, context):  # noqa: N802
         await self.script(request_iterator, context)
@@ -50,6 +53,7 @@ class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
         if self.events and self.events[-1].WhichOneof("event") in ("delivered", "failed"):
             async for command in request_iterator:
                 self.commands.append(command)
+        self.is_left = True
 
 
 class RecordingConsumer:
@@ -98,6 +102,7 @@ async def test_good_handoff_in_order() -> None:
         ([COMPUTING, progress(16)], "handoff_broken", 16),
         ([failed(0)], "prefill_failed", 0),
         ([failed(0, common_pb2.ERROR_CODE_DEADLINE_EXCEEDED)], "handoff_timeout", 0),
+        ([COMPUTING, failed(16, common_pb2.ERROR_CODE_CANCELLED)], "prefill_failed", 16),
         ([COMPUTING, progress(16), failed(32)], "prefill_failed", 32),
         ([progress(16)], "handoff_invalid", 0),
         ([delivered(40)], "handoff_invalid", 0),
@@ -117,6 +122,17 @@ async def test_bad_handoff_is_recomputed_once(events: list[pods_pb2.HandoffEvent
     assert handoff.phase is Phase.FAILED
     handoff.fail("prefill_failed")  # too late to matter
     assert consumer.calls[-1][1] == reason
+
+
+async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_module, "ABORT_TIMEOUT_S", DEADLINE_S)
+    async with handoff_with([COMPUTING, failed(0, common_pb2.ERROR_CODE_CANCELLED)]) as (handoff, consumer, servicer):
+        running = asyncio.create_task(handoff.run())
+        await wait_for(lambda: servicer.is_left)
+        handoff.leave()
+        await running
+    assert consumer.calls == [("reserve",)]
+    assert handoff.phase is Phase.CANCELLED
 
 
 async def test_prefill_pod_is_told_of_the_reservation() -> None:
