@@ -113,6 +113,7 @@ class DecodeRequest:
         """End with an error; also an OutputSink's."""
         if not self._has_ended:
             self._pod.metrics.request_failure.labels(error.code.label).inc()
+            logger.info("request %s failed: %s: %s", self.request_id, error.code.label, error.message)
             self._end(self._last_delta(FinishReason.ERROR, error_to_pb(error)))
 
     # -- Consumer ---------------------------------------------------------------------------------------------------
@@ -151,6 +152,8 @@ class DecodeRequest:
                     self._note_started(event)
                 case KVReceived():
                     self._note_received(event)
+        if output.finish_reason is not None:
+            self._pod.requests.forget(output.request_id)  # the engine has, too: nothing is left to abort
         if output.finish_reason is FinishReason.ERROR:
             self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
         elif output.tokens or output.finish_reason is not None:

@@ -80,6 +80,7 @@ class RouterSession:
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._around.pod.metrics.request_failure.labels(error.code.label).inc()
+        logger.info("request %s refused: %s: %s", request_id, error.code.label, error.message)
         delta = pods_pb2.TokenDelta(
             request_id=request_id, finish_reason=finish_reason_to_pb(FinishReason.ERROR), error=error_to_pb(error)
         )

@@ -44,6 +44,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
                 first = await self._prefill(request)
             except BatonError as error:
                 self._pod.metrics.request_failure.labels(error.code.label).inc()
+                logger.info("request %s failed: %s: %s", request.request.request_id, error.code.label, error.message)
                 raise
             self._count(first)
         return _response(first)
@@ -58,6 +59,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
             try:
                 return await producer.first_token
             except asyncio.CancelledError:
+                self._pod.metrics.request_success.labels(FinishReason.ABORT.label).inc()
                 producer.cancel(RequestCancelledError("the prefill call was cancelled"))
                 raise
         finally:
