@@ -21,7 +21,7 @@ def test_request_becomes_what_the_engine_takes() -> None:
     request = add_request_from_pb(message, SPEC)
     assert (request.request_id, request.prompt_token_ids, request.output_token_ids) == ("a", prompt, [1, 2])
     assert (request.block_hashes, request.cache_salt, request.priority) == (hashes, "salt", -1)
-    assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8)
+    assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
 
 @pytest.mark.parametrize(
