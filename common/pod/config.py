@@ -38,6 +38,10 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     drain_timeout_s: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0
+    engine_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds after which an engine that answers nothing is given up; longer than any step."),
+    ] = 300.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log lines shown.")] = "info"
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

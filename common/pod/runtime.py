@@ -2,7 +2,7 @@
 
 1. The engine starts: the model is loaded. A ConfigError ends the process with code 2.
 2. The role's front is built on it; the server listens; health answers SERVING; the `ready` line is printed.
-3. It serves until SIGTERM or SIGINT (code 0), or until its engine dies (code 1).
+3. It serves until SIGTERM or SIGINT (code 0), or until its engine dies or hangs (code 1).
 4. It drains: health answers NOT_SERVING, new work is refused, running work gets `drain_timeout_s`.
 5. The front ends what is left, then server, outputs and engine close, in that order.
 """
@@ -23,7 +23,7 @@ import grpc
 
 from common.config import report_config_error
 from common.engine.client.base import EngineClient
-from common.errors import ConfigError, EngineDeadError
+from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
 from common.observability.logging import setup_logging
 from common.observability.metrics_server import MetricsServer
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
@@ -111,17 +111,22 @@ class PodRuntime:
     async def serve(self, stop: asyncio.Event) -> int:
         """Step 3 and 4; returns the exit code. `stop` asks for the drain."""
         stopping = asyncio.create_task(stop.wait(), name="stop")
+        hanging = asyncio.create_task(self._until_engine_hangs(), name="engine hangs")
         try:
-            await asyncio.wait({stopping, self._outputs}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._outputs.done():
+            await asyncio.wait({stopping, hanging, self._outputs}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and not self._outputs.done():
                 await self._drain()
         finally:
             stopping.cancel()
+            hanging.cancel()
         if self._outputs.done():
-            await self.server.set_serving(False)
             logger.error("the engine died: %s", self._outputs.exception())
-            return EXIT_ENGINE_DIED
-        return EXIT_OK
+        elif stopping.done():
+            return EXIT_OK
+        else:
+            logger.error("the engine hangs: it has answered nothing for %g s", self.config.engine_timeout_s)
+        await self.server.set_serving(False)
+        return EXIT_ENGINE_DIED
 
     async def stop(self) -> None:
         """Step 5. Idempotent."""
@@ -141,6 +146,24 @@ class PodRuntime:
             admission=Admission(self.config.max_open),
             metrics=PodMetrics(stats),
         )
+
+    async def _until_engine_hangs(self) -> None:
+        timeout_s = self.config.engine_timeout_s
+        try:
+            while True:
+                async with asyncio.timeout(timeout_s):
+                    await self._sign_of_life()
+                await asyncio.sleep(timeout_s / 10)
+        except TimeoutError:
+            pass
+        except EngineDeadError:  # dead, which is another end
+            await asyncio.wait({self._outputs})
+
+    async def _sign_of_life(self) -> None:
+        while True:
+            with suppress(DeadlineExceededError):  # of one question
+                await self._engine.stats()
+                return
 
     async def _drain(self) -> None:
         admission = self.context.admission

@@ -65,6 +65,17 @@ async def test_death_of_the_engine_ends_the_pod_with_code_1() -> None:
         assert await health_of(pod, "") == NOT_SERVING
 
 
+async def test_engine_that_hangs_is_given_up_and_its_requests_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with decode_pod({}, engine_timeout_s=0.2) as pod, FakeRouter(pod) as router:
+        pod.gate.shut()
+        answer = await router.submit(engine_request("a", prompt_of(5)))
+        assert await pod.runtime.serve(asyncio.Event()) == 1
+        assert await health_of(pod, "") == NOT_SERVING
+        assert "the engine hangs" in caplog.text
+        pod.gate.open()
+        await answer.wait_finished()
+
+
 async def test_metrics_are_served_over_http() -> None:
     async with decode_pod({}, metrics_port=0) as pod, FakeRouter(pod) as router:
         await (await router.submit(engine_request("a", prompt_of(20), max_tokens=3))).wait_finished()
