@@ -129,7 +129,8 @@ class Generation:
         """End it with an error, unless it has ended."""
         if self._finish_reason is None and self._error is None:
             self._error = error
-            logger.warning("%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
+            level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
+            logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
             self._close()
             self._wake()
 
