@@ -43,7 +43,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(ge=0, description="With auto, shorter prompts are prefilled by the decode pod; 0 sends all away."),
     ] = 0
     request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 32 * 2**20
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 16 * 2**20
     max_inflight: Annotated[int, Meta(ge=1, description="Most generations at once; more are refused with 429.")] = 2048
     max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
     max_attempts: Annotated[int, Meta(ge=1, description="Decode pods that a request is tried on before it fails.")] = 2

@@ -12,7 +12,13 @@ from dataclasses import replace
 
 import msgspec
 
-from common.errors import BatonError, InvalidRequestError, UnavailableError, UnknownModelError
+from common.errors import (
+    BatonError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnavailableError,
+    UnknownModelError,
+)
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
@@ -68,7 +74,7 @@ class Preprocessor:
             raise UnavailableError(self._cluster.explain())
 
         started = time.monotonic()
-        token_ids = await self._tokenize(draft.prompt, draft.prompt_param)
+        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, max_model_len)
         sampling = _with_limits(draft, room=max_model_len - len(token_ids))
         validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         validate_prompt(
@@ -94,7 +100,7 @@ class Preprocessor:
             deadline=draft.arrived_at + self._timeout_s,
         )
 
-    async def _tokenize(self, prompt: Prompt, param: str) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
@@ -102,6 +108,10 @@ class Preprocessor:
                 pass
             case ChatPrompt():
                 text, add_special_tokens = self._render(prompt), False  # the template has written them
+        if not self._tokenizer.may_fit(text, max_model_len):
+            raise PromptTooLongError(
+                f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
+            )
         try:
             if len(text) < _THREAD_FROM_CHARS:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

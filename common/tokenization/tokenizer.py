@@ -19,6 +19,7 @@ from common.errors import ConfigError, InvalidRequestError
 from common.tokenization.chat import ChatTemplate
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_SHRINKAGE = 4  # characters that a normaliser may make one of; Unicode's composition stays below
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,6 +38,7 @@ class Tokenizer:
         layout = repr(decoder) if decoder is not None else ""
         self.byte_level = "ByteLevel" in layout  # a token is any run of bytes, whatever characters they belong to
         self._sentencepiece = "\u2581" in layout
+        self._longest_token = max(map(len, backend.get_vocab()), default=1)
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
 
@@ -68,6 +70,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which `decode` skips."""
         return self._special_ids
+
+    def may_fit(self, text: str, max_tokens: int) -> bool:
+        """False if `text` is surely longer than `max_tokens` tokens; costs nothing, unlike encoding it."""
+        return len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""

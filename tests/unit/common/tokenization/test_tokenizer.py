@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidRequestError
 from common.tokenization import ChatTemplate, Tokenizer
@@ -96,3 +98,16 @@ def test_no_template_is_an_error_not_a_guess():
 def test_torch_is_not_imported():
     code = "import common.tokenization, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_surely_does_not_fit_is_refused_unread(kind):
+    tokenizer = KINDS[kind]()
+    assert not tokenizer.may_fit("e" * 1_000_000, 64)
+
+    @given(text=st.text(max_size=60))
+    @example(text="e\u0301" * 20)
+    def every_text_may_fit_its_own_length(text):
+        assert tokenizer.may_fit(text, len(tokenizer.encode(text)))
+
+    every_text_may_fit_its_own_length()
