@@ -32,14 +32,14 @@ class _Range(NamedTuple):
     def __str__(self) -> str:
         kind = "an integer" if self.integer else "a number"
         if self.high == float("inf"):
-            return f"{kind} of at least {self.low:g}"
-        return f"{kind} in {'[' if self.low_included else '('}{self.low:g}, {self.high:g}]"
+            return f"{kind} of at least {self.low}"
+        return f"{kind} in {'[' if self.low_included else '('}{self.low}, {self.high}]"
 
 
 _RANGES = {
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, low_included=False),
-    "top_k": _Range(0, float("inf"), integer=True),
+    "top_k": _Range(0, 2**32 - 1, integer=True),  # travels as uint32
     "min_p": _Range(0, 1),
     "max_tokens": _Range(1, float("inf"), integer=True),
     "min_tokens": _Range(0, float("inf"), integer=True),

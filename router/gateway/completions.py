@@ -96,16 +96,16 @@ class CompletionsEndpoint:
     async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float) -> _Job:
         n = 1 if body.n is None else body.n
         request_id = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
-        drafts = body.drafts(request_id, arrived_at)
         limit = self._service.config.max_choices
         if not 1 <= n <= limit:
             raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
-        if n * len(drafts) > limit:
-            raise InvalidRequestError(f"n times the number of prompts must be at most {limit}", param="n")
+        if n * body.num_prompts > limit:  # before anything is made for each of what may be millions
+            problem = f"n times the number of prompts must be at most {limit}, got {n} times {body.num_prompts}"
+            raise InvalidRequestError(problem, param="n")
         choices: list[GenerationRequest] = []
         echoes: list[str] = []
         num_prompt_tokens = 0
-        for draft in drafts:
+        for draft in body.drafts(request_id, arrived_at):
             request = await self._service.prepare(draft)
             num_prompt_tokens += len(request.prompt_token_ids)
             choices += choices_of(request, n)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -124,6 +124,13 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     suffix: Any = None
 
+    @property
+    def num_prompts(self) -> int:
+        """How many `prompts` there will be; costs nothing."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return 1
+        return len(self.prompt)
+
     def prompts(self) -> list[Prompt]:
         """One or many: a text, token ids, a list of texts, a list of lists of token ids."""
         special = self.add_special_tokens is not False
@@ -228,6 +235,8 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    num_prompts: ClassVar[int] = 1
 
     def drafts(self, request_id: str, arrived_at: float) -> list[Draft]:
         """The one draft."""

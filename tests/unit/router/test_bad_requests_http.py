@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import pytest_asyncio
 
+from router.gateway.protocol import CompletionBody
 from router.testing import FakeDecodePod
 from tests.unit.router.router_cluster import run_cluster
 
@@ -63,6 +64,7 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "temperature": 2.1}, "temperature"),
         (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
         (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
+        (TEXT, {"prompt": "a", "top_k": 2**32}, "top_k"),
         (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
         (TEXT, {"prompt": "a", "seed": -1}, "seed"),
         (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
@@ -120,6 +122,12 @@ async def test_unknown_model(cluster):
         assert error["param"] == "model"
         assert "baton-demo" in error["message"]
     error_of(await cluster.client.get("/v1/models/gpt-9"), 404, "not_found")
+
+
+async def test_prompts_are_counted_before_they_are_looked_at(cluster, monkeypatch):
+    monkeypatch.setattr(CompletionBody, "prompts", lambda body: pytest.fail("the limit is checked too late"))
+    error = error_of(await cluster.post(TEXT, prompt=["a"] * 500), 400)
+    assert error["param"] == "n"
 
 
 async def test_too_large_a_body(cluster):
