@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,13 +16,14 @@ class Command(NamedTuple):
 
     module: str  # with a function main(argv) -> exit code
     summary: str
+    extra: str = "all"  # of the distribution: what must be installed for it
 
 
 COMMANDS = {
     "up": Command("cli.up", "Start a cluster on this machine: prefill pods, decode pods and a router."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
-    "complete": Command("cli.complete", "Continue a prompt."),
-    "chat": Command("cli.chat", "Talk to the model."),
+    "complete": Command("cli.complete", "Continue a prompt.", "cli"),
+    "chat": Command("cli.chat", "Talk to the model.", "cli"),
 }
 EXIT_INTERRUPTED = 130
 
@@ -31,14 +31,10 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the process's arguments) names. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
-    if arguments[0] in ("-V", "--version"):
-        print(f"baton {__version__}")
-        return 0
     try:
-        return _run(arguments[0], arguments[1:])
+        code = _run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is expected
+        return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -65,7 +61,18 @@ def help_text() -> str:
     )
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"baton {__version__}")
+        return 0
+    return _run_command(arguments[0], arguments[1:])
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    from cli.extras import import_with_extra
     from common.config import report_config_error
     from common.errors import ConfigError
 
@@ -75,7 +82,7 @@ def _run(name: str, arguments: list[str]) -> int:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
             raise ConfigError(f"{name}: unknown command; {hint}")
-        return int(importlib.import_module(command.module).main(arguments))
+        return int(import_with_extra(command.module, name, command.extra).main(arguments))
     except ConfigError as error:
         return report_config_error(error)
 

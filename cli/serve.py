@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 
+from cli.extras import import_with_extra
 from common.errors import ConfigError
 from deploy.parent_death import die_with_parent
 
@@ -31,16 +31,4 @@ def main(argv: Sequence[str]) -> int:
     # OpenMP threads that spin while they wait take the cores from the other processes of the machine: with fewer cores
     # than busy threads a step took 10 to 20 times as long, and without such rivals it is no faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        module = importlib.import_module(ROLES[role])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in (
-            "router",
-            "prefill_service",
-            "decode_service",
-            "common",
-            "kv_store",
-        ):
-            raise
-        raise ConfigError(f"{role}: {error.name} is not installed; pip install 'baton-llm[{_NEEDS[role]}]'") from error
-    return int(module.main(options))
+    return int(import_with_extra(ROLES[role], role, _NEEDS[role]).main(options))

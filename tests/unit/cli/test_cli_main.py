@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,30 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["chat", "--help"]])
+def test_a_reader_that_has_enough_is_no_error(argv: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cli.main", *argv]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "package", "message"),
+    [
+        (["complete", "hi"], "httpx", "complete: httpx is not installed; pip install 'baton-llm[cli]'"),
+        (["serve", "router"], "uvicorn", "router: uvicorn is not installed; pip install 'baton-llm[router]'"),
+        (["serve", "decode"], "zmq", "decode: zmq is not installed; pip install 'baton-llm[engine]'"),
+    ],
+)
+def test_a_missing_extra_is_named(argv: list[str], package: str, message: str) -> None:
+    script = f"import sys; sys.modules[{package!r}] = None; from cli.main import main; sys.exit(main({argv!r}))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, f"baton: error: {message}\n")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
