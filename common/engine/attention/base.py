@@ -65,6 +65,6 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write the tokens' keys and values to their slots, then attend. Called once per layer of a forward pass.
 
-        `query` is [num_tokens, num_heads, head_dim], `key` and `value` are [num_tokens, num_kv_heads, head_dim].
-        Returns [num_tokens, num_heads, head_dim].
+        `query` is [1, num_tokens, num_heads, head_dim], `key` and `value` are [1, num_tokens, num_kv_heads, head_dim];
+        the leading dimension is the modelling code's. Returns [1, num_tokens, num_heads, head_dim].
         """

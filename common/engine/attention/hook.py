@@ -71,14 +71,13 @@ def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:
         if args_of_layer is None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             args_of_layer = AttentionArgs(scale, sliding_window, softcap, s_aux)
-        head_dim, value_dim = key.shape[-1], value.shape[-1]
-        if value_dim != head_dim:
-            value = functional.pad(value, (0, head_dim - value_dim))
-        # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim]
-        out = backend.attend(
-            layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), args_of_layer
-        )
-        return out[None, ..., :value_dim]
+        value_dim = value.shape[-1]
+        padding = key.shape[-1] - value_dim
+        if padding:
+            value = functional.pad(value, (0, padding))
+        # [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]
+        out = backend.attend(layer, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), args_of_layer)
+        return out[..., :value_dim] if padding else out
 
     return attend
 

@@ -27,7 +27,7 @@ class _Gathered(NamedTuple):
     """Which rows of the cache a group reads, and which of the tokens read are visible."""
 
     rows: torch.Tensor  # [2 * sequences * kv heads * blocks], keys first, into the layer's view of the cache
-    mask: torch.Tensor | None  # [sequences * kv heads, 1, tokens], 0 or -inf; None: all visible
+    mask: torch.Tensor  # [sequences * kv heads, 1, tokens], 0 or -inf
 
 
 @dataclass(slots=True)
@@ -65,7 +65,6 @@ class TorchAttention:
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
-        self._dtype = kv_cache.dtype
         # Row (block, layer, k or v, head, offset) is one token's vector. A layer's views begin at its first row, so
         # that one index, computed once per step, serves all layers.
         vectors = kv_cache.view(-1, head_dim)
@@ -80,6 +79,8 @@ class TorchAttention:
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
         self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
+        self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
+        self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
         self._batch: AttentionMetadata | None = None
         self._write_rows = self._tokens
@@ -108,10 +109,11 @@ class TorchAttention:
             return self._attend_decodes(layer, query, self._groups[0], args)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in self._groups:
-            out[group.start : group.end] = self._attend_decodes(layer, query[group.start : group.end], group, args)
+            rows = slice(group.start, group.end)
+            out[:, rows] = self._attend_decodes(layer, query[:, rows], group, args)
         for chunk in self._chunks:
             rows = slice(chunk.start, chunk.end)
-            out[rows] = self._attend_chunk(layer, query[rows], key[rows], value[rows], chunk, args)
+            out[:, rows] = self._attend_chunk(layer, query[:, rows], key[:, rows], value[:, rows], chunk, args)
         return out
 
     def _group_decodes(self, batch: AttentionMetadata) -> list[_DecodeGroup]:
@@ -129,52 +131,50 @@ class TorchAttention:
     def _attend_decodes(
         self, layer: int, query: torch.Tensor, group: _DecodeGroup, args: AttentionArgs
     ) -> torch.Tensor:
+        """Attention of query tokens [1, sequences, heads, head_dim]."""
         window = args.sliding_window
         if window is not None and window >= group.max_len:
             window = None
         gathered = group.by_window.get(window)
         if gathered is None:
             gathered = group.by_window[window] = self._gather_decodes(group, window)
-        num_seqs, num_heads, head_dim = query.shape
+        _, num_seqs, num_heads, head_dim = query.shape
         batch = num_seqs * self._num_kv_heads
         # [2, sequences * kv heads, tokens, head_dim]
         keys, values = self._runs[layer].index_select(0, gathered.rows).view(2, batch, -1, head_dim)
         grouped = query.reshape(batch, num_heads // self._num_kv_heads, head_dim)
-        if args.softcap is None and gathered.mask is not None:
+        if args.softcap is None:
             scores = torch.baddbmm(gathered.mask, grouped, keys.transpose(1, 2), alpha=args.scale)
         else:
             scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(args.scale)
-            scores = _cap(scores, args.softcap)
-            if gathered.mask is not None:
-                scores = scores.add_(gathered.mask)
+            scores = _cap(scores, args.softcap).add_(gathered.mask)
         if args.sinks is None:
             weights = _softmax(scores, values.dtype)
         else:
             sinks = args.sinks.view(1, self._num_kv_heads, -1, 1).expand(num_seqs, -1, -1, -1)
             weights = _softmax_with_sinks(scores, sinks.reshape(batch, -1, 1), values.dtype)
-        return torch.bmm(weights, values).view(num_seqs, num_heads, head_dim)
+        return torch.bmm(weights, values).view(query.shape)
 
     def _gather_decodes(self, group: _DecodeGroup, window: int | None) -> _Gathered:
-        batch = self._batch
-        assert batch is not None
-        lens = batch.seq_lens_tensor[group.start : group.end]  # [sequences]
-        tables = batch.block_tables[group.start : group.end, : group.num_blocks]
-        first_tokens = torch.zeros_like(lens)
-        if window is not None:
-            # Read the blocks that the window touches only: at most one more than it fills.
-            width = min(group.num_blocks, -(-window // self._block_size) + 1)
-            first_blocks = torch.div((lens - window).clamp_(min=0), self._block_size, rounding_mode="floor")
-            first_blocks = first_blocks.clamp_(max=group.num_blocks - width)
-            tables = tables.gather(1, first_blocks[:, None] + self._arange(width))
-            first_tokens = first_blocks * self._block_size
-        num_tokens = tables.shape[1] * self._block_size
-        positions = first_tokens[:, None] + self._arange(num_tokens)
-        hidden = positions >= lens[:, None]
-        if window is not None:
-            hidden |= positions < (lens - window)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        mask = mask.repeat_interleave(self._num_kv_heads, dim=0)[:, None, :]
-        return _Gathered(self._run_rows(tables), mask)
+        assert self._batch is not None
+        lens = self._batch.seq_lens_tensor[group.start : group.end]  # [sequences]
+        tables = self._batch.block_tables[group.start : group.end, : group.num_blocks]
+        ends = lens.repeat_interleave(self._num_kv_heads)[:, None]  # [sequences * kv heads, 1]
+        if window is None:
+            positions = self._arange(group.num_blocks * self._block_size)
+            return _Gathered(self._run_rows(tables), self._decode_mask(positions >= ends))
+        # Read the blocks that the window touches only: at most one more than it fills.
+        width = min(group.num_blocks, -(-window // self._block_size) + 1)
+        first_blocks = torch.div((lens - window).clamp_(min=0), self._block_size, rounding_mode="floor")
+        first_blocks = first_blocks.clamp_(max=group.num_blocks - width)
+        tables = tables.gather(1, first_blocks[:, None] + self._arange(width))
+        first_tokens = (first_blocks * self._block_size).repeat_interleave(self._num_kv_heads)[:, None]
+        positions = first_tokens + self._arange(width * self._block_size)
+        return _Gathered(self._run_rows(tables), self._decode_mask((positions >= ends) | (positions < ends - window)))
+
+    def _decode_mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[sequences * kv heads, 1, tokens] of 0 or -inf."""
+        return torch.where(hidden, self._hidden, self._visible)[:, None]
 
     def _attend_chunk(
         self,
@@ -185,19 +185,19 @@ class TorchAttention:
         chunk: _Chunk,
         args: AttentionArgs,
     ) -> torch.Tensor:
-        """Attention of query tokens [chunk tokens, heads, head_dim]."""
+        """Attention of query tokens [1, chunk tokens, heads, head_dim]."""
         window = args.sliding_window
         if window is not None and window >= chunk.seq_len:
             window = None
         plain = args.softcap is None and args.sinks is None
-        query = query.transpose(0, 1)[None]  # [1, heads, chunk tokens, head_dim]
+        query = query.transpose(1, 2)  # [1, heads, chunk tokens, head_dim]
         if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
-            keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+            keys, values = key.transpose(1, 2), value.transpose(1, 2)
             if plain and window is None:
                 out = functional.scaled_dot_product_attention(
                     query, keys, values, is_causal=True, scale=args.scale, enable_gqa=True
                 )
-                return out[0].transpose(0, 1)
+                return out.transpose(1, 2)
         else:
             keys, values = self._gather_chunk(layer, chunk)
         attend = _masked_sdpa if plain else _masked_attention
@@ -206,7 +206,7 @@ class TorchAttention:
         for first in range(0, chunk.num_tokens, rows_at_once):
             part = query[:, :, first : first + rows_at_once]
             outs.append(attend(part, keys, values, self._chunk_mask(chunk, window, first, part.shape[2]), args))
-        return torch.cat(outs, dim=2)[0].transpose(0, 1)
+        return torch.cat(outs, dim=2).transpose(1, 2)
 
     def _gather_chunk(self, layer: int, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the whole sequence, [1, kv heads, seq_len, head_dim] each."""
@@ -227,8 +227,7 @@ class TorchAttention:
             hidden = visible > own
             if window is not None:
                 hidden |= visible <= own - window
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            chunk.masks[window, first] = mask
+            mask = chunk.masks[window, first] = torch.where(hidden, self._hidden, self._visible)
         return mask
 
     def _run_rows(self, tables: torch.Tensor) -> torch.Tensor:

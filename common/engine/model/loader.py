@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import ATTENTION_NAME
 from common.engine.config import ModelConfig
+from common.engine.model.fused_norm import fuse_norms
 from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.errors import ConfigError, ModelLoadError
@@ -129,10 +130,10 @@ def _find_weights(directory: Path) -> list[Path]:
 
 def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> tuple[Any, ProbedModel]:
     model = _from_pretrained(directory, config, device)
-    if pack_linears(model):
+    if fuse_norms(model) + pack_linears(model):
         try:
             return model, probe_model(model)
-        except ModelLoadError:  # perhaps because the architecture reads a packed layer's weight itself
+        except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
             model = _from_pretrained(directory, config, device)
     return model, probe_model(model)
 

@@ -14,24 +14,31 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 _TOKENS_HINT = 8  # the layout chosen for this many tokens was the best, or close to it, from 2 to 1024
-_MIN_WEIGHTS = 1 << 15  # a call costs some microseconds more than `linear`, which smaller layers do not win back
+# A call costs 10 us more than `linear`: smaller layers do not win that back at all, small ones not for one token.
+_MIN_WEIGHTS = 1 << 17
+_MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference in float32 on CPU. `weight` keeps shape and type but holds no data."""
+    """nn.Linear for inference in float32 on CPU. The `weight` of a large layer keeps shape and type but no data."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
+        self._is_small = linear.weight.numel() < _MIN_WEIGHTS_FOR_ONE_TOKEN
+        weight = linear.weight.detach() if self._is_small else torch.empty_like(linear.weight, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _TOKENS_HINT)  # noqa: SLF001
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
+        if self._is_small and inputs.numel() == self.in_features:
+            return functional.linear(inputs, self.weight, self.bias)
         op = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
         out: torch.Tensor = op(inputs, self._packed, self.bias, "none", [], "")
         return out

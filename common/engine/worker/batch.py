@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,62 +34,84 @@ def pack_batch(
     """Build the batch. `table` knows the requests and how many of their tokens are computed."""
     request_ids = list(num_scheduled_tokens)
     rows = table.rows_of(request_ids)
-    counts = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
     starts = table.num_computed_tokens[rows]
-    order = _batch_order(counts, starts + counts)
-    rows, counts, starts = rows[order], counts[order], starts[order]
-    ends = starts + counts
-    query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    num_tokens = int(query_start[-1])
+    counts = list(num_scheduled_tokens.values())
+    layout = _lay_out_decodes(starts) if max(counts) == 1 else _lay_out(starts, np.array(counts))
+    rows = rows[layout.order]
+    token_rows = rows[layout.sequences]
+    blocks, offsets = np.divmod(layout.positions, block_size)
+    block_ids = table.block_tables[token_rows, blocks]
+    max_blocks = -(-max(layout.seq_lens) // block_size)
+    samples = np.flatnonzero(layout.ends == table.num_tokens[rows])
+    sampled_rows = rows[samples]
 
-    if num_tokens == len(rows):  # only decodes
-        token_rows, positions = rows, starts
-    else:
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
-    blocks, offsets = np.divmod(positions, block_size)
-    slots = table.block_tables[token_rows, blocks] * block_size + offsets
-    samples = np.flatnonzero(ends == table.num_tokens[rows])
-    max_blocks = -(-int(ends.max()) // block_size)
-
-    uploaded = _upload(
+    input_ids, positions, slots, logits_index, seq_lens, block_tables = _upload(
         [
-            table.token_ids[token_rows, positions],
-            positions,
-            slots,
-            query_start[1:][samples] - 1,
-            ends,
+            table.token_ids[token_rows, layout.positions],
+            layout.positions,
+            block_ids * block_size + offsets,
+            layout.last_tokens[samples],
+            layout.ends,
             table.block_tables[rows, :max_blocks].reshape(-1),
         ],
         device,
     )
-    attention = AttentionMetadata(
-        num_decodes=int(np.count_nonzero(counts == 1)),
-        query_start=query_start.tolist(),
-        seq_lens=ends.tolist(),
-        seq_lens_tensor=uploaded[4],
-        block_tables=uploaded[5].view(len(rows), max_blocks),
-        slot_mapping=uploaded[2],
-    )
-    # The last block of a request is opened if this step writes its first slot; full ones need no care.
-    last_blocks, tails = np.divmod(ends, block_size)
-    opened = np.flatnonzero((tails > 0) & (last_blocks * block_size >= starts))
+    # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
+    is_opened = (offsets == 0) & (layout.positions + block_size > layout.ends[layout.sequences])
     return PackedBatch(
-        input_ids=uploaded[0],
-        positions=uploaded[1],
-        logits_index=uploaded[3],
-        attention=attention,
-        sampled_ids=[request_ids[i] for i in order[samples].tolist()],
-        sampled_rows=rows[samples],
-        opened_blocks=table.block_tables[rows[opened], last_blocks[opened]].tolist(),
+        input_ids=input_ids,
+        positions=positions,
+        logits_index=logits_index,
+        attention=AttentionMetadata(
+            num_decodes=layout.num_decodes,
+            query_start=layout.query_start,
+            seq_lens=layout.seq_lens,
+            seq_lens_tensor=seq_lens,
+            block_tables=block_tables.view(len(rows), max_blocks),
+            slot_mapping=slots,
+        ),
+        sampled_ids=[request_ids[i] for i in layout.order[samples].tolist()],
+        sampled_rows=sampled_rows,
+        opened_blocks=block_ids[is_opened].tolist(),
     )
 
 
-def _batch_order(counts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Requests with one token first, longest first; then the others as they came."""
+class _Layout(NamedTuple):
+    """Order of the sequences in the batch and the place of each query token."""
+
+    order: npt.NDArray[np.intp]  # [num_seqs], into the scheduled requests
+    sequences: npt.NDArray[np.intp]  # [num_tokens]: sequence, in batch order, of each token
+    positions: npt.NDArray[np.int64]  # [num_tokens]: position of each token in its sequence
+    ends: npt.NDArray[np.int64]  # [num_seqs]: length of each sequence after the step
+    last_tokens: npt.NDArray[np.int64]  # [num_seqs]: last query token of each sequence
+    query_start: list[int]
+    seq_lens: list[int]  # `ends`
+    num_decodes: int
+
+
+def _lay_out_decodes(starts: npt.NDArray[np.int64]) -> _Layout:
+    """One token for each sequence: what most steps are."""
+    num_seqs = len(starts)
+    order = np.argsort(-starts, kind="stable")
+    positions = starts[order]
+    ends = positions + 1
+    tokens = np.arange(num_seqs)
+    return _Layout(order, tokens, positions, ends, tokens, list(range(num_seqs + 1)), ends.tolist(), num_seqs)
+
+
+def _lay_out(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> _Layout:
+    """Sequences with one token first, longest first; then the others as they came."""
     is_chunk = counts > 1
-    return np.lexsort((np.where(is_chunk, 0, -ends), is_chunk))
+    order = np.lexsort((np.where(is_chunk, 0, -starts), is_chunk))
+    starts, counts = starts[order], counts[order]
+    ends = starts + counts
+    query_ends = np.cumsum(counts)
+    query_starts = query_ends - counts
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(sequences)) + (starts - query_starts)[sequences]
+    num_decodes = len(counts) - int(np.count_nonzero(is_chunk))
+    query_start = [0, *query_ends.tolist()]
+    return _Layout(order, sequences, positions, ends, query_ends - 1, query_start, ends.tolist(), num_decodes)
 
 
 def _upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:

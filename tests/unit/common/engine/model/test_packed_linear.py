@@ -11,14 +11,16 @@ from tests.tiny_models import tiny_model_dir
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_computes_the_same(bias):
+@pytest.mark.parametrize("num_outputs", [192, 2048])
+def test_computes_the_same(num_outputs, bias):
     torch.manual_seed(0)
-    linear = nn.Linear(256, 192, bias=bias)
+    linear = nn.Linear(256, num_outputs, bias=bias)
     packed = PackedLinear(linear)
-    for shape in [(1, 256), (1, 1, 256), (1, 8, 256), (2, 37, 256), (1, 0, 256)]:
+    for shape in [(256,), (1, 256), (1, 1, 256), (1, 8, 256), (2, 37, 256), (1, 0, 256)]:
         inputs = torch.randn(shape)
         torch.testing.assert_close(packed(inputs), linear(inputs), atol=1e-5, rtol=1e-5)
     assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, torch.float32)
+    assert packed.weight.is_meta == (num_outputs == 2048)  # the data of large weights is not kept twice
 
 
 def test_packs_large_float32_linears_only():
@@ -26,11 +28,11 @@ def test_packs_large_float32_linears_only():
         pass
 
     model = nn.Sequential(
-        nn.Linear(256, 256),
+        nn.Linear(512, 512),
         nn.Linear(16, 16),
-        Own(256, 256),
-        nn.Linear(256, 256).bfloat16(),
-        nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256)),
+        Own(512, 512),
+        nn.Linear(512, 512).bfloat16(),
+        nn.Sequential(nn.Embedding(512, 512), nn.Linear(512, 512)),
     )
     assert pack_linears(model) == 2
     assert isinstance(model[0], PackedLinear)

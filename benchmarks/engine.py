@@ -1,0 +1,353 @@
+"""Speed of the engine next to transformers' `generate` on this machine, in one process, in turn.
+
+    python -m benchmarks.engine [--json FILE] [--markdown FILE]
+
+Both get the same random prompts, decode greedily in the same dtype on the same threads, and must give the same tokens;
+transformers runs with its default cache and `sdpa` attention. Every figure is the median over `--repeats`.
+
+    decode       gap between two tokens of a batch whose prompts have 128 tokens
+    prefill      prompt tokens per second of one prompt of 1024 tokens
+    throughput   output tokens per second of 32 prompts of 256 tokens, 64 output tokens each, prefill included
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
+
+from common.demo_model import DEMO_MODEL_NAME, demo_model_path
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig
+from common.engine.messages import AddRequest
+from common.types import RequestId, SamplingParams
+
+DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
+PREFILL_TOKENS = 1024
+THROUGHPUT_PROMPTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_TOKENS = 32, 256, 64
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One batch generated."""
+
+    tokens: list[list[int]]
+    started: float
+    stamps: list[float]  # when each step that completed a token for all prompts was over
+
+    @property
+    def seconds(self) -> float:
+        """From start to the last token."""
+        return self.stamps[-1] - self.started
+
+    @property
+    def gap_ms(self) -> float:
+        """Median time between two tokens."""
+        gaps = [later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)]
+        return statistics.median(gaps) * 1e3
+
+
+class System(Protocol):
+    """One of the two that are compared."""
+
+    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
+        """`num_tokens` greedy tokens after each prompt; end-of-sequence is ignored."""
+
+
+class Baton:
+    """Our engine, in this process. The prefix cache is off: repeats would find their prompts in it."""
+
+    def __init__(self, client: InprocClient) -> None:
+        self._client = client
+        self._num_requests = 0
+
+    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
+        """See System."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        tokens: dict[RequestId, list[int]] = {}
+        stamps: list[float] = []
+        started = time.perf_counter()
+        for prompt in prompts:
+            request_id = RequestId(f"r{self._num_requests}")
+            self._num_requests += 1
+            tokens[request_id] = []
+            self._client.add_request(
+                AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling=sampling)
+            )
+        while len(stamps) < num_tokens:
+            for output in self._client.step().outputs:
+                tokens[output.request_id].extend(token.token_id for token in output.tokens)
+            stamps += [time.perf_counter()] * (min(map(len, tokens.values())) - len(stamps))
+        while self._client.has_work:  # the step that forgets the requests
+            self._client.step()
+        return Generation(list(tokens.values()), started, stamps)
+
+
+class Transformers:
+    """`generate` of transformers."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self._model = model
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
+        """See System."""
+        watch = _StepWatch()
+        prompt_ids = torch.tensor(prompts, device=self._model.device)
+        started = time.perf_counter()
+        output = self._model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([watch]),
+        )
+        return Generation(output[:, prompt_ids.shape[1] :].tolist(), started, watch.stamps)
+
+
+class _StepWatch(StoppingCriteria):
+    """Never stops; notes the time of each step."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        self.stamps.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What to run and which figure of it to take."""
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    figure: Callable[[Generation], float]
+
+
+MEASURES = (
+    *(
+        Measure(
+            f"decode, batch {batch}", "ms/token", False, batch, DECODE_PROMPT_TOKENS, DECODE_TOKENS, lambda g: g.gap_ms
+        )
+        for batch in (1, 8)
+    ),
+    Measure("prefill, 1024 tokens", "tokens/s", True, 1, PREFILL_TOKENS, 1, lambda g: PREFILL_TOKENS / g.seconds),
+    Measure(
+        "throughput, 32 x (256 in, 64 out)",
+        "tokens/s",
+        True,
+        THROUGHPUT_PROMPTS,
+        THROUGHPUT_PROMPT_TOKENS,
+        THROUGHPUT_TOKENS,
+        lambda g: THROUGHPUT_PROMPTS * THROUGHPUT_TOKENS / g.seconds,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table."""
+
+    model: str
+    measure: str
+    unit: str
+    baton: float
+    transformers: float
+    speedup: float  # above 1: Baton is ahead
+    baton_range: tuple[float, float]
+    transformers_range: tuple[float, float]
+    same_tokens: bool
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", help="directory to measure instead of the demo and 100M models")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--markdown", type=Path, help="also write the table here")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+    machine = describe_machine()
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, directory in _models(args.model, Path(scratch)):
+            for result in measure_model(name, directory, args.dtype, args.repeats):
+                print(format_row(result), flush=True)
+                results.append(result)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")
+    if args.markdown:
+        args.markdown.write_text(format_markdown(machine, results))
+    return 0 if all(result.same_tokens for result in results) else 1
+
+
+def _models(directories: Sequence[str] | None, scratch: Path) -> Iterator[tuple[str, Path]]:
+    if directories:
+        yield from ((Path(directory).name, Path(directory)) for directory in directories)
+    else:
+        yield DEMO_MODEL_NAME, Path(demo_model_path())
+        yield "Qwen3 shape, 100M random", make_100m_model(scratch)
+
+
+def make_100m_model(parent: Path) -> Path:
+    """A random Qwen3 of 100M parameters."""
+    config = Qwen3Config(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    directory = parent / "qwen3-100m"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def measure_model(name: str, directory: Path, dtype: str, repeats: int) -> Iterator[Result]:
+    """All measures of one model."""
+    with both_systems(directory, dtype) as (baton, hf, vocab_size):
+        for measure in MEASURES:
+            yield run_measure(name, measure, baton, hf, vocab_size, repeats)
+    gc.collect()
+
+
+@contextmanager
+def both_systems(directory: Path, dtype: str) -> Iterator[tuple[System, System, int]]:
+    """The two systems with the same model on the same device, and its vocabulary."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=dtype), cache=CacheConfig(enable_prefix_caching=False)
+    )
+    with InprocClient(config) as client:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, client.spec.dtype), attn_implementation="sdpa"
+        )
+        model = model.to(client.spec.device).eval()
+        yield Baton(client), Transformers(model), client.spec.vocab_size
+
+
+def run_measure(name: str, measure: Measure, baton: System, hf: System, vocab_size: int, repeats: int) -> Result:
+    """One measure, both systems in turn."""
+    figures: dict[System, list[float]] = {baton: [], hf: []}
+    same_tokens = True
+    for repeat in range(repeats + 1):
+        generator = torch.Generator().manual_seed(repeat)
+        shape = (measure.num_prompts, measure.prompt_tokens)
+        prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
+        order = (baton, hf) if repeat % 2 else (hf, baton)
+        generations = {system: system.generate(prompts, measure.output_tokens) for system in order}
+        same_tokens &= generations[baton].tokens == generations[hf].tokens
+        if repeat:  # the first run warms up
+            for system, generation in generations.items():
+                figures[system].append(measure.figure(generation))
+    ours, theirs = statistics.median(figures[baton]), statistics.median(figures[hf])
+    return Result(
+        model=name,
+        measure=measure.name,
+        unit=measure.unit,
+        baton=ours,
+        transformers=theirs,
+        speedup=ours / theirs if measure.higher_is_better else theirs / ours,
+        baton_range=(min(figures[baton]), max(figures[baton])),
+        transformers_range=(min(figures[hf]), max(figures[hf])),
+        same_tokens=same_tokens,
+    )
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures depend on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "load before": f"{os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def format_row(result: Result) -> str:
+    """One line for the terminal."""
+    note = "" if result.same_tokens else "  TOKENS DIFFER"
+    return (
+        f"{result.model:<26} {result.measure:<34} baton {result.baton:>9.2f}  transformers {result.transformers:>9.2f} "
+        f"{result.unit:<9} x{result.speedup:.2f}{note}"
+    )
+
+
+def format_markdown(machine: dict[str, str], results: Sequence[Result]) -> str:
+    """The table with what it depends on."""
+    lines = [
+        "# Engine next to transformers' generate",
+        "",
+        "`python -m benchmarks.engine`; medians, ranges of the repeats in brackets. Speedup above 1: Baton is ahead.",
+        "",
+        *(f"- {key}: {value}" for key, value in machine.items()),
+        "",
+        "| model | measure | unit | Baton | transformers | speedup | same tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        ours, theirs = _with_range(r.baton, r.baton_range), _with_range(r.transformers, r.transformers_range)
+        same = "yes" if r.same_tokens else "NO"
+        lines.append(f"| {r.model} | {r.measure} | {r.unit} | {ours} | {theirs} | {r.speedup:.2f} | {same} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_range(value: float, bounds: tuple[float, float]) -> str:
+    return f"{value:.4g} [{bounds[0]:.4g}, {bounds[1]:.4g}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
