@@ -49,6 +49,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connector: Annotated[str, Meta(min_length=1, description="How KV blocks travel from prefill to decode pods.")] = (
         "shared-storage"
     )
+    connector_path: Annotated[
+        str, Meta(description="Directory of the shared-storage connector; empty: a temporary one.")
+    ] = ""
     host: Annotated[str, Meta(min_length=1, description="Address the router listens on.")] = LOOPBACK
     port: Annotated[Port, Meta(description="HTTP port of the router; 0: a free one.")] = 8000
     grpc_port: Annotated[Port, Meta(description="gRPC port of the router; 0: a free one.")] = 9000
@@ -197,7 +200,9 @@ class ClusterPlan(msgspec.Struct, frozen=True):
 def plan_cluster(
     config: ClusterConfig, port: int, grpc_port: int, scratch: Path, config_file: Path | None
 ) -> ClusterPlan:
-    """Commands, ports and environment of every process."""
+    """Commands, ports and environment of every process. Raises ConfigError for a connector that cannot join them."""
+    if config.prefill and config.connector == "memory":
+        raise ConfigError("--connector: memory joins pods of one process only", param="connector")
     env = pod_environment(os.environ, config.prefill + config.decode)
     common = ["--log-level", config.log_level]
     if config_file is not None:
@@ -207,7 +212,7 @@ def plan_cluster(
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine)]
     pod_options += ["--connector", config.connector if config.prefill else "none"]
     if config.prefill and config.connector == "shared-storage":
-        pod_options += ["--connector-path", str(scratch)]
+        pod_options += ["--connector-path", config.connector_path or str(scratch)]
     ports = pick_ports(LOOPBACK, config.prefill + config.decode)
     names = [("prefill", index) for index in range(config.prefill)]
     names += [("decode", index) for index in range(config.decode)]

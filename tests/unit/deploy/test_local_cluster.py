@@ -40,6 +40,13 @@ def test_every_pod_has_a_port_and_the_router_knows_them_all() -> None:
         assert option(pod.command, "--connector-path") == ["/scratch"]
 
 
+def test_the_connector_has_a_directory_of_its_own_unless_one_is_given() -> None:
+    planned = plan(ClusterConfig(connector_path="/mnt/kv"))
+    assert [option(pod.command, "--connector-path") for pod in planned.pods] == [["/mnt/kv"]] * 2
+    with pytest.raises(ConfigError, match="memory joins pods of one process only"):
+        plan(ClusterConfig(connector="memory"))
+
+
 def test_colocated_pods_need_no_connector() -> None:
     planned = plan(ClusterConfig(prefill=0, decode=1))
     assert [pod.role for pod in planned.pods] == ["decode"]
