@@ -11,6 +11,7 @@ scheduler and the workers no longer agree, so the owner must not step again.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,8 @@ from common.engine.messages import (
 from common.engine.scheduler.scheduler import Scheduler
 from common.errors import BatonError, ConfigError
 from common.types import FinishReason, RequestId
+
+logger = logging.getLogger(__name__)
 
 
 def _ignore() -> None:
@@ -211,6 +214,13 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
     wanted = config.model.max_model_len
     fitting = (num_blocks - 1) * config.cache.block_size  # the null block holds no tokens
     if wanted is None:
+        if fitting < facts.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so no request may be longer, although the model's limit is %d; raise "
+                "kv_cache_memory for more, or set max_model_len",
+                fitting,
+                facts.max_model_len,
+            )
         return min(facts.max_model_len, fitting)
     if wanted > facts.max_model_len:
         raise ConfigError(
