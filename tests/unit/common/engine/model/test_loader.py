@@ -89,6 +89,13 @@ def test_file_instead_of_directory(tmp_path):
     assert "is not a directory" in refused(tmp_path / "file")
 
 
+def test_a_config_that_contradicts_itself(model_dir):
+    config = json.loads((model_dir / "config.json").read_text())
+    config["layer_types"] = ["full_attention"] * (config["num_hidden_layers"] + 1)
+    (model_dir / "config.json").write_text(json.dumps(config))
+    assert "num_hidden_layers" in refused(model_dir)  # not only that some validator failed
+
+
 def test_no_config(model_dir):
     (model_dir / "config.json").unlink()
     assert "has no config.json" in refused(model_dir)
