@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from common import __version__
-from common.config import ArgumentParser, add_arguments, build, load_yaml, to_arguments
+from common.config import ArgumentParser, Section, add_arguments, build, load_yaml, to_arguments
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
 from common.observability.logging import LogLevel
@@ -33,6 +33,26 @@ from deploy.scratch import scratch_directory
 from deploy.terminal import Terminal
 
 SECTIONS = ("cluster", "prefill", "decode", "router")
+# What `baton up` decides for its processes, and the setting of `cluster` that says so, if one does.
+_POD_SETTINGS = {
+    "host": "",
+    "port": "",
+    "pod_id": "",
+    "connector": "connector",
+    "connector_path": "connector_path",
+    "drain_timeout_s": "stop_grace_s",
+    "log_level": "log_level",
+}
+_ROUTER_SETTINGS = {
+    "host": "host",
+    "port": "port",
+    "grpc_port": "grpc_port",
+    "prefill": "prefill",
+    "decode": "decode",
+    "shutdown_grace_s": "stop_grace_s",
+    "log_level": "log_level",
+}
+_DECIDED_SETTINGS = {"prefill": _POD_SETTINGS, "decode": _POD_SETTINGS, "router": _ROUTER_SETTINGS}
 LOOPBACK = "127.0.0.1"  # where the pods listen; only the router is reachable from elsewhere
 STOP_MARGIN_S = 3.0  # for what a process does after its own grace period
 EXAMPLE_PROMPT = "The capital of France is"
@@ -84,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = load_yaml(args.config) if args.config else None
     if document is not None:
         document.check_names(SECTIONS)
+        _check_sections(document)
     config = build(ClusterConfig, args, document.section("cluster") if document is not None else None)
     terminal = Terminal()
     try:
@@ -93,6 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PodStartError as error:
         terminal.warn(f"baton: error: {error.message}")
         return 1
+
+
+def _check_sections(document: Section) -> None:
+    """Raises ConfigError for a setting of one process that `baton up` would silently overrule."""
+    for role, decided in _DECIDED_SETTINGS.items():
+        section = document.section(role)
+        for setting in section.keys() & decided.keys():
+            advice = f"use cluster.{decided[setting]}" if decided[setting] else "leave it out"
+            raise ConfigError(
+                f"{section.name_of(setting)}: `baton up` decides this for every process; {advice}", param=setting
+            )
 
 
 class LocalCluster:

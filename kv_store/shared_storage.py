@@ -92,7 +92,7 @@ class SharedStorageStore:
             self._set_bound(self._options.max_bytes or self._half_of_available(), frame_bytes)
             self._keep_bound()
         except OSError as error:
-            raise ConfigError(f"path: cannot use it as shared storage: {error}", param="path") from error
+            raise ConfigError(f"connector_path: cannot use it as shared storage: {error}", param="path") from error
 
     def touch(self, key: BlockHash) -> bool:
         """See BlockStore."""

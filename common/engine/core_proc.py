@@ -36,6 +36,7 @@ from common.engine.launch import (
 from common.engine.loop import EngineLoop
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError
+from common.observability.logging import setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -181,18 +182,12 @@ def _exit_with_parent(directory: Path) -> None:
     os._exit(EXIT_ORPHANED)
 
 
-def _set_up_logging(launch: Launch) -> None:
-    prefix = f"[{launch.name}] ".replace("%", "%%") if launch.name else ""
-    logging.basicConfig(level=launch.log_level, format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.captureWarnings(capture=True)
-
-
 def main() -> int:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sends it: the parent decides
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
-    _set_up_logging(launch)
+    setup_logging(launch.log_level, launch.name)
     directory = Path(launch.replies_path.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(directory,), name="parent-watch", daemon=True).start()
     return EngineCoreProc(launch).run()

@@ -27,8 +27,12 @@ class LineFormatter(logging.Formatter):
         return super().format(record).rstrip("\n").replace("\n", "\n    ")
 
 
-def setup_logging(level: LogLevel = "info", pod_id: str = "", *, stream: TextIO | None = None) -> None:
-    """Sends the process's logs to `stream` (stderr), each line with `pod_id`. A later call replaces an earlier one."""
+def setup_logging(level: LogLevel | int = "info", pod_id: str = "", *, stream: TextIO | None = None) -> None:
+    """Sends the process's logs to `stream` (stderr), each line with `pod_id`. A later call replaces an earlier one.
+
+    `level` is a name, or a number of the `logging` module.
+    """
+    threshold = level if isinstance(level, int) else logging.getLevelNamesMapping()[level.upper()]
     output = logging.StreamHandler(stream if stream is not None else sys.stderr)
     output.setFormatter(LineFormatter(pod_id))
     root = logging.getLogger()
@@ -36,8 +40,8 @@ def setup_logging(level: LogLevel = "info", pod_id: str = "", *, stream: TextIO 
         if isinstance(old.formatter, LineFormatter):
             root.removeHandler(old)
     root.addHandler(output)
-    root.setLevel(level.upper())
+    root.setLevel(threshold)
     for name in _CHATTY:
-        logging.getLogger(name).setLevel(level.upper() if level == "debug" else logging.WARNING)
+        logging.getLogger(name).setLevel(threshold if threshold <= logging.DEBUG else logging.WARNING)
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)  # its DEBUG is a line per loop turn
     logging.captureWarnings(capture=True)

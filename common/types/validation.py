@@ -83,6 +83,12 @@ def validate_prompt(
     """
     if not token_ids:
         raise InvalidRequestError(f"{param} is empty", param=param)
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"{param} has {len(token_ids)} tokens, which leaves no room for an answer in the model's context of "
+            f"{max_model_len} tokens",
+            param=param,
+        )
     if len(token_ids) + max_tokens > max_model_len:
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens and max_tokens is {max_tokens}: "

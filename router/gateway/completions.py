@@ -67,7 +67,7 @@ class CompletionsEndpoint:
         config = self._service.config
         exchange = Exchange(scope, receive, send)
         try:
-            body = await exchange.read_body(config.max_body_bytes, config.request_timeout_s)
+            body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
             async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
                 await exchange.run_while_connected(self._serve(body, exchange, arrived_at))
         except RequestCancelledError:

@@ -10,7 +10,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
-from common.errors import BatonError, DeadlineExceededError, PayloadTooLargeError, RequestCancelledError
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RequestCancelledError,
+)
 from router.gateway.errors import error_headers, error_json
 
 Scope = MutableMapping[str, Any]
@@ -30,9 +36,11 @@ class Exchange:
         self._send = send
         self._streaming = False
 
-    async def read_body(self, limit: int, timeout_s: float) -> bytes:
-        """The whole body. Raises PayloadTooLargeError over `limit` bytes, DeadlineExceededError after `timeout_s`
-        seconds, RequestCancelledError if the client goes away."""
+    async def read_json(self, limit: int, timeout_s: float) -> bytes:
+        """The whole body, unread. Raises InvalidRequestError if it is declared as something else, PayloadTooLargeError
+        over `limit` bytes, DeadlineExceededError after `timeout_s` seconds, RequestCancelledError if the client goes
+        away."""
+        self._check_content_type()
         declared = next((value for name, value in self._headers if name == b"content-length"), b"")
         if declared.isdigit() and int(declared) > limit:
             raise _too_large(limit)
@@ -53,6 +61,14 @@ class Exchange:
                         return b"".join(parts)
         except TimeoutError as error:
             raise DeadlineExceededError(f"the body did not arrive within {timeout_s:g} s") from error
+
+    def _check_content_type(self) -> None:
+        """A browser asks before it posts JSON to another site, and does not before it posts a form or plain text."""
+        content_type = next((value for name, value in self._headers if name == b"content-type"), b"application/json")
+        media_type = content_type.partition(b";")[0].strip().lower()
+        if media_type != b"application/json":
+            shown = media_type.decode("ascii", "replace")
+            raise InvalidRequestError(f"the content type must be application/json, got {shown}", param="content-type")
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, or cancel it and raise RequestCancelledError as soon as the client is gone.

@@ -124,6 +124,21 @@ def test_config_file_sections_are_checked(tmp_path: Path) -> None:
         main(["--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("section", "advice"),
+    [
+        ("decode: {connector_path: /mnt/kv}", r"decode\.connector_path: .* use cluster\.connector_path"),
+        ("prefill: {port: 7001}", r"prefill\.port: .* leave it out"),
+        ("router: {shutdown_grace_s: 5}", r"router\.shutdown_grace_s: .* use cluster\.stop_grace_s"),
+    ],
+)
+def test_what_up_would_overrule_is_refused(tmp_path: Path, section: str, advice: str) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text(section)
+    with pytest.raises(ConfigError, match=advice):
+        main(["--config", str(file)])
+
+
 def test_yaml_and_options_meet() -> None:
     built = build(ClusterConfig, None, {"prefill": 2, "block_size": 4, "model": "m"})
     assert built.prefill == 2

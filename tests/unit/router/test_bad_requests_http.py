@@ -41,6 +41,12 @@ def error_of(response, status, code="invalid_argument"):
     return error
 
 
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+async def test_what_a_browser_would_post_unasked_is_refused(cluster, content_type):
+    response = await cluster.client.post(TEXT, content=b'{"prompt": "Hi"}', headers={"content-type": content_type})
+    assert error_of(response, 400)["param"] == "content-type"
+
+
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff", b'{"model": "a",}', b'{"temperature": NaN}'])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 async def test_invalid_json(cluster, path, body):

@@ -169,7 +169,7 @@ async def test_a_stream_waits_for_its_only_decode_pod_to_come_back(start_cluster
 
 
 async def test_attempts_are_bounded_and_the_stream_says_why_it_ended(start_cluster, text):
-    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()])
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()], max_attempts=2)
     for decode in cluster.decode:
         decode.allowed = 3
     async with Stream(cluster) as stream:
