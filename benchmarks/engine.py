@@ -8,6 +8,8 @@ transformers runs with its default cache and `sdpa` attention. Every figure is t
     decode       gap between two tokens of a batch whose prompts have 128 tokens
     prefill      prompt tokens per second of one prompt of 1024 tokens
     throughput   output tokens per second of 32 prompts of 256 tokens, 64 output tokens each, prefill included
+
+At the end: time from `baton up` to ready, and resident memory per process (`benchmarks.startup` has the details).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks import startup
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
@@ -40,6 +43,7 @@ from common.types import RequestId, SamplingParams
 
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
 PREFILL_TOKENS = 1024
+STARTUPS = 3  # clusters started for the time to ready and the memory of each process
 THROUGHPUT_PROMPTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_TOKENS = 32, 256, 64
 
 Prompts = Sequence[Sequence[int]]
@@ -208,10 +212,12 @@ def main() -> int:
             for result in measure_model(name, directory, args.dtype, args.repeats):
                 print(format_row(result), flush=True)
                 results.append(result)
+    cluster = [] if args.model else startup.summary([startup.measure(prefill=1, decode=1) for _ in range(STARTUPS)])
+    print("\n".join(cluster))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")
     if args.markdown:
-        args.markdown.write_text(format_markdown(machine, results))
+        args.markdown.write_text(format_markdown(machine, results, cluster))
     return 0 if all(result.same_tokens for result in results) else 1
 
 
@@ -326,7 +332,7 @@ def format_row(result: Result) -> str:
     )
 
 
-def format_markdown(machine: dict[str, str], results: Sequence[Result]) -> str:
+def format_markdown(machine: dict[str, str], results: Sequence[Result], cluster: Sequence[str]) -> str:
     """The table with what it depends on."""
     lines = [
         "# Engine next to transformers' generate",
@@ -342,6 +348,8 @@ def format_markdown(machine: dict[str, str], results: Sequence[Result]) -> str:
         ours, theirs = _with_range(r.baton, r.baton_range), _with_range(r.transformers, r.transformers_range)
         same = "yes" if r.same_tokens else "NO"
         lines.append(f"| {r.model} | {r.measure} | {r.unit} | {ours} | {theirs} | {r.speedup:.2f} | {same} |")
+    if cluster:
+        lines += ["", "`baton up`, one prefill and one decode pod, already installed:", "", "```", *cluster, "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import httpx
 import psutil
@@ -28,16 +31,33 @@ def main() -> int:
     args = parser.parse_args()
     runs = [measure(args.prefill, args.decode) for _ in range(args.runs)]
     for run in runs:
-        print(json.dumps(run))
-    ready = sorted(run["ready_s"] for run in runs)
-    print(f"ready after {ready[len(ready) // 2]:.1f} s (median of {len(runs)}, {ready[0]:.1f} to {ready[-1]:.1f})")
-    for name in runs[-1]["rss_mib"]:
-        print(f"  {name:<24} {max(run['rss_mib'][name] for run in runs):6.0f} MiB resident at most")
+        print(json.dumps(asdict(run)))
+    print("\n".join(summary(runs)))
     return 0
 
 
-def measure(prefill: int, decode: int) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Run:
     """One cluster from start to end."""
+
+    ready_s: float  # from the command to the printed curl line
+    first_answer_s: float
+    stop_s: float  # from SIGTERM to the launcher's exit
+    rss_mib: dict[str, float]  # by process, after the first answer
+
+
+def summary(runs: Sequence[Run]) -> list[str]:
+    """Lines for a person."""
+    ready = sorted(run.ready_s for run in runs)
+    lines = [f"ready after {statistics.median(ready):.1f} s (median of {len(runs)}, {ready[0]:.1f} to {ready[-1]:.1f})"]
+    lines += [
+        f"{name:<24} {max(run.rss_mib[name] for run in runs):6.0f} MiB resident at most" for name in runs[-1].rss_mib
+    ]
+    return lines
+
+
+def measure(prefill: int, decode: int) -> Run:
+    """Start a cluster, ask it something, stop it."""
     command = [sys.executable, "-m", "cli.main", "up", "--port", "0", "--grpc-port", "0"]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
     started = time.perf_counter()
@@ -54,12 +74,12 @@ def measure(prefill: int, decode: int) -> dict[str, object]:
         launcher.terminate()
         stopping = time.perf_counter()
         launcher.wait(60)
-    return {
-        "ready_s": round(ready_s, 2),
-        "first_answer_s": round(first_answer_s, 3),
-        "stop_s": round(time.perf_counter() - stopping, 2),
-        "rss_mib": {name: round(size, 1) for name, size in rss.items()},
-    }
+    return Run(
+        ready_s=round(ready_s, 2),
+        first_answer_s=round(first_answer_s, 3),
+        stop_s=round(time.perf_counter() - stopping, 2),
+        rss_mib={name: round(size, 1) for name, size in rss.items()},
+    )
 
 
 def _ask(url: str) -> float:
