@@ -76,6 +76,8 @@ class TorchAttention:
         runs = kv_cache.view(-1, block_size * head_dim)
         self._runs = [runs[2 * layer * num_kv_heads :] for layer in range(num_layers)]
         self._runs_per_block = num_layers * 2 * num_kv_heads
+        # What the rows of a group are copied to. Fresh memory for each copy would cost more than the copy.
+        self._workspace = runs.new_empty(0, block_size * head_dim)
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
         self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
@@ -141,7 +143,7 @@ class TorchAttention:
         _, num_seqs, num_heads, head_dim = query.shape
         batch = num_seqs * self._num_kv_heads
         # [2, sequences * kv heads, tokens, head_dim]
-        keys, values = self._runs[layer].index_select(0, gathered.rows).view(2, batch, -1, head_dim)
+        keys, values = self._read(layer, gathered.rows).view(2, batch, -1, head_dim)
         grouped = query.reshape(batch, num_heads // self._num_kv_heads, head_dim)
         if args.softcap is None:
             scores = torch.baddbmm(gathered.mask, grouped, keys.transpose(1, 2), alpha=args.scale)
@@ -214,8 +216,8 @@ class TorchAttention:
             assert self._batch is not None
             num_blocks = -(-chunk.seq_len // self._block_size)
             chunk.rows = self._run_rows(self._batch.block_tables[chunk.sequence : chunk.sequence + 1, :num_blocks])
-        gathered = self._runs[layer].index_select(0, chunk.rows)
-        keys, values = gathered.view(2, 1, self._num_kv_heads, -1, self._head_dim)[:, :, :, : chunk.seq_len]
+        gathered = self._read(layer, chunk.rows).view(2, 1, self._num_kv_heads, -1, self._head_dim)
+        keys, values = gathered[:, :, :, : chunk.seq_len]
         return keys, values
 
     def _chunk_mask(self, chunk: _Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
@@ -233,6 +235,12 @@ class TorchAttention:
     def _run_rows(self, tables: torch.Tensor) -> torch.Tensor:
         """Rows of a layer's runs: block tables [sequences, blocks] -> [2 * sequences * kv heads * blocks]."""
         return (tables[None, :, None, :] * self._runs_per_block + self._head_runs).view(-1)
+
+    def _read(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows of the layer's runs, [rows, block_size * head_dim]. Valid until the next read."""
+        if len(self._workspace) < len(rows):
+            self._workspace = self._workspace.new_empty(len(rows) + len(rows) // 4, self._workspace.shape[1])
+        return torch.index_select(self._runs[layer], 0, rows, out=self._workspace[: len(rows)])
 
     def _arange(self, length: int) -> torch.Tensor:
         if len(self._tokens) < length:
