@@ -1,5 +1,6 @@
 """Whatever comes in whatever order, in a tiny pool: nothing is lost, owned twice, wrong or waiting for ever."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -84,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        was_live = request_id not in self.engine.finished
+        was_live = request_id in self.engine.scheduler._live  # a first token may have ended it since the last step
         outputs = self.engine.abort(request_id)
         assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * was_live
         self.open.pop(request_id, None)
@@ -199,3 +200,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+class TestSchedulerMachineForLong(SchedulerMachine.TestCase):
+    """The same, with many more and longer histories."""
+
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
