@@ -20,6 +20,10 @@ from common.engine.attention.base import AttentionArgs, AttentionMetadata
 
 _MAX_PADDED_SHARE = 2  # a group's longest sequence has at most this many times the blocks of its shortest,
 _FREE_PADDING_BLOCKS = 4  # or this many blocks more
+# Gathered at once for a group of decodes. On a CPU it should stay in the cache between gathering and attending: measured
+# with 9 MiB to gather per layer, a step takes a third less in groups of 2 to 8 MiB.
+_MAX_GATHERED_BYTES_CPU = 4 << 20
+_MAX_GATHERED_BYTES = 256 << 20
 _MAX_SCORES = 1 << 22  # query tokens x visible tokens of one chunk that are masked at once
 
 
@@ -81,6 +85,8 @@ class TorchAttention:
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
         self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
+        max_bytes = _MAX_GATHERED_BYTES_CPU if device.type == "cpu" else _MAX_GATHERED_BYTES
+        self._max_group_blocks = max_bytes // (2 * stride * head_dim * kv_cache.itemsize)
         self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
         self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
@@ -122,13 +128,18 @@ class TorchAttention:
         groups: list[_DecodeGroup] = []
         for i, seq_len in enumerate(batch.seq_lens[: batch.num_decodes]):
             num_blocks = -(-seq_len // self._block_size)
-            if groups:
-                longest = groups[-1].num_blocks
-                if longest <= num_blocks * _MAX_PADDED_SHARE or longest <= num_blocks + _FREE_PADDING_BLOCKS:
-                    groups[-1].end = i + 1
-                    continue
+            if groups and self._may_join(groups[-1], num_blocks):
+                groups[-1].end = i + 1
+                continue
             groups.append(_DecodeGroup(i, i + 1, num_blocks, seq_len))
         return groups
+
+    def _may_join(self, group: _DecodeGroup, num_blocks: int) -> bool:
+        """True if one more sequence of `num_blocks` blocks fits the group."""
+        longest = group.num_blocks
+        if (group.end - group.start + 1) * longest > self._max_group_blocks:
+            return False
+        return longest <= num_blocks * _MAX_PADDED_SHARE or longest <= num_blocks + _FREE_PADDING_BLOCKS
 
     def _attend_decodes(
         self, layer: int, query: torch.Tensor, group: _DecodeGroup, args: AttentionArgs

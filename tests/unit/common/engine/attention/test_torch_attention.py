@@ -132,6 +132,13 @@ def test_a_long_chunk_is_masked_in_parts(monkeypatch):
     test_equals_naive_attention([[(0, 30)], [(30, 64)]], AttentionArgs(scale=0.3))
 
 
+def test_many_decodes_are_gathered_in_parts(monkeypatch):
+    bytes_per_block = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 4
+    monkeypatch.setattr("common.engine.attention.torch_backend._MAX_GATHERED_BYTES_CPU", 5 * bytes_per_block)
+    prompts, decodes = [(0, 9), (0, 6), (0, 7), (0, 30)], [(9, 10), (6, 7), (7, 8), (30, 31)]
+    test_equals_naive_attention([prompts, decodes], AttentionArgs(scale=0.3))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_close(dtype):
     torch.manual_seed(0)
