@@ -20,8 +20,8 @@ from common.engine.attention.base import AttentionArgs, AttentionMetadata
 
 _MAX_PADDED_SHARE = 2  # a group's longest sequence has at most this many times the blocks of its shortest,
 _FREE_PADDING_BLOCKS = 4  # or this many blocks more
-# Gathered at once for a group of decodes. On a CPU it should stay in the cache between gathering and attending: measured
-# with 9 MiB to gather per layer, a step takes a third less in groups of 2 to 8 MiB.
+# Gathered at once for a group of decodes. On a CPU it should stay in the cache between gathering and attending:
+# measured with 9 MiB to gather per layer, a step takes a third less in groups of 2 to 8 MiB.
 _MAX_GATHERED_BYTES_CPU = 4 << 20
 _MAX_GATHERED_BYTES = 256 << 20
 _MAX_SCORES = 1 << 22  # query tokens x visible tokens of one chunk that are masked at once

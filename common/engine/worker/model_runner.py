@@ -51,11 +51,12 @@ class ModelRunner:
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [num_sampled, vocabulary]."""
+        samples_all = len(batch.logits_index) == len(batch.input_ids)
         output = self._loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=batch.logits_index,
+            logits_to_keep=0 if samples_all else batch.logits_index,  # 0 keeps all
         )
         logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
         return logits
