@@ -43,6 +43,7 @@ from common.types import RequestId, SamplingParams
 
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
 PREFILL_TOKENS = 1024
+WARM_UP_TOKENS = 4
 STARTUPS = 3  # clusters started for the time to ready and the memory of each process
 THROUGHPUT_PROMPTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_TOKENS = 32, 256, 64
 
@@ -151,6 +152,7 @@ class Measure:
     prompt_tokens: int
     output_tokens: int
     figure: Callable[[Generation], float]
+    max_repeats: int = 1000
 
 
 MEASURES = (
@@ -169,6 +171,7 @@ MEASURES = (
         THROUGHPUT_PROMPT_TOKENS,
         THROUGHPUT_TOKENS,
         lambda g: THROUGHPUT_PROMPTS * THROUGHPUT_TOKENS / g.seconds,
+        max_repeats=3,  # long enough to vary little
     ),
 )
 
@@ -276,14 +279,15 @@ def run_measure(name: str, measure: Measure, baton: System, hf: System, vocab_si
     """One measure, both systems in turn."""
     figures: dict[System, list[float]] = {baton: [], hf: []}
     same_tokens = True
-    for repeat in range(repeats + 1):
+    for repeat in range(min(repeats, measure.max_repeats) + 1):
         generator = torch.Generator().manual_seed(repeat)
         shape = (measure.num_prompts, measure.prompt_tokens)
         prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
         order = (baton, hf) if repeat % 2 else (hf, baton)
-        generations = {system: system.generate(prompts, measure.output_tokens) for system in order}
+        num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, WARM_UP_TOKENS)
+        generations = {system: system.generate(prompts, num_tokens) for system in order}
         same_tokens &= generations[baton].tokens == generations[hf].tokens
-        if repeat:  # the first run warms up
+        if repeat:
             for system, generation in generations.items():
                 figures[system].append(measure.figure(generation))
     ours, theirs = statistics.median(figures[baton]), statistics.median(figures[hf])
