@@ -60,7 +60,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         kv_spec=probed.spec,
         attention_modules=probed.attention_modules,
         vocab_size=min(int(text_config.vocab_size), embedding_rows),
-        max_model_len=int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN),
+        max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         config=raw_config,
         weight_files=weight_files,
@@ -177,6 +177,21 @@ def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.
     if device.type == "cuda" and isinstance(own, torch.dtype) and own in _DTYPES.values():
         return own
     return torch.float32
+
+
+def _max_model_len(text_config: Any) -> int:
+    """The model's limit; where rotary frequencies change with the length of the text, the length at which they do.
+
+    Frequencies of a batch follow its longest sequence in transformers, so that beyond that length a request would
+    answer differently beside a longer one, and keys cached before would not fit those computed after.
+    """
+    limit = int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in per_layer_type or [rope]:
+        if parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(parameters.get("original_max_position_embeddings") or limit))
+    return limit
 
 
 def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:

@@ -10,6 +10,7 @@ does not run with them, its layers stay as they are.
 
 from __future__ import annotations
 
+import sys
 from typing import cast
 
 import torch
@@ -17,9 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 _TOKENS_HINT = 8  # the layout chosen for this many tokens was the best, or close to it, from 2 to 1024
-# A call costs 10 us more than `linear`: smaller layers do not win that back at all, small ones not for one token.
-_MIN_WEIGHTS = 1 << 17
-_MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19
+# A call of the packed kernel costs 10 us more than `linear`. Smaller weights do not win that back ...
+_MIN_WEIGHTS = 1 << 15
+_MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19  # ... and up to here not for one token, so that both layouts are kept.
 
 
 class PackedLinear(nn.Module):
@@ -29,23 +30,33 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._is_small = linear.weight.numel() < _MIN_WEIGHTS_FOR_ONE_TOKEN
-        weight = linear.weight.detach() if self._is_small else torch.empty_like(linear.weight, device="meta")
+        weight = linear.weight.detach()
+        self._packed: torch.Tensor | None = None
+        if weight.numel() < _MIN_WEIGHTS:
+            self._plain_below = sys.maxsize  # elements of the input
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS_HINT)  # noqa: SLF001
+            is_large = weight.numel() >= _MIN_WEIGHTS_FOR_ONE_TOKEN
+            self._plain_below = 0 if is_large else 2 * self.in_features
+            weight = torch.empty_like(weight, device="meta") if is_large else weight
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _TOKENS_HINT)  # noqa: SLF001
+        self._weight = weight  # plain attributes, found without nn.Module's search
+        self._bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
-        if self._is_small and inputs.numel() == self.in_features:
-            return functional.linear(inputs, self.weight, self.bias)
+        if inputs.numel() < self._plain_below:
+            return functional.linear(inputs, self._weight, self._bias)
         op = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-        out: torch.Tensor = op(inputs, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor = op(inputs, self._packed, self._bias, "none", [], "")
         return out
+
+    __call__ = forward  # without nn.Module's hooks, which take as long as a small operator
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace the model's large linear layers where that is possible; return how many were replaced."""
+    """Replace the model's linear layers where that is possible; return how many were replaced."""
     if not _can_pack():
         return 0
     num_packed = 0
@@ -66,5 +77,4 @@ def _can_pack() -> bool:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
-    weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _MIN_WEIGHTS
+    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.engine.attention.base import KVSpec
+from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.executor.base import ModelFacts
 from common.engine.kv_connector import ConnectorFactory, WorkerConnector
@@ -139,6 +140,8 @@ class Worker:
             attention_backend=self._config.model.attention_backend,
         )
         runner.profile(num_tokens)
+        for module in loaded.attention_modules:
+            clear_layer_attention(module)  # which holds on to that KV cache
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ def test_computes_the_same(norm_class):
     model = nn.Sequential(norm)
     assert fuse_norms(model) == 1
     assert isinstance(model[0], FusedRMSNorm)
-    for scale in (1e-3, 1.0, 1e3):
+    for scale in (0.0, 1e-3, 1.0, 1e3):
         inputs = scale * torch.randn(1, 5, 2, 64)
         torch.testing.assert_close(model(inputs), norm(inputs), atol=1e-5, rtol=1e-5)
 

@@ -72,6 +72,14 @@ def test_eos_of_generation_config_wins(model_dir):
     assert load_model(ModelConfig(model=str(model_dir))).eos_token_ids == {5, 6}
 
 
+def test_length_stays_where_rotary_frequencies_do_not_change(tmp_path):
+    model_dir = shutil.copytree(tiny_model_dir("phi3"), tmp_path / "model")
+    factors = [1.0] * 6
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors, "long_factor": factors}
+    edit_config(model_dir, rope_parameters=rope, original_max_position_embeddings=64)
+    assert load_model(ModelConfig(model=str(model_dir))).max_model_len == 64
+
+
 def test_loading_is_silent(model_dir, capfd):
     was_enabled = transformers_utils.logging.is_progress_bar_enabled()
     load_model(ModelConfig(model=str(model_dir)))

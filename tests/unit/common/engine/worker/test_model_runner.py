@@ -88,7 +88,8 @@ def worker_of(model):
     )
     worker = Worker(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_linear, "_MIN_WEIGHTS", 0)  # pack these small layers too, as real ones are
+        for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
+            patch.setattr(packed_linear, limit, 0)  # these small layers are packed too, as those of real models are
         worker.load_model()
     worker.initialize_kv_cache(NUM_BLOCKS, lambda: None)
     return worker
