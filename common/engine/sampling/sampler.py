@@ -25,7 +25,7 @@ class SamplingRow:
     """One request that samples a token in this step."""
 
     params: SamplingParams
-    token_ids: npt.NDArray[np.int32]  # prompt and output so far
+    token_ids: npt.NDArray[np.int64]  # prompt and output so far
     num_prompt_tokens: int
 
     @property
@@ -175,13 +175,13 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torc
     return entries
 
 
-def _count_tokens(token_lists: Sequence[npt.NDArray[np.int32]], like: torch.Tensor) -> torch.Tensor:
+def _count_tokens(token_lists: Sequence[npt.NDArray[np.int64]], like: torch.Tensor) -> torch.Tensor:
     """How often each token occurs: [rows, vocabulary], of the type and on the device of `like`."""
     counts = torch.zeros_like(like)
     row_of_each = np.repeat(np.arange(len(token_lists)), [len(tokens) for tokens in token_lists])
     index = (
         torch.from_numpy(row_of_each).to(like.device),
-        torch.from_numpy(np.concatenate(token_lists).astype(np.int64)).to(like.device),
+        torch.from_numpy(np.concatenate(token_lists)).to(like.device),
     )
     return counts.index_put_(index, torch.ones((), dtype=like.dtype, device=like.device), accumulate=True)
 

@@ -57,7 +57,9 @@ def pack_batch(
         device,
     )
     # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
-    is_opened = (offsets == 0) & (layout.positions + block_size > layout.ends[layout.sequences])
+    opened = np.flatnonzero(offsets == 0)
+    if len(opened):
+        opened = opened[layout.positions[opened] + block_size > layout.ends[layout.sequences[opened]]]
     return PackedBatch(
         input_ids=input_ids,
         positions=positions,
@@ -72,7 +74,7 @@ def pack_batch(
         ),
         sampled_ids=[request_ids[i] for i in layout.order[samples].tolist()],
         sampled_rows=sampled_rows,
-        opened_blocks=block_ids[is_opened].tolist(),
+        opened_blocks=block_ids[opened].tolist(),
     )
 
 
@@ -114,9 +116,9 @@ def _lay_out(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> _L
     return _Layout(order, sequences, positions, ends, query_ends - 1, query_start, ends.tolist(), num_decodes)
 
 
-def _upload(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as int64 tensors on the device, in one transfer."""
+def _upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on the device, in one transfer."""
     if device.type == "cpu":
-        return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
+        return [torch.from_numpy(array) for array in arrays]
     packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
     return list(torch.split(packed, [len(array) for array in arrays]))

@@ -21,7 +21,7 @@ class RequestTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         # One token more than the longest request: the last one sampled is stored, never computed.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)

@@ -14,7 +14,7 @@ SAMPLER = Sampler(frozenset({EOS}))
 
 
 def row(params, tokens=(1, 2, 3), num_prompt=3):
-    return SamplingRow(params, np.array(tokens, dtype=np.int32), num_prompt)
+    return SamplingRow(params, np.array(tokens, dtype=np.int64), num_prompt)
 
 
 def sample(logits, rows):
