@@ -185,6 +185,15 @@ class InterruptingExecutor(FakeExecutor):
         return super().execute(step)
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """As in a terminal: a process started in the background of a shell script ignores SIGINT."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_usable_after_ctrl_c() -> None:
     before = signal.getsignal(signal.SIGINT)
     with LLM(executor=InterruptingExecutor(block_size=4, vocab_size=VOCAB_SIZE), block_size=4) as llm:
