@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.errors import BlockCorruptError, TransferCancelledError, TransferError, TransferTimeoutError
 from common.types import BlockHash
 from kv_store.base import BlockStore, StoreConnectorOptions
@@ -79,7 +79,9 @@ class StoreWorkerConnector:
         self._results: list[TransferResult] = []
         self._closed = False
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
         """See WorkerConnector."""
         self._format = BlockFormat(fingerprint, layout_of(kv_cache))
         self._store.open(self._format.namespace, self._format.frame_bytes)
@@ -89,6 +91,7 @@ class StoreWorkerConnector:
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):
             self._start_thread(str(index), partial(self._run_jobs, staging))
+        return ConnectorFacts()
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

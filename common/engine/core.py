@@ -68,7 +68,10 @@ class EngineCore:
         try:
             facts = executor.load_model()
             self.spec = _resolve_spec(config, facts)
-            executor.initialize_kv_cache(self.spec.num_blocks, self._note_settled_transfers)
+            connector = executor.initialize_kv_cache(self.spec.num_blocks, self._note_settled_transfers)
+            self.spec = msgspec.structs.replace(
+                self.spec, is_direct=connector.is_direct, connector_address=connector.address
+            )
             self._scheduler = Scheduler(
                 config.scheduler,
                 num_blocks=self.spec.num_blocks,

@@ -11,6 +11,12 @@ The life of a transfer:
 5. The scheduler unpins the blocks. Until a job has settled, nobody else may own its blocks: an error or a
    cancellation does not prove that the transport stopped writing.
 
+A connector is one of two kinds. A store keeps blocks under their content hash; any pod may load them. A direct one
+writes a producer's blocks into the blocks that one consumer has reserved: a save then has a `destination` and yields
+the blocks' digests, which travel on the handoff stream; the consumer's load moves nothing but compares what has
+arrived with them. Its reserved blocks stay pinned until the producer says that it is quiet, see
+`common.engine.scheduler.transfers`.
+
 The engine owns this Protocol; `kv_store` implements it; the pod's composition root names the factory.
 """
 
@@ -27,6 +33,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a direct connector saves to: blocks that a consumer has reserved."""
+
+    address: bytes  # of the consumer's connector, see ConnectorFacts
+    block_ids: tuple[int, ...]  # in the consumer's KV cache, one for each block of the transfer
+
+
+@dataclass(frozen=True, slots=True)
 class BlockTransfer:
     """A run of one request's blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
 
@@ -35,6 +49,8 @@ class BlockTransfer:
     block_ids: tuple[int, ...]
     block_hashes: tuple[BlockHash, ...]
     num_tokens_in_last: int  # tokens in the last block; block_size if it is full
+    destination: Destination | None = None  # saves of a direct connector only
+    digests: tuple[bytes, ...] = ()  # loads of a direct connector only: what the producer says of each block's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +60,24 @@ class TransferResult:
     job_id: int
     num_blocks_ok: int  # leading blocks moved and verified
     error: str = ""  # reason label (TransferError.reason) if not all were
+    digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorFacts:
+    """What the engine and its peers must know of an open connector."""
+
+    is_direct: bool = False
+    address: bytes = b""  # direct: what a producer's connector needs to write into this KV cache; opaque to all others
 
 
 class WorkerConnector(Protocol):
     """Moves blocks between one worker's KV cache and a medium. All methods are called on the worker's thread
     and return without waiting for the medium; every started job settles exactly once, within a deadline."""
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
         """Called once, before anything else. `kv_cache` is
         [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab.
         Opens the medium; raises ConfigError naming the setting if that is impossible."""

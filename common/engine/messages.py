@@ -1,6 +1,7 @@
 """What a client and an EngineCore say to each other; msgspec structs, msgpack on the wire.
 
-Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, Call.
+Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate,
+TransferTarget, Call.
 Core -> client: `EngineCoreOutputs`, one per step that has something to say, and `CallResult`.
 """
 
@@ -58,6 +59,22 @@ class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     final: bool = False
     first_token: SampledToken | None = None
     failure: str = ""  # reason label of the recompute, set if and only if final without full success
+    digests: list[bytes] = []  # direct connectors: of the blocks that became ready since the last update, in order
+    is_quiet: bool = False  # direct connectors: the producer writes no more; also taken after the request has ended
+
+
+class TransferTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A producer learns where a direct connector is to write: the blocks that its consumer has reserved.
+
+    The first `num_held_tokens` prompt tokens, whole blocks, are there already and are not sent; `block_ids` are the
+    consumer's blocks for the rest of the prompt.
+    """
+
+    request_id: RequestId
+    epoch: int
+    address: bytes  # ConnectorFacts.address of the consumer
+    num_held_tokens: int
+    block_ids: list[int]
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +84,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     method: Literal["engine_spec", "stats", "check_integrity", "reset_prefix_cache"]
 
 
-EngineCommand = AddRequest | AbortRequests | TransferUpdate | Call
+EngineCommand = AddRequest | AbortRequests | TransferUpdate | TransferTarget | Call
 
 
 class RequestStarted(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +92,7 @@ class RequestStarted(msgspec.Struct, frozen=True, tag=True):
 
     queue_s: float  # seconds since the core received it
     num_cached_tokens: int  # prompt tokens found in the local prefix cache
+    reserved_block_ids: list[int] = []  # consumer of a direct connector: its blocks for the rest of the prompt
 
 
 class KVSaved(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +100,7 @@ class KVSaved(msgspec.Struct, frozen=True, tag=True):
 
     num_tokens: int
     failure: str = ""
+    digests: list[bytes] = []  # direct connectors: of the blocks saved since the last KVSaved, in order
 
 
 class KVReceived(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +158,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     bytes_per_block: int
+    is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
+    connector_address: bytes = b""  # of a direct connector
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

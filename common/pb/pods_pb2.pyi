@@ -435,6 +435,7 @@ class HandoffStart(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     DECODE_POD_ID_FIELD_NUMBER: _builtins.int
+    CONNECTOR_ADDRESS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     epoch: _builtins.int
     fingerprint: _builtins.bytes
@@ -443,6 +444,8 @@ class HandoffStart(_message.Message):
     """Connector name of the decode pod; must equal the prefill pod's."""
     decode_pod_id: _builtins.str
     """For logs."""
+    connector_address: _builtins.bytes
+    """Direct connectors: what the prefill pod needs to write to the decode pod."""
     def __init__(
         self,
         *,
@@ -451,10 +454,11 @@ class HandoffStart(_message.Message):
         fingerprint: _builtins.bytes = ...,
         connector: _builtins.str = ...,
         decode_pod_id: _builtins.str = ...,
+        connector_address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "connector_address", b"connector_address", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,16 +471,22 @@ class HandoffReserved(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
     num_held_tokens: _builtins.int
-    """Leading prompt tokens whose KV the decode pod already has."""
+    """Leading prompt tokens whose KV the decode pod already has; whole blocks."""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Direct connectors: the decode pod's blocks for the rest of the prompt."""
+
     def __init__(
         self,
         *,
         num_held_tokens: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_held_tokens", b"num_held_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_held_tokens", b"num_held_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -569,15 +579,22 @@ class HandoffProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_READY_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     num_ready_tokens: _builtins.int
+    """Leading prompt tokens."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Direct connectors: of the blocks that this event adds, in order."""
+
     def __init__(
         self,
         *,
         num_ready_tokens: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,13 +602,14 @@ Global___HandoffProgress: _TypeAlias = HandoffProgress  # noqa: Y015
 
 @_typing.final
 class HandoffDelivered(_message.Message):
-    """All KV is in the connector. Last event of a good transfer."""
+    """All KV is in the connector, and the prefill pod writes no more. Last event of a good transfer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_READY_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     num_ready_tokens: _builtins.int
     """Equals the number of prompt tokens."""
     first_token_id: _builtins.int
@@ -600,16 +618,21 @@ class HandoffDelivered(_message.Message):
     def logprobs(self) -> _common_pb2.PositionLogprobs:
         """Set if logprobs were asked for."""
 
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Direct connectors: of the blocks that this event adds, in order."""
+
     def __init__(
         self,
         *,
         num_ready_tokens: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         logprobs: _common_pb2.PositionLogprobs | None = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,25 +640,31 @@ Global___HandoffDelivered: _TypeAlias = HandoffDelivered  # noqa: Y015
 
 @_typing.final
 class HandoffFailed(_message.Message):
-    """Last event of a bad transfer: the decode pod computes what is missing."""
+    """Last event of a bad transfer: the decode pod computes what is missing. The prefill pod writes no more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ERROR_FIELD_NUMBER: _builtins.int
     NUM_READY_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     num_ready_tokens: _builtins.int
     """Leading prompt tokens whose KV is in the connector all the same."""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Direct connectors: of the blocks that this event adds, in order."""
+
     def __init__(
         self,
         *,
         error: _common_pb2.Error | None = ...,
         num_ready_tokens: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "error", b"error", "num_ready_tokens", b"num_ready_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

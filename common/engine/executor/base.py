@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.engine.kv_connector import ConnectorFacts
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -30,9 +31,10 @@ class Executor(Protocol):
     def load_model(self) -> ModelFacts:
         """Load weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
         """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block, and
-        open the connector. `on_transfer_settled` may be called from any thread, also between steps."""
+        open the connector, if there is one. `on_transfer_settled` may be called from any thread, also between
+        steps."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: forget dropped requests, start loads, forward, sample, start saves, collect settled

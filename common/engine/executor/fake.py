@@ -17,7 +17,7 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.executor.base import ModelFacts
-from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
@@ -54,10 +54,13 @@ class MemoryConnector:
         self._on_settled: Callable[[], None] = lambda: None
         self._settled: list[TransferResult] = []
 
-    def register_kv_cache(self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]) -> None:
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
         """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
+        return ConnectorFacts()
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Copy blocks in up to the first that the store lacks."""
@@ -130,11 +133,11 @@ class FakeExecutor:
         """The facts given to the constructor."""
         return self._facts
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
         """Allocate [num_blocks, 1, 2, 1, block_size, 1] and open the connector."""
         kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
         self._slots = kv_cache.view(num_blocks, 2, self._block_size).numpy()
-        self._connector.register_kv_cache(kv_cache, FAKE_FINGERPRINT, on_transfer_settled)
+        return self._connector.register_kv_cache(kv_cache, FAKE_FINGERPRINT, on_transfer_settled)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Write the scheduled tokens' "KV"; hash what can be read where a request reaches its last token."""

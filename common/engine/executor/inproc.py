@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from common.engine.config import EngineConfig
 from common.engine.executor.base import ModelFacts
+from common.engine.kv_connector import ConnectorFacts
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.worker import Worker
 
@@ -20,9 +21,9 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.load_model()
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
         """See Executor."""
-        self._worker.initialize_kv_cache(num_blocks, on_transfer_settled)
+        return self._worker.initialize_kv_cache(num_blocks, on_transfer_settled)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""

@@ -13,7 +13,7 @@ from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.executor.base import ModelFacts
-from common.engine.kv_connector import ConnectorFactory, WorkerConnector
+from common.engine.kv_connector import ConnectorFactory, ConnectorFacts, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -54,7 +54,7 @@ class Worker:
         )
         return self._facts
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> None:
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
         """See Executor.initialize_kv_cache."""
         assert self._loaded is not None
         assert self._facts is not None
@@ -67,9 +67,10 @@ class Worker:
             max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
             attention_backend=self._config.model.attention_backend,
         )
-        if self._config.connector is not None:
-            self._connector = create_connector(self._config.connector)
-            self._connector.register_kv_cache(kv_cache, self._facts.fingerprint, on_transfer_settled)
+        if self._config.connector is None:
+            return ConnectorFacts()
+        self._connector = create_connector(self._config.connector)
+        return self._connector.register_kv_cache(kv_cache, self._facts.fingerprint, on_transfer_settled)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor.execute."""

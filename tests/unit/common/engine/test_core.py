@@ -95,7 +95,7 @@ def test_settled_transfer_wakes_an_idle_core() -> None:
     class Executor(FakeExecutor):
         def initialize_kv_cache(self, num_blocks, on_transfer_settled):
             settled.append(on_transfer_settled)
-            super().initialize_kv_cache(num_blocks, on_transfer_settled)
+            return super().initialize_kv_cache(num_blocks, on_transfer_settled)
 
     core = EngineCore(CONFIG, Executor(block_size=4), on_wakeup=lambda: wakeups.append(True))
     assert not core.has_work
