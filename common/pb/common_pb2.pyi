@@ -51,6 +51,30 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed; an error says why."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _KVFailurePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KVFailurePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVFailurePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_FAILURE_POLICY_UNSPECIFIED: _KVFailurePolicy.ValueType  # 0
+    """The default of whoever reads it; pods take it as recompute."""
+    KV_FAILURE_POLICY_RECOMPUTE: _KVFailurePolicy.ValueType  # 1
+    """The decode pod computes what is missing."""
+    KV_FAILURE_POLICY_FAIL: _KVFailurePolicy.ValueType  # 2
+    """The request ends with ERROR_CODE_UNAVAILABLE."""
+
+class KVFailurePolicy(_KVFailurePolicy, metaclass=_KVFailurePolicyEnumTypeWrapper):
+    """What becomes of a request whose remotely computed KV does not come."""
+
+KV_FAILURE_POLICY_UNSPECIFIED: KVFailurePolicy.ValueType  # 0
+"""The default of whoever reads it; pods take it as recompute."""
+KV_FAILURE_POLICY_RECOMPUTE: KVFailurePolicy.ValueType  # 1
+"""The decode pod computes what is missing."""
+KV_FAILURE_POLICY_FAIL: KVFailurePolicy.ValueType  # 2
+"""The request ends with ERROR_CODE_UNAVAILABLE."""
+Global___KVFailurePolicy: _TypeAlias = KVFailurePolicy  # noqa: Y015
+
 class _ErrorCode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

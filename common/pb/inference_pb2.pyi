@@ -224,6 +224,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    KV_FAILURE_POLICY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; empty takes the default model."""
     text: _builtins.str
@@ -234,6 +235,8 @@ class GenerateRequest(_message.Message):
     """Requests with different salts never share cached KV."""
     priority: _builtins.int
     """Lower runs first under the priority policy; default 0."""
+    kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType
+    """If the prompt's KV does not come; unspecified: the router's setting."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Already tokenised."""
@@ -257,10 +260,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "options", b"options", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "kv_failure_policy", b"kv_failure_policy", "model", b"model", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -172,8 +172,11 @@ class Submit(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     REMOTE_PREFILL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    KV_FAILURE_POLICY_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
     """Seconds until the request is ended as overdue; 0: no limit."""
+    kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType
+    """What becomes of the request if its KV does not come; unspecified: recompute."""
     @_builtins.property
     def request(self) -> _common_pb2.EngineRequest: ...
     @_builtins.property
@@ -186,10 +189,11 @@ class Submit(_message.Message):
         request: _common_pb2.EngineRequest | None = ...,
         remote_prefill: Global___RemotePrefill | None = ...,
         timeout_s: _builtins.float = ...,
+        kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remote_prefill", b"remote_prefill", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remote_prefill", b"remote_prefill", "request", b"request", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_failure_policy", b"kv_failure_policy", "remote_prefill", b"remote_prefill", "request", b"request", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
