@@ -9,6 +9,7 @@ from msgspec import Meta
 
 PolicyName = Literal["least_loaded", "round_robin"]
 RemotePrefill = Literal["auto", "always", "never"]
+KVFailurePolicy = Literal["recompute", "fail"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -42,6 +43,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=0, description="With auto, shorter prompts are prefilled by the decode pod; 0 sends all away."),
     ] = 0
+    kv_failure_policy: Annotated[
+        KVFailurePolicy,
+        Meta(
+            description="What becomes of a request whose KV does not come from its prefill pod, unless the request "
+            "says so itself: recompute it on the decode pod; fail, with 503."
+        ),
+    ] = "recompute"
     request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 16 * 2**20
     max_inflight: Annotated[int, Meta(ge=1, description="Most generations at once; more are refused with 429.")] = 2048

@@ -7,7 +7,8 @@
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
    accepted once, and a different token for it is never passed over in silence.
-7. If prefill fails, the decode pod is told and computes the prompt itself. If decode is lost, another decode pod
+7. If prefill fails, the decode pod is told and computes the prompt itself, or ends the request with an error that is
+   not retried if its kv_failure_policy is fail: it alone knows what has come. If decode is lost, another decode pod
    gets the prompt and the output so far; seeds are positional, so the client sees no seam.
 8. Tokens become text; a stop string ends the request.                                     output
 9. The front streams; its going away ends both legs at once, as does the deadline.

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
+_KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
+_KV_FAILURE_POLICIES = {
+    "recompute": common_pb2.KV_FAILURE_POLICY_RECOMPUTE,
+    "fail": common_pb2.KV_FAILURE_POLICY_FAIL,
+}
 _POD_DEADLINE_SLACK_S = 5.0  # the router's deadline comes first; the pod's is for a router that is gone
 
 
@@ -156,7 +161,7 @@ class Generation:
         reason = FinishReason(delta.finish_reason)
         if reason is FinishReason.ERROR:
             error = error_from_pb(delta.error)
-            if error.code in _RETRIABLE:
+            if error.code in _RETRIABLE and error.param != _KV_FAILURE_PARAM:
                 self._lose(error, error.code.label)
             else:
                 self.fail(error)
@@ -293,7 +298,12 @@ class Generation:
                 transfer_id=self._transfer_id, epoch=self._attempt, prefill_address=route.prefill.address
             )
         timeout_s = request.deadline - time.monotonic() + _POD_DEADLINE_SLACK_S
-        submit = pods_pb2.Submit(request=engine_request, remote_prefill=remote_prefill, timeout_s=timeout_s)
+        submit = pods_pb2.Submit(
+            request=engine_request,
+            remote_prefill=remote_prefill,
+            timeout_s=timeout_s,
+            kv_failure_policy=_KV_FAILURE_POLICIES[request.kv_failure_policy],
+        )
         session = route.decode.session
         if session is None:
             raise UnavailableError(f"decode pod {route.decode.address} is not connected")

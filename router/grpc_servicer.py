@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import grpc
 
 from common.errors import DeadlineExceededError, InvalidRequestError
-from common.pb import inference_pb2, inference_pb2_grpc
+from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from common.types import SamplingParams
@@ -38,6 +38,12 @@ _SamplingField = Literal[
     "repetition_penalty",
 ]
 _SAMPLING_FIELDS: tuple[_SamplingField, ...] = get_args(_SamplingField)
+
+_KV_FAILURE_POLICIES: dict[int, str | None] = {
+    common_pb2.KV_FAILURE_POLICY_UNSPECIFIED: None,
+    common_pb2.KV_FAILURE_POLICY_RECOMPUTE: "recompute",
+    common_pb2.KV_FAILURE_POLICY_FAIL: "fail",
+}
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -123,8 +129,14 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
         stops=tuple(options.stop),
         cache_salt=message.cache_salt,
         priority=message.priority,
+        kv_failure_policy=_kv_failure_policy(message.kv_failure_policy),
         arrived_at=time.monotonic(),
     )
+
+
+def _kv_failure_policy(number: int) -> str | None:
+    """What HTTP clients would write; a number from the future as it is, to be refused by name."""
+    return _KV_FAILURE_POLICIES.get(number, str(number))
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:

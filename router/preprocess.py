@@ -22,6 +22,7 @@ from common.errors import (
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+from router.config import KVFailurePolicy
 from router.metrics import RouterMetrics
 from router.pods import Cluster
 from router.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
@@ -46,13 +47,15 @@ class Preprocessor:
         *,
         model_name: str,
         timeout_s: float,
+        kv_failure_policy: KVFailurePolicy,
     ) -> None:
-        """Every request gets `timeout_s` seconds from its arrival."""
+        """Every request gets `timeout_s` seconds from its arrival, and `kv_failure_policy` if it names none."""
         self._tokenizer = tokenizer
         self._cluster = cluster
         self._metrics = metrics
         self._model_name = model_name
         self._timeout_s = timeout_s
+        self._kv_failure_policy = kv_failure_policy
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -69,6 +72,7 @@ class Preprocessor:
         UnavailableError if no pod could serve it."""
         self.check_model(draft.model)
         _check_draft(draft)
+        kv_failure_policy = self._kv_failure_policy_of(draft)
         model, max_model_len = self._cluster.model, self._cluster.max_model_len
         if model is None or not max_model_len:
             raise UnavailableError(self._cluster.explain())
@@ -94,11 +98,21 @@ class Preprocessor:
             stops=draft.stops,
             cache_salt=draft.cache_salt,
             priority=draft.priority,
+            kv_failure_policy=kv_failure_policy,
             skip_special_tokens=draft.skip_special_tokens,
             continues_prompt=not isinstance(draft.prompt, ChatPrompt),
             arrived_at=draft.arrived_at,
             deadline=draft.arrived_at + self._timeout_s,
         )
+
+    def _kv_failure_policy_of(self, draft: Draft) -> KVFailurePolicy:
+        match draft.kv_failure_policy:
+            case None:
+                return self._kv_failure_policy
+            case "recompute" | "fail" as policy:
+                return policy
+            case other:
+                raise _invalid(f"kv_failure_policy must be recompute or fail, got {other!r}", "kv_failure_policy")
 
     async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
         match prompt:

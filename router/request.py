@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import SamplingParams
+from router.config import KVFailurePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Draft:
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
     priority: int = 0
+    kv_failure_policy: str | None = None  # None: the router's setting
     skip_special_tokens: bool = True
     names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
     arrived_at: float  # time.monotonic()
@@ -67,6 +69,7 @@ class GenerationRequest:
     stops: tuple[str, ...]
     cache_salt: str
     priority: int
+    kv_failure_policy: KVFailurePolicy
     skip_special_tokens: bool
     continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
     arrived_at: float  # time.monotonic()

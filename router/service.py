@@ -34,7 +34,12 @@ class InferenceService:
         self.cluster = cluster
         self.metrics = metrics
         self._preprocessor = Preprocessor(
-            tokenizer, cluster, metrics, model_name=model_name, timeout_s=config.request_timeout_s
+            tokenizer,
+            cluster,
+            metrics,
+            model_name=model_name,
+            timeout_s=config.request_timeout_s,
+            kv_failure_policy=config.kv_failure_policy,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)
         self._running: dict[str, Generation] = {}  # by request id

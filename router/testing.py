@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from common.errors import BatonError
+from common.errors import BatonError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.errors import error_to_pb, rpc_errors
 from common.rpc.server import RpcServer
@@ -186,19 +186,27 @@ class _FakeRequest:
         self._next = len(submit.request.output_token_ids)
         self._reported = False
         self.waits_for_prefill = pod.recomputes_only and submit.HasField("remote_prefill")
+        self._may_recompute = submit.kv_failure_policy != common_pb2.KV_FAILURE_POLICY_FAIL
+        self._failure: BatonError | None = None
 
     @property
     def runnable(self) -> bool:
         return not self.waits_for_prefill and (self._pod.allowed is None or self._next < self._pod.allowed)
 
+    def note_prefill_failed(self) -> None:
+        """The KV will not come: go on without, unless that is forbidden."""
+        if self.waits_for_prefill and not self._may_recompute:
+            self._failure = UnavailableError("the KV did not come: prefill_failed", param="kv_failure_policy")
+        self.waits_for_prefill = False
+
     def step(self) -> pods_pb2.TokenDelta:
         """The next token."""
         request = self._request
-        if self._pod.failure is not None:
+        if (failure := self._failure or self._pod.failure) is not None:
             return pods_pb2.TokenDelta(
                 request_id=request.request_id,
                 finish_reason=common_pb2.FINISH_REASON_ERROR,
-                error=error_to_pb(self._pod.failure),
+                error=error_to_pb(failure),
             )
         delta = pods_pb2.TokenDelta(
             request_id=request.request_id, start_index=self._next, token_ids=[self._tokens[self._next]]
@@ -322,7 +330,7 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
                 case "prefill_failed":
                     pod.prefill_failures.append(command.prefill_failed)
                     if (request := mine.get(command.prefill_failed.request_id)) is not None:
-                        request.waits_for_prefill = False
+                        request.note_prefill_failed()
             await pod.changed()
 
     def _forget(self, request_id: str, mine: dict[str, _FakeRequest]) -> None:

@@ -62,7 +62,7 @@ class _KVFailurePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVFai
     KV_FAILURE_POLICY_RECOMPUTE: _KVFailurePolicy.ValueType  # 1
     """The decode pod computes what is missing."""
     KV_FAILURE_POLICY_FAIL: _KVFailurePolicy.ValueType  # 2
-    """The request ends with ERROR_CODE_UNAVAILABLE."""
+    """The request ends with ERROR_CODE_UNAVAILABLE and param "kv_failure_policy"."""
 
 class KVFailurePolicy(_KVFailurePolicy, metaclass=_KVFailurePolicyEnumTypeWrapper):
     """What becomes of a request whose remotely computed KV does not come."""
@@ -72,7 +72,7 @@ KV_FAILURE_POLICY_UNSPECIFIED: KVFailurePolicy.ValueType  # 0
 KV_FAILURE_POLICY_RECOMPUTE: KVFailurePolicy.ValueType  # 1
 """The decode pod computes what is missing."""
 KV_FAILURE_POLICY_FAIL: KVFailurePolicy.ValueType  # 2
-"""The request ends with ERROR_CODE_UNAVAILABLE."""
+"""The request ends with ERROR_CODE_UNAVAILABLE and param "kv_failure_policy"."""
 Global___KVFailurePolicy: _TypeAlias = KVFailurePolicy  # noqa: Y015
 
 class _ErrorCode:

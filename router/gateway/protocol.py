@@ -70,6 +70,9 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
 
+    # Baton's own.
+    kv_failure_policy: str | None = None  # "recompute" or "fail"; absent: the router's setting
+
     # Accepted and of no effect: they say who asks, not what.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -169,6 +172,7 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 stops=self.stops,
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
+                kv_failure_policy=self.kv_failure_policy,
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "logprobs"},
                 arrived_at=arrived_at,
@@ -262,6 +266,7 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 stops=self.stops,
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
+                kv_failure_policy=self.kv_failure_policy,
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
                 arrived_at=arrived_at,

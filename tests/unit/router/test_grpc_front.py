@@ -65,6 +65,12 @@ async def test_prompts_of_every_form(stub, cluster, tokenizer):
         assert list(cluster.decode[0].submits[-1].request.prompt_token_ids) == ids
 
 
+@pytest.mark.parametrize("policy", [common_pb2.KV_FAILURE_POLICY_RECOMPUTE, common_pb2.KV_FAILURE_POLICY_FAIL])
+async def test_the_kv_failure_policy_reaches_the_decode_pod(stub, cluster, policy):
+    await stub.Generate(inference_pb2.GenerateRequest(text="a", kv_failure_policy=policy), timeout=30)
+    assert cluster.decode[0].submits[0].kv_failure_policy == policy
+
+
 @pytest.mark.parametrize(
     ("bad", "status", "code", "param"),
     [
@@ -73,6 +79,12 @@ async def test_prompts_of_every_form(stub, cluster, tokenizer):
         (request(temperature=3), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", "temperature"),
         (request(max_tokens=5000), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", "text"),
         (request(stop=[""]), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", "stop"),
+        (
+            inference_pb2.GenerateRequest(text="a", kv_failure_policy=9),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "kv_failure_policy",
+        ),
         (inference_pb2.GenerateRequest(text="a", model="gpt-9"), grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "model"),
         (
             inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=[2048])),

@@ -121,6 +121,66 @@ async def test_decode_is_told_when_prefill_fails(pair, text, failure):
     assert pair.metric("baton_prefill_failures_total", code=failure.code.label) == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "asked", "expected"),
+    [
+        ({}, {}, common_pb2.KV_FAILURE_POLICY_RECOMPUTE),
+        ({}, {"kv_failure_policy": "fail"}, common_pb2.KV_FAILURE_POLICY_FAIL),
+        ({"kv_failure_policy": "fail"}, {}, common_pb2.KV_FAILURE_POLICY_FAIL),
+        ({"kv_failure_policy": "fail"}, {"kv_failure_policy": "recompute"}, common_pb2.KV_FAILURE_POLICY_RECOMPUTE),
+    ],
+)
+async def test_the_request_overrules_the_routers_kv_failure_policy(start_cluster, setting, asked, expected):
+    cluster = await start_cluster(**setting)
+    await cluster.complete(**BODY, **asked)
+    response = await cluster.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, **asked
+    )
+    assert response.status_code == 200
+    assert [submit.kv_failure_policy for submit in cluster.decode[0].submits] == [expected] * 2
+
+
+async def test_kv_that_must_not_be_recomputed_fails_the_request(start_cluster):
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod(), FakeDecodePod()])
+    for decode in cluster.decode:
+        decode.recomputes_only = True
+    cluster.prefill[0].failure = OverloadedError("full")
+    response = await cluster.post("/v1/completions", **BODY, kv_failure_policy="fail")
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("unavailable", "kv_failure_policy")
+    assert sum(len(decode.submits) for decode in cluster.decode) == 1  # nobody was asked to compute it instead
+    await cluster.until_quiet()
+
+
+async def test_kv_that_fails_after_the_first_token_ends_the_stream_with_an_error(pair, text):
+    """The prefill pod has answered, but its KV does not arrive: to go on would mean to compute the prompt again."""
+    pair.decode[0].allowed = 0
+    async with Stream(pair, kv_failure_policy="fail") as stream:
+        await stream.next()
+        pair.decode[0].failure = UnavailableError("the KV did not come", param="kv_failure_policy")
+        await pair.decode[0].allow(None)
+        events = await stream.rest()
+    assert events[-1]["error"]["param"] == "kv_failure_policy"
+    assert stream.text == text(1)
+    assert len(pair.decode[0].submits) == 1
+    await pair.until_quiet()
+
+
+async def test_a_lost_decode_pod_is_no_failure_of_the_kv(start_cluster, text):
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod(), FakeDecodePod()], kv_failure_policy="fail")
+    for decode in cluster.decode:
+        decode.allowed = 3
+    async with Stream(cluster) as stream:
+        while stream.text != text(3):
+            await stream.next()
+        dying, other = cluster.decode if cluster.decode[0].submits else reversed(cluster.decode)
+        await other.allow(None)
+        await dying.stop()
+        await stream.rest()
+    assert stream.text == text()
+
+
 async def test_a_prefill_pod_dies_during_many_requests(start_cluster, text):
     cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod(), FakeDecodePod()])
     prefill = cluster.prefill[0]
