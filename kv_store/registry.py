@@ -46,8 +46,20 @@ def _shared_storage(options: Options) -> WorkerConnector:
     return StoreWorkerConnector(SharedStorageStore(parsed), parsed)
 
 
+def _redis(options: Options) -> WorkerConnector:
+    try:
+        from kv_store.redis_store import RedisOptions, RedisStore
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"connector redis needs the extra 'redis' ({error})", param="connector") from error
+    from kv_store.store_connector import StoreWorkerConnector
+
+    parsed = _parse("redis", options, RedisOptions)
+    return StoreWorkerConnector(RedisStore(parsed), parsed)
+
+
 _FACTORIES: dict[str, Callable[[Options], WorkerConnector]] = {
     "memory": _memory,
+    "redis": _redis,
     "shared-storage": _shared_storage,
 }
 

@@ -9,18 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import redis
 import torch
 
 from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
 from common.types import BlockHash, RequestId
 from kv_store.base import BlockStore, StoreConnectorOptions
-from kv_store.block_format import BlockFormat
 from kv_store.faulty_store import FaultyStore
 from kv_store.memory_store import InMemoryStore, MemoryMedium, MemoryStoreOptions
+from kv_store.redis_store import RedisOptions, RedisStore
 from kv_store.registry import create_connector
 from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
-from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
+from tests.redis_server import RedisServer
 
 DEADLINE_S = 30.0  # no test is meant to wait for it
 BLOCK_SIZE = 4
@@ -90,17 +91,39 @@ class SharedStorageRig:
         return self._path / self._namespace / key.hex()[:2] / f"{key.hex()}.kv"
 
 
+class RedisRig:
+    """Takes the server for itself: what was on it is gone."""
+
+    def __init__(self, namespace: str, server: RedisServer) -> None:
+        self._url = server.url
+        self._prefix = f"baton:{namespace}:"
+        self._client = redis.Redis.from_url(server.url)
+        self._client.flushall()
+
+    def connector(self) -> WorkerConnector:
+        return create_connector("redis", {"url": self._url})
+
+    def store(self) -> BlockStore:
+        return RedisStore(RedisOptions(url=self._url))
+
+    def frames(self) -> dict[BlockHash, bytes]:
+        return {
+            BlockHash(bytes.fromhex(name.decode()[-32:])): self._client.get(name) for name in self._client.keys("*")
+        }
+
+    def put(self, key: BlockHash, frame: bytes) -> None:
+        self._client.set(self._prefix + key.hex(), frame)
+
+    def remove(self, key: BlockHash) -> None:
+        assert self._client.delete(self._prefix + key.hex()) == 1
+
+
 def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Random bits, NaN patterns included."""
     shape = (num_blocks, 3, 2, 2, BLOCK_SIZE, 8)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
-
-
-def medium_rig(name: str, tmp_path: Path, kv_cache: torch.Tensor) -> Medium:
-    namespace = BlockFormat(FINGERPRINT, layout_of(kv_cache)).namespace
-    return MemoryMediumRig(namespace) if name == "memory" else SharedStorageRig(namespace, tmp_path / "kv")
 
 
 class EngineRig:

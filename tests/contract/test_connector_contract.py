@@ -12,17 +12,22 @@ import torch
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import StoreError
 from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
+from kv_store.block_format import BlockFormat
 from kv_store.registry import CONNECTOR_NAMES
+from kv_store.staging import layout_of
 from tests.contract.connector_rig import (
     BLOCK_SIZE,
     DEADLINE_S,
     FINGERPRINT,
     EngineRig,
     Medium,
+    MemoryMediumRig,
+    RedisRig,
+    SharedStorageRig,
     create_kv_cache,
     gated_connector,
-    medium_rig,
 )
+from tests.redis_server import RedisServer, running_redis
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE))
 HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
@@ -31,7 +36,22 @@ OTHER_FINGERPRINT = bytes(reversed(range(32)))
 
 @pytest.fixture(params=CONNECTOR_NAMES)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    return medium_rig(request.param, tmp_path, create_kv_cache())
+    namespace = BlockFormat(FINGERPRINT, layout_of(create_kv_cache())).namespace
+    match request.param:
+        case "memory":
+            return MemoryMediumRig(namespace)
+        case "redis":
+            return RedisRig(namespace, request.getfixturevalue("redis_server"))
+        case "shared-storage":
+            return SharedStorageRig(namespace, tmp_path / "kv")
+        case unknown:
+            raise ValueError(f"no rig for connector {unknown}")
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,0 +1,218 @@
+"""A store on Redis servers: one string per block, with a time to live.
+
+    baton:<namespace>:<hash in hex> -> frame
+
+How much is kept is the server's `maxmemory`; it should evict what is least recently used (`allkeys-lru`). Over several
+servers the blocks are spread by rendezvous hashing: each block lives on the server whose name scores highest together
+with its hash. So all pods agree, whatever the order in which they name the servers, and with one server more or less
+only the blocks move that it gains or takes along.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import redis
+import xxhash
+from msgspec import Meta
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from common.errors import BlockMissingError, ConfigError, StoreError
+from common.types import BlockHash
+from kv_store.base import Buffer, StoreConnectorOptions
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_PORT = 6379
+_SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
+
+
+class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
+    """Options of the redis connector."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="redis://[user:password@]host[:port][/db], rediss:// with TLS; several, separated by commas, "
+            "share the blocks."
+        ),
+    ] = "redis://127.0.0.1:6379/0"
+    ttl_s: Annotated[
+        int, Meta(ge=1, le=10**9, description="Seconds after its last use at which the server forgets a block.")
+    ] = 3600
+    tls_ca_file: Annotated[
+        str,
+        Meta(description="PEM file of the authorities that may have signed a rediss:// server; default: the system's."),
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisNode:
+    """Where one server is and who we are to it."""
+
+    host: str
+    port: int
+    db: int
+    username: str | None
+    password: str | None = field(repr=False)
+    tls: bool
+
+    @property
+    def name(self) -> str:
+        """For messages and for hashing: no secret, and the same for all pods."""
+        return f"{self.host}:{self.port}/{self.db}"
+
+
+def parse_nodes(urls: str) -> list[RedisNode]:
+    """The servers in an option `url`. Raises ConfigError, which repeats nothing that may be a password."""
+    nodes = []
+    for index, url in enumerate(urls.split(","), 1):
+        try:
+            nodes.append(_node_of(urlsplit(url.strip())))
+        except ValueError:  # whose text may have the password
+            message = f"url: number {index} is not redis://[user:password@]host[:port][/db]"
+            raise ConfigError(message, param="url") from None
+    if len({node.name for node in nodes}) < len(nodes):
+        raise ConfigError("url: names the same server twice", param="url")
+    return nodes
+
+
+def _node_of(url: SplitResult) -> RedisNode:
+    if url.scheme not in ("redis", "rediss") or not url.hostname or url.query or url.fragment:
+        raise ValueError("not a Redis URL")
+    return RedisNode(
+        host=url.hostname,
+        port=url.port or _DEFAULT_PORT,
+        db=int(url.path.removeprefix("/") or 0),
+        username=unquote(url.username) if url.username else None,
+        password=unquote(url.password) if url.password else None,
+        tls=url.scheme == "rediss",
+    )
+
+
+class _Server:
+    """A client of one server. Threads take connections of its pool."""
+
+    def __init__(self, node: RedisNode, options: RedisOptions) -> None:
+        timeout_s = min(_SOCKET_TIMEOUT_S, options.timeout_s)
+        tls = {"ssl": True, "ssl_ca_certs": options.tls_ca_file or None} if node.tls else {}
+        self.name = node.name
+        self.client = redis.Redis(
+            host=node.host,
+            port=node.port,
+            db=node.db,
+            username=node.username,
+            password=node.password,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            socket_read_size=1 << 18,
+            # A pooled connection that a restart of the server broke is replaced at once; what takes too long is not
+            # tried again.
+            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+            protocol=2,
+            **tls,
+        )
+        self._seed = xxhash.xxh3_64_intdigest(node.name.encode())
+
+    def score(self, key: BlockHash) -> int:
+        """The server with the highest score has the block."""
+        return xxhash.xxh3_64_intdigest(key, self._seed)
+
+
+class RedisStore:
+    """A BlockStore on one or more Redis servers."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._prefix = b""
+        self._servers: list[_Server] = []
+
+    def open(self, namespace: str, frame_bytes: int) -> None:
+        """See BlockStore."""
+        nodes = parse_nodes(self._options.url)
+        _check_tls(nodes, self._options.tls_ca_file)
+        self._prefix = f"baton:{namespace}:".encode()
+        self._servers = [_Server(node, self._options) for node in nodes]
+        for server in self._servers:
+            try:
+                server.client.ping()
+            except redis.RedisError as error:
+                self.close()
+                raise ConfigError(f"url: cannot use Redis at {server.name}: {_one_line(error)}", param="url") from error
+
+    def touch(self, key: BlockHash) -> bool:
+        """See BlockStore."""
+        with _server_errors(self._server_of(key)) as client:
+            return bool(client.expire(self._name_of(key), self._options.ttl_s))
+
+    def write(self, key: BlockHash, frame: Buffer) -> None:
+        """See BlockStore."""
+        with _server_errors(self._server_of(key)) as client:
+            client.set(self._name_of(key), frame, ex=self._options.ttl_s)
+
+    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+        """See BlockStore."""
+        server = self._server_of(key)
+        with _server_errors(server) as client:
+            frame = client.getex(self._name_of(key), ex=self._options.ttl_s)
+        if frame is None:
+            raise BlockMissingError(f"no block {key.hex()} on {server.name}")
+        size = min(len(frame), len(buffer))
+        buffer[:size] = frame[:size]
+        return len(frame)
+
+    def discard(self, key: BlockHash) -> None:
+        """See BlockStore."""
+        server = self._server_of(key)
+        try:
+            server.client.unlink(self._name_of(key))
+        except redis.RedisError as error:
+            logger.warning("cannot delete corrupt block on Redis at %s: %s", server.name, _one_line(error))
+
+    def close(self) -> None:
+        """See BlockStore."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.client.close()
+
+    def _server_of(self, key: BlockHash) -> _Server:
+        return max(self._servers, key=lambda server: server.score(key))
+
+    def _name_of(self, key: BlockHash) -> bytes:
+        return self._prefix + key.hex().encode()
+
+
+def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
+    """Raises ConfigError unless `ca_file` is empty, or has certificates and something to verify."""
+    if not ca_file:
+        return
+    if not any(node.tls for node in nodes):
+        raise ConfigError(
+            "tls_ca_file: no url begins with rediss://, so nothing would be encrypted", param="tls_ca_file"
+        )
+    try:
+        ssl.create_default_context(cafile=ca_file)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"tls_ca_file: cannot read certificates from {ca_file}: {error}", param="tls_ca_file"
+        ) from error
+
+
+@contextmanager
+def _server_errors(server: _Server) -> Iterator[redis.Redis]:
+    """The server's client; raises what it reports as StoreError."""
+    try:
+        yield server.client
+    except redis.RedisError as error:
+        raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

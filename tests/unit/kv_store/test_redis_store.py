@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from common.errors import BlockMissingError, ConfigError, StoreError
+from common.types import BlockHash
+from kv_store.redis_store import RedisOptions, RedisStore, parse_nodes
+from tests.redis_server import RedisServer, running_redis
+
+FRAME_BYTES = 100_000
+PASSWORD = "s3cret-@:/word"  # what a URL must escape
+QUOTED_PASSWORD = "s3cret-%40%3A%2Fword"
+
+
+def key(index: int) -> BlockHash:
+    return BlockHash(index.to_bytes(16, "big"))
+
+
+def frame(index: int) -> memoryview:
+    return memoryview(bytes([index % 256]) * FRAME_BYTES)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def open_store() -> Iterator:
+    stores = []
+
+    def make(url: str, namespace: str = "model", **options: int | str) -> RedisStore:
+        stores.append(RedisStore(RedisOptions(url=url, **options)))
+        stores[-1].open(namespace, FRAME_BYTES)
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def read(store: RedisStore, index: int) -> bytes:
+    buffer = bytearray(FRAME_BYTES)
+    assert store.read_into(key(index), memoryview(buffer)) == FRAME_BYTES
+    return bytes(buffer)
+
+
+def fill(store: RedisStore) -> None:
+    for index in range(40):
+        store.write(key(index), frame(index))
+
+
+def test_a_block_is_a_string_that_expires_unless_it_is_used(server, open_store):
+    store = open_store(server.url, ttl_s=1000)
+    store.write(key(0xAB), frame(1))
+    name = f"baton:model:{0xAB:032x}"
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys() == [name.encode()]
+        assert client.get(name) == frame(1)
+        assert 900 < client.ttl(name) <= 1000
+        client.expire(name, 10)
+        assert store.touch(key(0xAB))
+        assert client.ttl(name) > 900
+        client.expire(name, 10)
+        assert read(store, 0xAB) == frame(1)
+        assert client.ttl(name) > 900
+
+
+def test_what_does_not_fit_is_left_out_and_the_size_told(server, open_store):
+    store = open_store(server.url)
+    store.write(key(1), frame(1))
+    small, large = bytearray(10), bytearray(FRAME_BYTES + 10)
+    assert store.read_into(key(1), memoryview(small)) == FRAME_BYTES
+    assert store.read_into(key(1), memoryview(large)) == FRAME_BYTES
+    assert small == b"\1" * 10
+    assert large == b"\1" * FRAME_BYTES + bytes(10)
+
+
+def test_a_missing_block(server, open_store):
+    store = open_store(server.url)
+    assert not store.touch(key(1))
+    with pytest.raises(BlockMissingError):
+        store.read_into(key(1), memoryview(bytearray(FRAME_BYTES)))
+    store.discard(key(1))
+
+
+def test_a_server_that_dies_fails_transfers_until_it_is_back_empty(server, open_store, caplog):
+    store = open_store(server.url)
+    store.write(key(1), frame(1))
+    server.kill()
+    for attempt in (
+        lambda: store.touch(key(1)),
+        lambda: store.write(key(1), frame(1)),
+        lambda: store.read_into(key(1), memoryview(bytearray(FRAME_BYTES))),
+    ):
+        with pytest.raises(StoreError, match=server.address) as caught:
+            attempt()
+        assert "\n" not in caught.value.message
+    store.discard(key(1))
+    assert server.address in caplog.text
+    server.start()
+    assert not store.touch(key(1))
+    store.write(key(1), frame(1))
+    assert read(store, 1) == frame(1)
+
+
+def test_a_restart_between_two_transfers_is_not_noticed(server, open_store):
+    store = open_store(server.url)
+    store.write(key(1), frame(1))
+    server.kill()
+    server.start()
+    store.write(key(2), frame(2))
+    assert read(store, 2) == frame(2)
+
+
+def test_a_full_server_that_evicts_nothing_is_a_store_error(open_store):
+    with running_redis(maxmemory="3mb", maxmemory_policy="noeviction") as server:
+        store = open_store(server.url)
+        with pytest.raises(StoreError, match="maxmemory"):
+            fill(store)
+        assert read(store, 0) == frame(0)
+
+
+def test_a_full_server_that_evicts_goes_on(open_store):
+    with running_redis(maxmemory="3mb", maxmemory_policy="allkeys-lru") as server:
+        store = open_store(server.url)
+        fill(store)
+        assert read(store, 39) == frame(39)
+        assert not all(store.touch(key(index)) for index in range(40))
+
+
+def test_password(open_store, caplog):
+    caplog.set_level(logging.DEBUG)
+    with running_redis(requirepass=PASSWORD) as server:
+        url = f"redis://:{QUOTED_PASSWORD}@{server.address}"
+        store = open_store(url)
+        store.write(key(1), frame(1))
+        assert read(store, 1) == frame(1)
+        server.kill()
+        with pytest.raises(StoreError) as caught:
+            store.touch(key(1))
+        store.discard(key(1))
+    for text in (caught.value.message, repr(store._servers[0].client), repr(parse_nodes(url)), caplog.text):
+        assert PASSWORD not in text
+        assert QUOTED_PASSWORD not in text
+
+
+@pytest.mark.parametrize("login", ["", ":wrong-s3cret@", "somebody:wrong-s3cret@"])
+def test_a_refused_login_is_named_and_the_password_is_not(open_store, login):
+    with running_redis(requirepass=PASSWORD) as server:
+        check_refused(open_store, f"redis://{login}{server.address}/0", says=server.address)
+
+
+def test_an_unreachable_server_is_named(server, open_store):
+    server.kill()
+    check_refused(open_store, server.url, says=server.address)
+
+
+def test_a_database_that_the_server_does_not_have(server, open_store):
+    check_refused(open_store, f"redis://{server.address}/99", says="99")
+
+
+def test_tls_to_a_server_that_speaks_none(server, open_store):
+    check_refused(open_store, f"rediss://{server.address}", says=server.address)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost",
+        "http://localhost",
+        "redis://",
+        "redis://:s3cret@",
+        "redis://u:s3cret@host:port",
+        "redis://u:s3cret@host:70000",
+        "redis://u:s3cret@[host",
+        "redis://u:s3cret@host/db",
+        "redis://host/-1",
+        "redis://host?socket_timeout=0",
+        "redis://u:s3cret@host,",
+        "redis://u:s3cret@host,redis://HOST:6379/0",
+    ],
+)
+def test_a_bad_url(open_store, url):
+    check_refused(open_store, url)
+
+
+def check_refused(open_store, url: str, says: str = "", **options: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, **options)
+    assert caught.value.param == ("tls_ca_file" if options else "url")
+    assert caught.value.param in caught.value.message
+    assert says in caught.value.message
+    assert "s3cret" not in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("url", ["redis://localhost", "rediss://localhost"])
+@pytest.mark.parametrize("ca_file", ["/does/not/exist", __file__])
+def test_a_bad_tls_ca_file(open_store, url, ca_file):
+    check_refused(open_store, url, tls_ca_file=ca_file)
