@@ -19,3 +19,14 @@ class DecodeConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     handoff_stall_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds between two events of a prefill that is being computed.")
     ] = 30.0
+    handoff_quarantine_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds for which blocks stay reserved that a lost prefill pod may still write to; longer "
+            "than a connector's transfer timeout and a step, after which a living one no longer writes.",
+        ),
+    ] = 35.0
+    max_quarantined_share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the KV blocks in quarantine above which no new handoff begins.")
+    ] = 0.5

@@ -17,6 +17,7 @@ from common.rpc.channel import ChannelPool
 from common.rpc.errors import rpc_errors
 from decode_service.config import DecodeConfig
 from decode_service.handoff import GOODBYE_TIMEOUT_S
+from decode_service.quarantine import Quarantine
 from decode_service.request import Surroundings
 from decode_service.session import RouterSession
 
@@ -31,7 +32,11 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
     service_names = ("baton.v1.Decode",)
 
     def __init__(self, pod: PodContext, config: DecodeConfig) -> None:
-        self._around = Surroundings(pod=pod, config=config, peers=ChannelPool(), handoffs=TaskSet())
+        max_blocks = max(1, int(config.max_quarantined_share * pod.spec.num_blocks))
+        quarantine = Quarantine(duration_s=config.handoff_quarantine_s, max_blocks=max_blocks)
+        self._around = Surroundings(
+            pod=pod, config=config, peers=ChannelPool(), handoffs=TaskSet(), quarantine=quarantine
+        )
         self._sessions: set[RouterSession] = set()
         self._closed = False
 
@@ -79,4 +84,5 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
         except TimeoutError:
             logger.warning("%d routers did not take their last events", len(self._sessions))
         await self._around.handoffs.close(grace_s=2 * GOODBYE_TIMEOUT_S)
+        self._around.quarantine.close()
         await self._around.peers.close()

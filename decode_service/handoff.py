@@ -10,6 +10,10 @@ OPENING lasts while the prefill queues: the request is not in the engine yet and
 added as a consumer, which reserves blocks; when it has them, the prefill pod is told how much of the prompt they
 hold already. Every wait has a deadline, and the break of the stream is seen at once.
 
+A direct connector's producer is also told which blocks these are, and writes into them. They stay reserved until it is
+quiet, whatever became of the request meanwhile: its `delivered` or `failed` says so, also as the answer to our
+cancellation. If neither comes, the stream having broken, the blocks are quarantined.
+
 A handoff never fails a request. What it does not bring is computed here, and counted under a reason:
 
     prefill_failed     the prefill leg failed, as its pod or the router says
@@ -19,6 +23,7 @@ A handoff never fails a request. What it does not bring is computed here, and co
     handoff_invalid    an event does not fit the request
     incompatible       model or connector differ
     no_connector       this pod has no connector
+    quarantine_full    too many blocks may still be written to by prefill pods that were lost
     internal           a fault of ours; the log has it
 """
 
@@ -27,6 +32,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,14 +74,22 @@ class Consumer(Protocol):
     def reserve(self) -> None:
         """Enter the engine: reserve blocks and wait for KV."""
 
-    def load(self, num_ready_tokens: int) -> None:
-        """The KV of so many leading prompt tokens can be loaded."""
+    def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
+        """The KV of so many leading prompt tokens can be loaded. `digests`: of the blocks that this adds, in order,
+        here and below; direct connectors only."""
 
-    def complete(self, num_ready_tokens: int, first_token: SampledToken) -> None:
-        """All KV can be loaded, and this is the first token."""
+    def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
+        """All KV can be loaded, and this is the first token. The prefill pod is quiet."""
 
-    def recompute(self, reason: str, num_ready_tokens: int) -> None:
-        """No more will come: load what is ready, compute the rest."""
+    def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiet: bool) -> None:
+        """No more will come: load what is ready, compute the rest. `is_quiet` as in `TransferUpdate`."""
+
+    def note_quiet(self) -> None:
+        """Direct connectors: the prefill pod writes no more. Also called after the request has ended."""
+
+    def quarantine(self, num_blocks: int) -> None:
+        """Direct connectors: nobody knows when the prefill pod stops writing to so many blocks. In place of
+        `note_quiet`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,9 @@ class Offer:
     fingerprint: bytes
     connector: str
     pod_id: str  # ours
+    block_size: int
+    is_direct: bool = False  # the prefill pod writes into our blocks
+    connector_address: bytes = b""  # direct: of our connector
 
 
 class Phase(enum.Enum):
@@ -99,6 +117,12 @@ class Phase(enum.Enum):
     DELIVERED = enum.auto()
     FAILED = enum.auto()
     CANCELLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    num_tokens: int
+    block_ids: tuple[int, ...]
 
 
 class _HandoffError(Exception):
@@ -124,8 +148,11 @@ class Handoff:
         self._peers = peers
         self._timeouts = timeouts
         self._num_ready_tokens = 0
-        self._held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._num_digests = 0  # told so far
+        self._digests: list[bytes] = []  # of them, those that the consumer has not got
+        self._held: asyncio.Future[_Held] = asyncio.get_running_loop().create_future()
         self._told_held = False
+        self._said_quiet = not offer.is_direct
         self._is_ended = asyncio.get_running_loop().create_future()
         self._stream_is_over = False  # its last event has come
         self._farewell = "the request ended"  # reason of the cancellation that the prefill pod is told
@@ -135,10 +162,11 @@ class Handoff:
         """True once the consumer needs nothing more of it."""
         return self.phase not in (Phase.OPENING, Phase.RESERVED)
 
-    def note_held(self, num_tokens: int) -> None:
-        """The consumer has its blocks, `num_tokens` of the prompt are in them."""
+    def note_held(self, num_tokens: int, block_ids: Sequence[int] = ()) -> None:
+        """The consumer has its blocks, `num_tokens` of the prompt are in them. `block_ids`: where a direct connector
+        is to write the rest."""
         if not self._held.done():
-            self._held.set_result(num_tokens)
+            self._held.set_result(_Held(num_tokens, tuple(block_ids)))
 
     def leave(self) -> None:
         """End as CANCELLED, unless it is over already."""
@@ -155,17 +183,50 @@ class Handoff:
             "transfer %s/%d from %s failed: %s %s",
             self.offer.transfer_id, self.offer.epoch, self.offer.address, reason, detail,
         )  # fmt: skip
-        self._consumer.recompute(reason, self._num_ready_tokens)
+        self._said_quiet |= self._is_quiet
+        self._consumer.recompute(reason, self._num_ready_tokens, self._take_digests(), is_quiet=self._is_quiet)
 
     async def run(self) -> None:
-        """Open the stream and follow it to its end. Raises nothing but CancelledError."""
+        """Open the stream, follow it to its end, and see to the reserved blocks. Raises nothing but CancelledError."""
         try:
-            async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
-                if not self.is_over:  # it may have ended while we connected
-                    await self._converse(HandoffStub(channel))
+            await self._open()
+        finally:
+            self._see_to_blocks()
+
+    @property
+    def _may_be_written(self) -> bool:
+        return self.offer.is_direct and self._told_held and not self._stream_is_over
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self.offer.is_direct and not self._may_be_written
+
+    def _see_to_blocks(self) -> None:
+        if self._said_quiet:
+            return
+        self._said_quiet = True
+        if self._may_be_written:
+            self._consumer.quarantine(len(self._held.result().block_ids))
+        else:
+            self._consumer.note_quiet()
+
+    async def _open(self) -> None:
+        try:
+            with self._failing():
+                async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
+                    if not self.is_over:  # it may have ended while we connected
+                        await self._converse(HandoffStub(channel))
         except _PrefillCancelledError as cancelled:
             await asyncio.wait({self._is_ended}, timeout=ABORT_TIMEOUT_S)
             self.fail(cancelled.reason, str(cancelled))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong in here fails the handoff, but for a cancelled prefill, which may mean less."""
+        try:
+            yield
+        except _PrefillCancelledError:
+            raise
         except _HandoffError as rejected:
             self.fail(rejected.reason, str(rejected))
         except grpc.aio.AioRpcError as error:
@@ -182,12 +243,13 @@ class Handoff:
         call = stub.Open(None)  # written by hand; no deadline of the call, each wait below has its own
         reading: _Reading | None = None
         try:
-            await _write(call, pods_pb2.HandoffCommand(start=self._start()))
-            while not self.is_over:
-                reading = reading or asyncio.ensure_future(call.read())
-                if await self._wait(call, reading):
-                    event, reading = reading.result(), None
-                    self._take(event)
+            with self._failing():  # at once: the goodbye may take its time
+                await _write(call, pods_pb2.HandoffCommand(start=self._start()))
+                while not self.is_over:
+                    reading = reading or asyncio.ensure_future(call.read())
+                    if await self._wait(call, reading):
+                        event, reading = reading.result(), None
+                        self._take(event)
         finally:
             await self._take_leave(call, reading)
 
@@ -203,11 +265,12 @@ class Handoff:
         done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise _HandoffError("handoff_timeout", f"no event within {timeout_s:g} s")
-        if self._held in done:
+        if self._held in done and not self.is_over:
             self._told_held = True
-            reserved = pods_pb2.HandoffReserved(num_held_tokens=self._held.result())
+            held = self._held.result()
+            reserved = pods_pb2.HandoffReserved(num_held_tokens=held.num_tokens, block_ids=held.block_ids)
             await _write(call, pods_pb2.HandoffCommand(reserved=reserved))
-        return reading in done
+        return reading in done and not self.is_over
 
     def _end(self, phase: Phase) -> None:
         self.phase = phase
@@ -218,19 +281,18 @@ class Handoff:
         """One move in the diagram."""
         if not isinstance(event, pods_pb2.HandoffEvent):
             raise _HandoffError("handoff_broken", "the stream ended early")
+        self._note_verdict(event)
         match event.WhichOneof("event"):
             case "computing" if self.phase is Phase.OPENING:
                 self.phase = Phase.RESERVED
                 self._consumer.reserve()
             case "progress" if self.phase is Phase.RESERVED:
-                self._advance(event.progress.num_ready_tokens)
-                self._consumer.load(self._num_ready_tokens)
+                self._advance(event.progress.num_ready_tokens, event.progress.digests)
+                self._consumer.load(self._num_ready_tokens, self._take_digests())
             case "delivered" if self.phase is Phase.RESERVED:
-                self._stream_is_over = True
                 self._complete(event.delivered)
             case "failed":
-                self._stream_is_over = True
-                self._advance(event.failed.num_ready_tokens)
+                self._advance(event.failed.num_ready_tokens, event.failed.digests)
                 error = error_from_pb(event.failed.error)
                 if isinstance(error, RequestCancelledError):
                     raise _PrefillCancelledError("prefill_failed", error.message)
@@ -239,21 +301,47 @@ class Handoff:
             case kind:
                 raise _HandoffError("handoff_invalid", f"{kind} while {self.phase.name}")
 
-    def _advance(self, num_ready_tokens: int) -> None:
+    def _note_verdict(self, event: pods_pb2.HandoffEvent) -> None:
+        self._stream_is_over |= event.WhichOneof("event") in ("delivered", "failed")
+
+    def _advance(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         if not self._num_ready_tokens <= num_ready_tokens <= self.offer.num_prompt_tokens:
             detail = f"{num_ready_tokens} of {self.offer.num_prompt_tokens} tokens after {self._num_ready_tokens}"
             raise _HandoffError("handoff_invalid", detail)
+        num_written = self._num_written_blocks(num_ready_tokens)
+        if self._num_digests + len(digests) != num_written:
+            detail = f"{self._num_digests} + {len(digests)} digests of {num_written} blocks"
+            raise _HandoffError("handoff_invalid", detail)
         self._num_ready_tokens = num_ready_tokens
+        self._num_digests += len(digests)
+        self._digests.extend(digests)
+
+    def _num_written_blocks(self, num_ready_tokens: int) -> int:
+        """Blocks that the prefill pod has written into ours, if it says that so many tokens are ready."""
+        if not self.offer.is_direct:
+            return 0
+        is_all = num_ready_tokens == self.offer.num_prompt_tokens
+        num_blocks = (
+            -(-num_ready_tokens // self.offer.block_size) if is_all else num_ready_tokens // self.offer.block_size
+        )
+        num_held_tokens = self._held.result().num_tokens if self._told_held else 0
+        return max(0, num_blocks - num_held_tokens // self.offer.block_size)
+
+    def _take_digests(self) -> list[bytes]:
+        digests, self._digests = self._digests, []
+        return digests
 
     def _complete(self, delivered: pods_pb2.HandoffDelivered) -> None:
-        self._advance(delivered.num_ready_tokens)
+        self._advance(delivered.num_ready_tokens, delivered.digests)
         if self._num_ready_tokens != self.offer.num_prompt_tokens:
             raise _HandoffError("handoff_invalid", f"delivered {self._num_ready_tokens} tokens only")
         if delivered.first_token_id >= self.offer.vocab_size:
             raise _HandoffError("handoff_invalid", f"first token {delivered.first_token_id} is outside the vocabulary")
         logprobs = delivered.logprobs if delivered.HasField("logprobs") else None
         self.phase = Phase.DELIVERED
-        self._consumer.complete(self._num_ready_tokens, sampled_token_from_pb(delivered.first_token_id, logprobs))
+        self._said_quiet = True
+        first_token = sampled_token_from_pb(delivered.first_token_id, logprobs)
+        self._consumer.complete(self._num_ready_tokens, first_token, self._take_digests())
 
     def _fail_with(self, error: BatonError) -> None:
         match error:
@@ -275,24 +363,33 @@ class Handoff:
             fingerprint=offer.fingerprint,
             connector=offer.connector,
             decode_pod_id=offer.pod_id,
+            connector_address=offer.connector_address,
         )
 
     async def _take_leave(self, call: _Call, reading: _Reading | None) -> None:
-        """End the call. If the prefill pod still works for us, let it know that it may stop."""
+        """End the call. If the prefill pod still works for us, let it know that it may stop; if it may be writing into
+        our blocks, wait until it has."""
+        timeout_s = self._timeouts.handoff_quarantine_s if self._may_be_written else GOODBYE_TIMEOUT_S
         try:
             if not call.done():
-                async with asyncio.timeout(GOODBYE_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     if not self._stream_is_over:
                         cancel = pods_pb2.HandoffCancel(reason=self._farewell)
                         await _write(call, pods_pb2.HandoffCommand(cancel=cancel))
                     await call.done_writing()
-                    await _read_to_end(call, reading)
+                    await self._read_to_end(call, reading)
         except (TimeoutError, _HandoffError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # it is gone, or will notice that we are
         finally:
             call.cancel()
             if reading is not None:
                 reading.add_done_callback(_see_exception)
+
+    async def _read_to_end(self, call: _Call, reading: _Reading | None) -> None:
+        event = await (reading or call.read())
+        while isinstance(event, pods_pb2.HandoffEvent):
+            self._note_verdict(event)
+            event = await call.read()
 
 
 async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
@@ -303,12 +400,6 @@ async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
         raise _HandoffError("handoff_timeout", "the prefill pod does not read") from error
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
         pass  # the call has ended; reading tells why
-
-
-async def _read_to_end(call: _Call, reading: _Reading | None) -> None:
-    event = await (reading or call.read())
-    while isinstance(event, pods_pb2.HandoffEvent):
-        event = await call.read()
 
 
 def _see_exception(reading: _Reading) -> None:

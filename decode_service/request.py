@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -33,6 +33,7 @@ from common.rpc.errors import error_to_pb, make_error
 from common.types import FinishReason, RequestId, SampledToken, TransferId
 from decode_service.config import DecodeConfig
 from decode_service.handoff import Handoff, Offer
+from decode_service.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Surroundings:
     config: DecodeConfig
     peers: ChannelPool  # channels to prefill pods
     handoffs: TaskSet
+    quarantine: Quarantine
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class DecodeRequest:
             self._enter_engine(self._request)
         elif not self._pod.config.connector:
             self.recompute("no_connector", 0)
+        elif self._around.quarantine.is_full:
+            self.recompute("quarantine_full", 0)
         else:
             self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.config)
             self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
@@ -126,21 +130,34 @@ class DecodeRequest:
         )
         self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
 
-    def load(self, num_ready_tokens: int) -> None:
+    def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         """More KV can be loaded."""
-        self._update_transfer(num_ready_tokens)
+        self._update_transfer(num_ready_tokens, digests=digests)
 
-    def complete(self, num_ready_tokens: int, first_token: SampledToken) -> None:
+    def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
         """All KV can be loaded."""
-        self._update_transfer(num_ready_tokens, final=True, first_token=first_token)
+        self._update_transfer(
+            num_ready_tokens, final=True, first_token=first_token, digests=digests, is_quiet=self._pod.spec.is_direct
+        )
 
-    def recompute(self, reason: str, num_ready_tokens: int) -> None:
+    def recompute(
+        self, reason: str, num_ready_tokens: int, digests: Sequence[bytes] = (), *, is_quiet: bool = False
+    ) -> None:
         """The rest is computed here. In the engine already, it says itself what became of the handoff."""
         if self._engine_id is not None:
-            self._update_transfer(num_ready_tokens, final=True, failure=reason)
+            self._update_transfer(num_ready_tokens, final=True, failure=reason, digests=digests, is_quiet=is_quiet)
         else:
             self._note_recompute(reason)
             self._enter_engine(self._request)
+
+    def note_quiet(self) -> None:
+        """The blocks that were reserved for the handoff are the engine's own again. It has been told that the handoff
+        or the request is over: of the update, only this is news."""
+        self._update_transfer(0, final=True, failure="quiet", is_quiet=True)
+
+    def quarantine(self, num_blocks: int) -> None:
+        """Time has to tell when they are."""
+        self._around.quarantine.hold(num_blocks, self.note_quiet)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 
@@ -174,7 +191,14 @@ class DecodeRequest:
             self.fail(error)
 
     def _update_transfer(
-        self, num_ready_tokens: int, *, final: bool = False, first_token: SampledToken | None = None, failure: str = ""
+        self,
+        num_ready_tokens: int,
+        *,
+        final: bool = False,
+        first_token: SampledToken | None = None,
+        failure: str = "",
+        digests: Sequence[bytes] = (),
+        is_quiet: bool = False,
     ) -> None:
         if self._engine_id is None or self._remote is None:
             return  # the engine died under `reserve`
@@ -185,6 +209,8 @@ class DecodeRequest:
             final=final,
             first_token=first_token,
             failure=failure,
+            digests=list(digests),
+            is_quiet=is_quiet,
         )
         self._pod.requests.update_transfer(update)
 
@@ -193,7 +219,7 @@ class DecodeRequest:
         self._report = replace(self._report, queue_s=queue_s, num_cached_tokens=event.num_cached_tokens)
         self._pod.metrics.queue_time.observe(queue_s)
         if self._handoff is not None:
-            self._handoff.note_held(event.num_cached_tokens)
+            self._handoff.note_held(event.num_cached_tokens, event.reserved_block_ids)
 
     def _note_received(self, event: KVReceived) -> None:
         self._report = replace(self._report, num_external_tokens=event.num_tokens, handoff_s=event.handoff_s)
@@ -261,4 +287,7 @@ class DecodeRequest:
             fingerprint=spec.fingerprint,
             connector=self._pod.config.connector or "",
             pod_id=self._pod.pod_id,
+            block_size=spec.block_size,
+            is_direct=spec.is_direct,
+            connector_address=spec.connector_address,
         )

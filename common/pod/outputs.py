@@ -55,8 +55,9 @@ class EngineRequests:
         return engine_id
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a handoff, if the request is still there."""
-        if update.request_id in self._sinks:
+        """Report news of a handoff, if the request is still there. That a direct connector is quiet is always
+        reported: its blocks outlive the request."""
+        if update.is_quiet or update.request_id in self._sinks:
             self._tell_engine(lambda: self._engine.update_transfer(update))
 
     def abort(self, *engine_ids: RequestId) -> None:

@@ -1,7 +1,7 @@
 """The decode side of the handoff against a prefill pod that follows a script."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -63,14 +63,22 @@ class RecordingConsumer:
     def reserve(self) -> None:
         self.calls.append(("reserve",))
 
-    def load(self, num_ready_tokens: int) -> None:
-        self.calls.append(("load", num_ready_tokens))
+    def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
+        self.calls.append(("load", num_ready_tokens, *digests))
 
-    def complete(self, num_ready_tokens: int, first_token: SampledToken) -> None:
-        self.calls.append(("complete", num_ready_tokens, first_token.token_id))
+    def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
+        self.calls.append(("complete", num_ready_tokens, first_token.token_id, *digests))
 
-    def recompute(self, reason: str, num_ready_tokens: int) -> None:
-        self.calls.append(("recompute", reason, num_ready_tokens))
+    def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiet: bool) -> None:
+        self.calls.append(("recompute", reason, num_ready_tokens, *digests))
+        if is_quiet:
+            self.calls.append(("quiet",))
+
+    def note_quiet(self) -> None:
+        self.calls.append(("quiet",))
+
+    def quarantine(self, num_blocks: int) -> None:
+        self.calls.append(("quarantine", num_blocks))
 
 
 @asynccontextmanager
@@ -81,7 +89,7 @@ async def handoff_with(
     servicer = ScriptedHandoff(events)
     pods_pb2_grpc.add_HandoffServicer_to_server(servicer, server.grpc_server)
     async with server, ChannelPool() as peers:
-        offer = Offer(server.address, "t", 1, 40, 500, b"f", "shared-storage", "decode-0")
+        offer = Offer(server.address, "t", 1, 40, 500, b"f", "shared-storage", "decode-0", 16)
         consumer = RecordingConsumer()
         yield Handoff(offer, consumer, peers, DecodeConfig(handoff_connect_timeout_s=DEADLINE_S)), consumer, servicer
 
