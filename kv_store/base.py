@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -19,29 +20,34 @@ class StoreConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds after which a transfer is given up and its blocks recomputed.")
     ] = 30.0
+    staging_bytes: Annotated[
+        int, Meta(ge=1, description="Host memory of each transfer thread; at least one block is moved at a time.")
+    ] = 8 << 20
 
 
 class BlockStore(Protocol):
     """A medium. A stored block is a frame: header and payload, opaque to the store (see `kv_store.block_format`).
 
     `open` comes first; `touch`, `write`, `read_into` and `discard` are then called from several threads at once and may
-    block; the first three raise StoreError if the medium fails. The same key always means the same content, so of two
-    writers the last wins, and a reader sees the frame of one of them, never a mixture.
+    block; the first three raise StoreError if the medium fails. Each takes a batch, which is one round trip where the
+    medium has such a thing. The same key always means the same content, so of two writers the last wins, and a
+    reader sees the frame of one of them, never a mixture.
     """
 
     def open(self, namespace: str, frame_bytes: int) -> None:
         """Make ready to hold frames of `frame_bytes` bytes. Keys of different namespaces (safe as a file name) never
         meet. Raises ConfigError naming the setting if the medium cannot be used."""
 
-    def touch(self, key: BlockHash) -> bool:
-        """True if the block is there; marks it as recently used."""
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
+        """Which of the blocks are there; marks those as recently used."""
 
-    def write(self, key: BlockHash, frame: Buffer) -> None:
-        """Store a frame; older blocks may be evicted for it. `frame` is not used after the return."""
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
+        """Store frames; older blocks may be evicted for them. `frames` are not used after the return. If it raises,
+        some of them may have been stored."""
 
-    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
-        """Copy the stored frame into `buffer` and return its size in bytes, whatever it is: what does not fit is left
-        out, and nothing is checked. Marks the block as recently used. Raises BlockMissingError."""
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
+        """Copy each stored frame into its buffer. For each its size in bytes, whatever it is: what does not fit is left
+        out, and nothing is checked; None if it is not there. Marks the blocks as recently used."""
 
     def discard(self, key: BlockHash) -> None:
         """Forget a block, which was found corrupt, so that a good one can be saved. Never raises: what cannot be

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -80,20 +80,20 @@ class FaultyStore:
         """See BlockStore."""
         self._inner.open(namespace, frame_bytes)
 
-    def touch(self, key: BlockHash) -> bool:
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
         self._meddle("touch")
-        return self._inner.touch(key)
+        return self._inner.touch(keys)
 
-    def write(self, key: BlockHash, frame: Buffer) -> None:
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
         self._meddle("write")
-        self._inner.write(key, frame)
+        self._inner.write(keys, frames)
 
-    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
         self._meddle("read_into")
-        return self._inner.read_into(key, buffer)
+        return self._inner.read_into(keys, buffers)
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from common.errors import BlockMissingError, ConfigError
+from common.errors import ConfigError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
 
@@ -80,22 +81,18 @@ class InMemoryStore:
             )
         self._namespace = namespace
 
-    def touch(self, key: BlockHash) -> bool:
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
-        return self._medium.get((self._namespace, key)) is not None
+        return [self._medium.get((self._namespace, key)) is not None for key in keys]
 
-    def write(self, key: BlockHash, frame: Buffer) -> None:
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
-        self._medium.put((self._namespace, key), bytes(frame), self._options.max_bytes)
+        for key, frame in zip(keys, frames, strict=True):
+            self._medium.put((self._namespace, key), bytes(frame), self._options.max_bytes)
 
-    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
-        frame = self._medium.get((self._namespace, key))
-        if frame is None:
-            raise BlockMissingError(f"no block {key.hex()} in memory")
-        size = min(len(frame), len(buffer))
-        buffer[:size] = frame[:size]
-        return len(frame)
+        return [self._read_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
@@ -103,3 +100,11 @@ class InMemoryStore:
 
     def close(self) -> None:
         """See BlockStore."""
+
+    def _read_one(self, key: BlockHash, buffer: Buffer) -> int | None:
+        frame = self._medium.get((self._namespace, key))
+        if frame is None:
+            return None
+        size = min(len(frame), len(buffer))
+        buffer[:size] = memoryview(frame)[:size]
+        return len(frame)

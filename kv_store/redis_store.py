@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
@@ -24,7 +24,7 @@ from msgspec import Meta
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from common.errors import BlockMissingError, ConfigError, StoreError
+from common.errors import ConfigError, StoreError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
 
@@ -131,6 +131,7 @@ class RedisStore:
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
+        self._ttl_s = options.ttl_s
         self._prefix = b""
         self._servers: list[_Server] = []
 
@@ -147,26 +148,19 @@ class RedisStore:
                 self.close()
                 raise ConfigError(f"url: cannot use Redis at {server.name}: {_one_line(error)}", param="url") from error
 
-    def touch(self, key: BlockHash) -> bool:
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
-        with _server_errors(self._server_of(key)) as client:
-            return bool(client.expire(self._name_of(key), self._options.ttl_s))
+        replies = self._ask(keys, lambda pipeline, index: pipeline.expire(self._name_of(keys[index]), self._ttl_s))
+        return [bool(reply) for reply in replies]
 
-    def write(self, key: BlockHash, frame: Buffer) -> None:
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
-        with _server_errors(self._server_of(key)) as client:
-            client.set(self._name_of(key), frame, ex=self._options.ttl_s)
+        self._ask(keys, lambda pipeline, index: pipeline.set(self._name_of(keys[index]), frames[index], ex=self._ttl_s))
 
-    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
-        server = self._server_of(key)
-        with _server_errors(server) as client:
-            frame = client.getex(self._name_of(key), ex=self._options.ttl_s)
-        if frame is None:
-            raise BlockMissingError(f"no block {key.hex()} on {server.name}")
-        size = min(len(frame), len(buffer))
-        buffer[:size] = frame[:size]
-        return len(frame)
+        frames = self._ask(keys, lambda pipeline, index: pipeline.getex(self._name_of(keys[index]), ex=self._ttl_s))
+        return [_fill(buffer, frame) for buffer, frame in zip(buffers, frames, strict=True)]
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
@@ -181,6 +175,24 @@ class RedisStore:
         servers, self._servers = self._servers, []
         for server in servers:
             server.client.close()
+
+    def _ask(self, keys: Sequence[BlockHash], command: Callable[[redis.client.Pipeline, int], object]) -> list[Any]:
+        """Send one command for each key to the server that has it, all at once; `command` adds the one of an index to
+        a pipeline. Returns the replies in the order of the keys."""
+        shares: dict[_Server, list[int]] = {}
+        for index, key in enumerate(keys):
+            shares.setdefault(self._server_of(key), []).append(index)
+        replies: list[Any] = [None] * len(keys)
+        for server, indices in shares.items():
+            with _server_errors(server), server.client.pipeline(transaction=False) as pipeline:
+                for index in indices:
+                    command(pipeline, index)
+                # With raise_on_error the message would have the command, frame and all.
+                for index, reply in zip(indices, pipeline.execute(raise_on_error=False), strict=True):
+                    if isinstance(reply, redis.RedisError):
+                        raise reply
+                    replies[index] = reply
+        return replies
 
     def _server_of(self, key: BlockHash) -> _Server:
         return max(self._servers, key=lambda server: server.score(key))
@@ -205,11 +217,19 @@ def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
         ) from error
 
 
+def _fill(buffer: Buffer, frame: bytes | None) -> int | None:
+    if frame is None:
+        return None
+    size = min(len(frame), len(buffer))
+    buffer[:size] = memoryview(frame)[:size]
+    return len(frame)
+
+
 @contextmanager
-def _server_errors(server: _Server) -> Iterator[redis.Redis]:
-    """The server's client; raises what it reports as StoreError."""
+def _server_errors(server: _Server) -> Iterator[None]:
+    """Raise what the server or the way to it reports as StoreError."""
     try:
-        yield server.client
+        yield
     except redis.RedisError as error:
         raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
 

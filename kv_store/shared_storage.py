@@ -24,12 +24,12 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from common.errors import BlockMissingError, ConfigError, StoreError
+from common.errors import ConfigError, StoreError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
 
@@ -94,41 +94,21 @@ class SharedStorageStore:
         except OSError as error:
             raise ConfigError(f"connector_path: cannot use it as shared storage: {error}", param="path") from error
 
-    def touch(self, key: BlockHash) -> bool:
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
         with _medium_errors():
-            try:
-                os.utime(self._file_of(key))
-            except FileNotFoundError:
-                return False
-            return True
+            return [_mark_used(self._file_of(key)) for key in keys]
 
-    def write(self, key: BlockHash, frame: Buffer) -> None:
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
         with _medium_errors():
-            if self._time_to_look(len(frame)):
-                self._keep_bound()
-            try:
-                self._write_file(key, frame)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                self._free_an_eighth()  # the medium is fuller than the bound assumes
-                self._write_file(key, frame)
+            for key, frame in zip(keys, frames, strict=True):
+                self._write_one(key, frame)
 
-    def read_into(self, key: BlockHash, buffer: Buffer) -> int:
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
         with _medium_errors():
-            try:
-                with open(self._file_of(key), "rb", buffering=0) as file:
-                    os.utime(file.fileno())
-                    size = os.fstat(file.fileno()).st_size
-                    filled = 0
-                    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
-                        filled += count
-            except FileNotFoundError as error:
-                raise BlockMissingError(f"no block {key.hex()} in {self._blocks}") from error
-            return size if filled == len(buffer) else filled
+            return [_read_file(self._file_of(key), buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
@@ -145,6 +125,17 @@ class SharedStorageStore:
     def _file_of(self, key: BlockHash) -> str:
         name = key.hex()
         return f"{self._blocks}/{name[:2]}/{name}{_SUFFIX}"
+
+    def _write_one(self, key: BlockHash, frame: Buffer) -> None:
+        if self._time_to_look(len(frame)):
+            self._keep_bound()
+        try:
+            self._write_file(key, frame)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._free_an_eighth()  # the medium is fuller than the bound assumes
+            self._write_file(key, frame)
 
     def _write_file(self, key: BlockHash, frame: Buffer) -> None:
         target = self._file_of(key)
@@ -219,6 +210,30 @@ def _default_path() -> str:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"path: {path} is not this user's alone; remove it or name another directory", param="path")
     return f"{path}/kv"
+
+
+def _mark_used(path: str) -> bool:
+    """True if the file is there."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _read_file(path: str, buffer: Buffer) -> int | None:
+    """Fill `buffer` from a file and mark it as used; its size in bytes, None if it is not there."""
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return None
+    with file:
+        os.utime(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+        filled = 0
+        while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+            filled += count
+    return size if filled == len(buffer) else filled
 
 
 def _create(path: str) -> io.FileIO:

@@ -1,12 +1,13 @@
-"""Between a KV cache and a medium: one frame of host memory per transfer thread, pinned if the cache is on a GPU.
+"""Between a KV cache and a medium: a few frames of host memory per transfer thread, pinned if the cache is on a GPU.
 
-Every block passes through such a buffer, both ways. It bounds the memory that transfers take; the stored bytes are the
+Every block passes through such a frame, both ways. That bounds the memory that transfers take; the stored bytes are the
 ones that were digested, and the loaded bytes the ones that were verified, whatever others do meanwhile; and a thread
 that hangs in its medium does not touch the KV cache, so its job can be given up and the blocks used again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,15 +22,15 @@ Fence = torch.cuda.Event | None
 
 
 class Staging(Protocol):
-    """One thread's buffer. `frame` is header and payload; the methods return when the copy is done."""
+    """One thread's frames, each header and payload. The methods return when the copies are done."""
 
-    frame: Buffer
+    frames: Sequence[Buffer]
 
-    def gather(self, block_id: int, fence: Fence) -> None:
-        """Copy a block of the KV cache into the payload."""
+    def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """Copy blocks of the KV cache into the payloads of the first frames."""
 
-    def scatter(self, block_id: int, fence: Fence) -> None:
-        """Copy the payload into a block of the KV cache."""
+    def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """Copy the payloads of the first frames into blocks of the KV cache."""
 
 
 def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
@@ -53,51 +54,59 @@ def record_fence(kv_cache: torch.Tensor) -> Fence:
     return event
 
 
-def create_staging(kv_cache: torch.Tensor) -> Staging:
-    """A buffer for one thread. To be called on that thread."""
+def create_staging(kv_cache: torch.Tensor, num_bytes: int) -> Staging:
+    """As many frames as fit into `num_bytes`, but at least one, for one thread. To be called on that thread."""
     slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8)  # [num_blocks, payload bytes]
-    return HostStaging(slabs) if kv_cache.device.type == "cpu" else CudaStaging(slabs)
+    frame_bytes = HEADER_BYTES + slabs.shape[1]
+    shape = (min(max(1, num_bytes // frame_bytes), slabs.shape[0]), frame_bytes)
+    return HostStaging(slabs, shape) if kv_cache.device.type == "cpu" else CudaStaging(slabs, shape)
 
 
 class HostStaging:
     """For a KV cache in host memory."""
 
-    def __init__(self, slabs: torch.Tensor) -> None:
+    def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
         self._slabs = slabs.numpy()
-        frame = np.empty(HEADER_BYTES + slabs.shape[1], dtype=np.uint8)
-        self._payload = frame[HEADER_BYTES:]
-        self.frame = frame.data
+        frames = np.empty(shape, dtype=np.uint8)
+        self._payloads = list(frames[:, HEADER_BYTES:])
+        self.frames: Sequence[Buffer] = [frame.data for frame in frames]
 
-    def gather(self, block_id: int, fence: Fence) -> None:
-        """Copy a block of the KV cache into the payload."""
-        np.copyto(self._payload, self._slabs[block_id])
+    def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """See Staging."""
+        for payload, block_id in zip(self._payloads, block_ids, strict=False):
+            np.copyto(payload, self._slabs[block_id])
 
-    def scatter(self, block_id: int, fence: Fence) -> None:
-        """Copy the payload into a block of the KV cache."""
-        np.copyto(self._slabs[block_id], self._payload)
+    def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """See Staging."""
+        for payload, block_id in zip(self._payloads, block_ids, strict=False):
+            np.copyto(self._slabs[block_id], payload)
 
 
 class CudaStaging:
     """For a KV cache in GPU memory: pinned, with a copy stream of its own."""
 
-    def __init__(self, slabs: torch.Tensor) -> None:
+    def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
         self._slabs = slabs
         self._stream = torch.cuda.Stream(slabs.device)  # type: ignore[no-untyped-call]
-        frame = torch.empty(HEADER_BYTES + slabs.shape[1], dtype=torch.uint8, pin_memory=True)
-        self._payload = frame[HEADER_BYTES:]
-        self.frame = frame.numpy().data
+        frames = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        self._payloads = list(frames[:, HEADER_BYTES:])
+        self.frames: Sequence[Buffer] = [frame.data for frame in frames.numpy()]
 
-    def gather(self, block_id: int, fence: Fence) -> None:
-        """Copy a block of the KV cache into the payload."""
-        self._copy(self._payload, self._slabs[block_id], fence)
+    def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """See Staging."""
+        self._copy(((payload, self._slabs[block_id]) for payload, block_id in self._pairs(block_ids)), fence)
 
-    def scatter(self, block_id: int, fence: Fence) -> None:
-        """Copy the payload into a block of the KV cache."""
-        self._copy(self._slabs[block_id], self._payload, fence)
+    def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
+        """See Staging."""
+        self._copy(((self._slabs[block_id], payload) for payload, block_id in self._pairs(block_ids)), fence)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+    def _pairs(self, block_ids: Sequence[int]) -> Iterable[tuple[torch.Tensor, int]]:
+        return zip(self._payloads, block_ids, strict=False)
+
+    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], fence: Fence) -> None:
         with torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
         self._stream.synchronize()

@@ -4,8 +4,9 @@ that the blocks are there.
 The life of a job:
 
 1. `start_load` or `start_save` puts it into the queue. From then on its deadline runs.
-2. A transfer thread takes it and moves one block after the other through the thread's staging buffer. A loaded block
-   reaches the KV cache only after its frame was verified; a block that the store already has is not saved again.
+2. A transfer thread takes it and moves its blocks, a batch after the other, through the frames of the thread's staging.
+   A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is not
+   saved again.
 3. It settles once: with all blocks moved, at the first block that fails, when cancelled, at its deadline, or when the
    connector closes. Its leading blocks moved until then count. Settling and touching the KV cache exclude each
    other: a thread that returns from a hanging medium finds its job settled and leaves the cache alone.
@@ -18,15 +19,21 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
-from common.errors import BlockCorruptError, TransferCancelledError, TransferError, TransferTimeoutError
+from common.errors import (
+    BlockCorruptError,
+    BlockMissingError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
 from common.types import BlockHash
-from kv_store.base import BlockStore, StoreConnectorOptions
+from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
 from kv_store.block_format import BlockFormat
 from kv_store.staging import Fence, Staging, create_staging, layout_of, record_fence
 
@@ -39,7 +46,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class _Job:
-    """One transfer. `lock` is held while a block of it is copied from or to the KV cache and while it settles."""
+    """One transfer. `lock` is held while a batch of it is copied from or to the KV cache and while it settles."""
 
     def __init__(self, kind: Literal["load", "save"], transfer: BlockTransfer, fence: Fence, due: float) -> None:
         self.kind = kind
@@ -87,7 +94,7 @@ class StoreWorkerConnector:
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled
-        stagings = [create_staging(kv_cache) for _ in range(self._options.threads)]
+        stagings = [create_staging(kv_cache, self._options.staging_bytes) for _ in range(self._options.threads)]
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):
             self._start_thread(str(index), partial(self._run_jobs, staging))
@@ -195,12 +202,13 @@ class StoreWorkerConnector:
             self._run(job, staging)
 
     def _run(self, job: _Job, staging: Staging) -> None:
-        move = self._load_block if job.kind == "load" else self._save_block
+        move = self._load if job.kind == "load" else self._save
+        blocks = _blocks(job.transfer, self._format.layout.block_size)
         try:
-            for block in _blocks(job.transfer, self._format.layout.block_size):
+            for start in range(0, len(blocks), len(staging.frames)):
                 if job.settled:
                     return
-                move(job, block, staging)
+                move(job, blocks[start : start + len(staging.frames)], staging)
         except TransferError as error:
             logger.warning("%s of request %s stopped at a block: %s", job.kind, job.transfer.request_id, error)
             self._settle(job, error.reason)
@@ -210,31 +218,52 @@ class StoreWorkerConnector:
         else:
             self._settle(job)
 
-    def _save_block(self, job: _Job, block: _Block, staging: Staging) -> None:
-        if not self._store.touch(block.key):
-            with job.lock:
-                if job.settled:
-                    return
-                staging.gather(block.block_id, job.fence)
-            self._format.seal(staging.frame, block.key, block.num_tokens)
-            self._store.write(block.key, staging.frame)
-        job.num_blocks_ok += 1
-
-    def _load_block(self, job: _Job, block: _Block, staging: Staging) -> None:
-        size = self._store.read_into(block.key, staging.frame)
-        try:
-            self._format.verify(staging.frame, size, block.key, block.num_tokens)
-        except BlockCorruptError:
-            self._store.discard(block.key)
-            raise
+    def _save(self, job: _Job, blocks: Sequence[_Block], staging: Staging) -> None:
+        """Store those of a batch that are not there yet."""
+        present = self._store.touch([block.key for block in blocks])
+        absent = [block for block, is_there in zip(blocks, present, strict=True) if not is_there]
+        num_leading = present.index(False) if absent else len(blocks)
+        job.num_blocks_ok += num_leading
+        if not absent:
+            return
         with job.lock:
             if job.settled:
                 return
-            staging.scatter(block.block_id, job.fence)
-            job.num_blocks_ok += 1
+            staging.gather([block.block_id for block in absent], job.fence)
+        frames = staging.frames[: len(absent)]
+        for block, frame in zip(absent, frames, strict=True):
+            self._format.seal(frame, block.key, block.num_tokens)
+        self._store.write([block.key for block in absent], frames)
+        job.num_blocks_ok += len(blocks) - num_leading
+
+    def _load(self, job: _Job, blocks: Sequence[_Block], staging: Staging) -> None:
+        """Fill the leading blocks of a batch whose frames are right. Raises what is wrong with the next one."""
+        frames = staging.frames[: len(blocks)]
+        sizes = self._store.read_into([block.key for block in blocks], frames)
+        good = 0
+        try:
+            for block, frame, size in zip(blocks, frames, sizes, strict=True):
+                self._verify(block, frame, size)
+                good += 1
+        finally:
+            with job.lock:
+                if not job.settled:
+                    staging.scatter([block.block_id for block in blocks[:good]], job.fence)
+                    job.num_blocks_ok += good
+
+    def _verify(self, block: _Block, frame: Buffer, size: int | None) -> None:
+        if size is None:
+            raise BlockMissingError(f"no block {block.key.hex()} in the store")
+        try:
+            self._format.verify(frame, size, block.key, block.num_tokens)
+        except BlockCorruptError:
+            self._store.discard(block.key)
+            raise
 
 
-def _blocks(transfer: BlockTransfer, block_size: int) -> Iterator[_Block]:
+def _blocks(transfer: BlockTransfer, block_size: int) -> list[_Block]:
     last = len(transfer.block_ids) - 1
-    for index, (block_id, key) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
-        yield _Block(block_id, key, transfer.num_tokens_in_last if index == last else block_size)
+    return [
+        _Block(block_id, key, transfer.num_tokens_in_last if index == last else block_size)
+        for index, (block_id, key) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True))
+    ]

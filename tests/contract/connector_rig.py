@@ -15,11 +15,13 @@ import torch
 from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
 from common.types import BlockHash, RequestId
 from kv_store.base import BlockStore, StoreConnectorOptions
+from kv_store.block_format import BlockFormat
 from kv_store.faulty_store import FaultyStore
 from kv_store.memory_store import InMemoryStore, MemoryMedium, MemoryStoreOptions
 from kv_store.redis_store import RedisOptions, RedisStore
 from kv_store.registry import create_connector
 from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
+from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
 from tests.redis_server import RedisServer
 
@@ -189,8 +191,11 @@ class EngineRig:
 
 
 def gated_connector(
-    medium: Medium, *, threads: int = 1, timeout_s: float = DEADLINE_S
+    medium: Medium, *, threads: int = 1, timeout_s: float = DEADLINE_S, frames: int = 100
 ) -> tuple[StoreWorkerConnector, FaultyStore]:
-    """A connector on the medium, and the store in between, which stalls and fails on demand."""
+    """A connector on the medium that moves `frames` blocks at a time, and the store in between, which stalls and fails
+    on demand."""
     store = FaultyStore(medium.store())
-    return StoreWorkerConnector(store, StoreConnectorOptions(threads=threads, timeout_s=timeout_s)), store
+    staging_bytes = frames * BlockFormat(FINGERPRINT, layout_of(create_kv_cache(1))).frame_bytes
+    options = StoreConnectorOptions(threads=threads, timeout_s=timeout_s, staging_bytes=staging_bytes)
+    return StoreWorkerConnector(store, options), store

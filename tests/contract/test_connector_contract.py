@@ -288,8 +288,8 @@ def test_cancelled_save_reads_no_block_afterwards(medium):
     rig.close()
 
 
-def test_cancelling_between_blocks_keeps_the_leading_ones(medium):
-    connector, store = gated_connector(medium)
+def test_cancelling_between_batches_keeps_the_leading_blocks(medium):
+    connector, store = gated_connector(medium, frames=1)
     rig = EngineRig(connector)
     rig.save([1, 2, 3], HASHES[:3])
     with store.gate("read_into") as gate:
@@ -305,6 +305,67 @@ def test_cancelling_between_blocks_keeps_the_leading_ones(medium):
         assert ok(rig.wait(next_job), 1)
     assert bits(rig.kv_cache, [5]) == bits(rig.kv_cache, [1])
     rig.close()
+
+
+@pytest.mark.parametrize("frames", [1, 2, 4, 100])
+@pytest.mark.parametrize("missing", range(6))
+def test_batches_of_any_size_end_at_the_block_that_is_missing(medium, frames, missing):
+    connector, _ = gated_connector(medium, frames=frames)
+    rig = EngineRig(connector)
+    rig.save([0, 1, 2, 3, 4, 5], HASHES)
+    medium.remove(HASHES[missing])
+    kept = bits(rig.kv_cache, list(range(6 + missing, 12)))
+
+    result = rig.load([6, 7, 8, 9, 10, 11], HASHES)
+
+    assert result == TransferResult(result.job_id, missing, "block_missing")
+    assert bits(rig.kv_cache, list(range(6, 6 + missing))) == bits(rig.kv_cache, list(range(missing)))
+    assert bits(rig.kv_cache, list(range(6 + missing, 12))) == kept
+    assert ok(rig.save([0, 1, 2, 3, 4, 5], HASHES), 6)
+    assert ok(rig.load([6, 7, 8, 9, 10, 11], HASHES), 6)
+    rig.close()
+
+
+def test_of_a_save_that_fails_the_leading_blocks_that_were_there_count(medium):
+    connector, store = gated_connector(medium)
+    rig = EngineRig(connector)
+    rig.save([1, 2, 4], [*HASHES[:2], HASHES[3]])
+    store.fail("write", StoreError("full"))
+    result = rig.save([1, 2, 3, 4], HASHES[:4])
+    assert result == TransferResult(result.job_id, 2, "store_failed")
+    rig.close()
+
+
+def test_a_save_writes_only_what_is_not_there(medium):
+    connector, _ = gated_connector(medium)
+    rig = EngineRig(connector)
+    rig.save([1, 3], [HASHES[0], HASHES[2]])
+    before = medium.frames()
+    rig.kv_cache[1] = rig.kv_cache[3] = 7.0
+    assert ok(rig.save([1, 2, 3, 4], HASHES[:4]), 4)
+    after = medium.frames()
+    assert set(after) == set(HASHES[:4])
+    assert {key: after[key] for key in before} == before
+    assert ok(rig.load([9, 10], [HASHES[1], HASHES[3]]), 2)
+    assert bits(rig.kv_cache, [9, 10]) == bits(rig.kv_cache, [2, 4])
+    rig.close()
+
+
+def test_a_stores_batches(medium):
+    store = medium.store()
+    store.open("model", 100)
+    frames = [memoryview(bytes([index]) * 100) for index in range(4)]
+    store.write([], [])
+    assert store.touch([]) == []
+    assert store.read_into([], []) == []
+    store.write([HASHES[3], HASHES[0]], [frames[3], frames[0]])
+    assert store.touch(HASHES[:4]) == [True, False, False, True]
+    buffers = [memoryview(bytearray(100)), memoryview(bytearray(100)), memoryview(bytearray(50))]
+    assert store.read_into([HASHES[0], HASHES[1], HASHES[3]], buffers) == [100, None, 100]
+    assert [bytes(buffer) for buffer in buffers] == [bytes(100), bytes(100), b"\3" * 50]
+    store.discard(HASHES[0])
+    assert store.touch(HASHES[:4]) == [False, False, False, True]
+    store.close()
 
 
 def test_cancelling_what_is_over_or_unknown_does_nothing(engine):

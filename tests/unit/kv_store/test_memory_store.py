@@ -19,18 +19,18 @@ def open_store(name: str, max_bytes: int = 300) -> InMemoryStore:
 
 def test_stores_of_one_name_share_blocks():
     one, same, other = open_store("a"), open_store("a"), open_store("b")
-    one.write(key(1), memoryview(bytes(100)))
-    assert same.touch(key(1))
-    assert not other.touch(key(1))
+    one.write([key(1)], [memoryview(bytes(100))])
+    assert same.touch([key(1)]) == [True]
+    assert other.touch([key(1)]) == [False]
 
 
 def test_least_recently_used_blocks_go_first():
     store = open_store("lru")
     for index in range(3):
-        store.write(key(index), memoryview(bytes(100)))
-    assert store.touch(key(0))
-    store.write(key(3), memoryview(bytes(100)))
-    assert [store.touch(key(index)) for index in range(4)] == [True, False, True, True]
+        store.write([key(index)], [memoryview(bytes(100))])
+    assert store.touch([key(0)]) == [True]
+    store.write([key(3)], [memoryview(bytes(100))])
+    assert store.touch([key(index) for index in range(4)]) == [True, False, True, True]
     assert MemoryMedium.named("lru").num_bytes == 300
 
 
@@ -42,6 +42,6 @@ def test_a_bound_below_one_block_is_refused():
 
 def test_blocks_go_with_the_last_store_of_their_name():
     store = open_store("fleeting")
-    store.write(key(1), memoryview(bytes(100)))
+    store.write([key(1)], [memoryview(bytes(100))])
     del store
-    assert not open_store("fleeting").touch(key(1))
+    assert open_store("fleeting").touch([key(1)]) == [False]

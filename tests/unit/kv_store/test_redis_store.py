@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from common.errors import BlockMissingError, ConfigError, StoreError
+from common.errors import ConfigError, StoreError
 from common.types import BlockHash
 from kv_store.redis_store import RedisOptions, RedisStore, parse_nodes
 from tests.redis_server import RedisServer, running_redis
@@ -46,25 +46,25 @@ def open_store() -> Iterator:
 
 def read(store: RedisStore, index: int) -> bytes:
     buffer = bytearray(FRAME_BYTES)
-    assert store.read_into(key(index), memoryview(buffer)) == FRAME_BYTES
+    assert store.read_into([key(index)], [memoryview(buffer)]) == [FRAME_BYTES]
     return bytes(buffer)
 
 
 def fill(store: RedisStore) -> None:
     for index in range(40):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
 
 
 def test_a_block_is_a_string_that_expires_unless_it_is_used(server, open_store):
     store = open_store(server.url, ttl_s=1000)
-    store.write(key(0xAB), frame(1))
+    store.write([key(0xAB)], [frame(1)])
     name = f"baton:model:{0xAB:032x}"
     with redis.Redis.from_url(server.url) as client:
         assert client.keys() == [name.encode()]
         assert client.get(name) == frame(1)
         assert 900 < client.ttl(name) <= 1000
         client.expire(name, 10)
-        assert store.touch(key(0xAB))
+        assert store.touch([key(0xAB)]) == [True]
         assert client.ttl(name) > 900
         client.expire(name, 10)
         assert read(store, 0xAB) == frame(1)
@@ -73,30 +73,29 @@ def test_a_block_is_a_string_that_expires_unless_it_is_used(server, open_store):
 
 def test_what_does_not_fit_is_left_out_and_the_size_told(server, open_store):
     store = open_store(server.url)
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     small, large = bytearray(10), bytearray(FRAME_BYTES + 10)
-    assert store.read_into(key(1), memoryview(small)) == FRAME_BYTES
-    assert store.read_into(key(1), memoryview(large)) == FRAME_BYTES
+    assert store.read_into([key(1)], [memoryview(small)]) == [FRAME_BYTES]
+    assert store.read_into([key(1)], [memoryview(large)]) == [FRAME_BYTES]
     assert small == b"\1" * 10
     assert large == b"\1" * FRAME_BYTES + bytes(10)
 
 
 def test_a_missing_block(server, open_store):
     store = open_store(server.url)
-    assert not store.touch(key(1))
-    with pytest.raises(BlockMissingError):
-        store.read_into(key(1), memoryview(bytearray(FRAME_BYTES)))
+    assert store.touch([key(1)]) == [False]
+    assert store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))]) == [None]
     store.discard(key(1))
 
 
 def test_a_server_that_dies_fails_transfers_until_it_is_back_empty(server, open_store, caplog):
     store = open_store(server.url)
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     server.kill()
     for attempt in (
-        lambda: store.touch(key(1)),
-        lambda: store.write(key(1), frame(1)),
-        lambda: store.read_into(key(1), memoryview(bytearray(FRAME_BYTES))),
+        lambda: store.touch([key(1)]),
+        lambda: store.write([key(1)], [frame(1)]),
+        lambda: store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))]),
     ):
         with pytest.raises(StoreError, match=server.address) as caught:
             attempt()
@@ -104,17 +103,17 @@ def test_a_server_that_dies_fails_transfers_until_it_is_back_empty(server, open_
     store.discard(key(1))
     assert server.address in caplog.text
     server.start()
-    assert not store.touch(key(1))
-    store.write(key(1), frame(1))
+    assert store.touch([key(1)]) == [False]
+    store.write([key(1)], [frame(1)])
     assert read(store, 1) == frame(1)
 
 
 def test_a_restart_between_two_transfers_is_not_noticed(server, open_store):
     store = open_store(server.url)
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     server.kill()
     server.start()
-    store.write(key(2), frame(2))
+    store.write([key(2)], [frame(2)])
     assert read(store, 2) == frame(2)
 
 
@@ -131,7 +130,7 @@ def test_a_full_server_that_evicts_goes_on(open_store):
         store = open_store(server.url)
         fill(store)
         assert read(store, 39) == frame(39)
-        assert not all(store.touch(key(index)) for index in range(40))
+        assert not all(store.touch([key(index) for index in range(40)]))
 
 
 def test_password(open_store, caplog):
@@ -139,11 +138,11 @@ def test_password(open_store, caplog):
     with running_redis(requirepass=PASSWORD) as server:
         url = f"redis://:{QUOTED_PASSWORD}@{server.address}"
         store = open_store(url)
-        store.write(key(1), frame(1))
+        store.write([key(1)], [frame(1)])
         assert read(store, 1) == frame(1)
         server.kill()
         with pytest.raises(StoreError) as caught:
-            store.touch(key(1))
+            store.touch([key(1)])
         store.discard(key(1))
     for text in (caught.value.message, repr(store._servers[0].client), repr(parse_nodes(url)), caplog.text):
         assert PASSWORD not in text

@@ -22,7 +22,7 @@ def test_texts_from_a_command_line_are_understood():
     ("name", "options", "param", "says"),
     [
         ("carrier-pigeon", {}, "connector", "memory, redis, shared-storage"),
-        ("shared-storage", {"pth": "/x"}, "pth", "threads, timeout_s, path, max_bytes"),
+        ("shared-storage", {"pth": "/x"}, "pth", "threads, timeout_s, staging_bytes, path, max_bytes"),
         ("shared-storage", {"path": 3}, "path", "path"),
         ("shared-storage", {"max_bytes": 0}, "max_bytes", ">= 1"),
         ("shared-storage", {"max_bytes": "many"}, "max_bytes", "max_bytes"),

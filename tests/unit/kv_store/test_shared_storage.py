@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import kv_store.shared_storage
-from common.errors import BlockMissingError, ConfigError, StoreError
+from common.errors import ConfigError, StoreError
 from common.types import BlockHash
 from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
 
@@ -35,7 +35,7 @@ def open_store(path: Path, *, max_bytes: int | None = 1 << 20, namespace: str = 
 
 def read(store: SharedStorageStore, index: int) -> bytes:
     buffer = bytearray(FRAME_BYTES)
-    assert store.read_into(key(index), memoryview(buffer)) == FRAME_BYTES
+    assert store.read_into([key(index)], [memoryview(buffer)]) == [FRAME_BYTES]
     return bytes(buffer)
 
 
@@ -50,7 +50,7 @@ def age(store: SharedStorageStore, index: int, seconds: float) -> None:
 
 def test_a_block_is_one_private_file_in_private_directories(tmp_path):
     store = open_store(tmp_path / "kv")
-    store.write(key(0xAB), frame(1))
+    store.write([key(0xAB)], [frame(1)])
 
     (file,) = block_files(tmp_path)
     assert file == tmp_path / "kv" / "model" / "00" / f"{0xAB:032x}.kv"
@@ -61,33 +61,32 @@ def test_a_block_is_one_private_file_in_private_directories(tmp_path):
 
 def test_what_does_not_fit_is_left_out_and_the_size_told(tmp_path):
     store = open_store(tmp_path)
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     small = bytearray(10)
-    assert store.read_into(key(1), memoryview(small)) == FRAME_BYTES
+    assert store.read_into([key(1)], [memoryview(small)]) == [FRAME_BYTES]
     large = bytearray(FRAME_BYTES + 10)
-    assert store.read_into(key(1), memoryview(large)) == FRAME_BYTES
+    assert store.read_into([key(1)], [memoryview(large)]) == [FRAME_BYTES]
     assert small == b"\1" * 10
     assert large == b"\1" * FRAME_BYTES + bytes(10)
 
 
 def test_a_missing_block(tmp_path):
     store = open_store(tmp_path)
-    assert not store.touch(key(1))
-    with pytest.raises(BlockMissingError):
-        store.read_into(key(1), memoryview(bytearray(FRAME_BYTES)))
+    assert store.touch([key(1)]) == [False]
+    assert store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))]) == [None]
     store.discard(key(1))
 
 
 def test_directory_deleted_under_a_running_store(tmp_path):
     store = open_store(tmp_path / "kv")
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     for file in block_files(tmp_path):
         file.unlink()
         file.parent.rmdir()
     (tmp_path / "kv" / "model").rmdir()
     (tmp_path / "kv").rmdir()
-    assert not store.touch(key(1))
-    store.write(key(1), frame(1))
+    assert store.touch([key(1)]) == [False]
+    store.write([key(1)], [frame(1)])
     assert read(store, 1) == bytes(frame(1))
 
 
@@ -96,12 +95,12 @@ def test_least_recently_used_blocks_go_first_of_all_models(tmp_path):
     theirs = open_store(tmp_path, max_bytes=10 * FRAME_BYTES, namespace="other model")
     for index in range(8):
         store = theirs if index % 2 else mine
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
         age(store, index, seconds=100 - index)
     read(mine, 0)
-    assert theirs.touch(key(1))
+    assert theirs.touch([key(1)]) == [True]
     for index in range(8, 12):
-        mine.write(key(index), frame(index))
+        mine.write([key(index)], [frame(index)])
 
     kept = {int(file.stem, 16) for file in block_files(tmp_path)}
     assert {0, 1, 8, 9, 10, 11} <= kept
@@ -113,7 +112,7 @@ def test_least_recently_used_blocks_go_first_of_all_models(tmp_path):
 def test_one_writer_keeps_the_bound(tmp_path):
     store = open_store(tmp_path, max_bytes=20 * FRAME_BYTES)
     for index in range(100):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
         assert len(block_files(tmp_path)) <= 20
     assert read(store, 99) == bytes(frame(99))
     assert len(block_files(tmp_path)) >= 15
@@ -122,7 +121,7 @@ def test_one_writer_keeps_the_bound(tmp_path):
 def test_the_smallest_bound_holds_one_block(tmp_path):
     store = open_store(tmp_path, max_bytes=FRAME_BYTES)
     for index in range(3):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
         assert [int(file.stem, 16) for file in block_files(tmp_path)] == [index]
     with pytest.raises(ConfigError) as caught:
         open_store(tmp_path, max_bytes=FRAME_BYTES - 1)
@@ -132,7 +131,7 @@ def test_the_smallest_bound_holds_one_block(tmp_path):
 def test_opening_shrinks_to_a_smaller_bound(tmp_path):
     store = open_store(tmp_path)
     for index in range(10):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
     open_store(tmp_path, max_bytes=4 * FRAME_BYTES)
     assert len(block_files(tmp_path)) <= 4
 
@@ -141,7 +140,7 @@ def test_default_bound_is_half_of_what_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 * FRAME_BYTES))
     store = open_store(tmp_path, max_bytes=None)
     for index in range(20):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
     assert len(block_files(tmp_path)) <= 4
 
 
@@ -152,7 +151,7 @@ def test_several_writers_evict_and_delete_beside_each_other(tmp_path):
     def write_many(store: SharedStorageStore, start: int) -> None:
         try:
             for index in range(start, start + 100):
-                store.write(key(index % 150), frame(index % 150))
+                store.write([key(index % 150)], [frame(index % 150)])
         except BaseException as error:  # noqa: BLE001 - handed to the test's thread
             failures.append(error)
 
@@ -171,7 +170,7 @@ def test_several_writers_evict_and_delete_beside_each_other(tmp_path):
 
 def test_files_of_dead_writers_are_cleaned_and_of_living_ones_kept(tmp_path):
     store = open_store(tmp_path)
-    store.write(key(1), frame(1))
+    store.write([key(1)], [frame(1)])
     directory = Path(store._file_of(key(1))).parent
     dead, living, foreign = directory / "x.kv.dead-0.tmp", directory / "x.kv.living-0.tmp", directory / "notes.txt"
     for file in (dead, living, foreign):
@@ -206,10 +205,10 @@ def full_medium(monkeypatch):
 def test_on_a_full_medium_old_blocks_make_room(tmp_path, full_medium):
     store = open_store(tmp_path)
     for index in range(8):
-        store.write(key(index), frame(index))
+        store.write([key(index)], [frame(index)])
         age(store, index, seconds=100 - index)
     full_medium[0] = 1
-    store.write(key(8), frame(8))
+    store.write([key(8)], [frame(8)])
     assert sorted(int(file.stem, 16) for file in block_files(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -217,7 +216,7 @@ def test_a_medium_that_stays_full_is_an_error_and_leaves_nothing_behind(tmp_path
     store = open_store(tmp_path)
     full_medium[0] = 2
     with pytest.raises(StoreError, match="No space left"):
-        store.write(key(1), frame(1))
+        store.write([key(1)], [frame(1)])
     assert block_files(tmp_path) == []
 
 
@@ -235,9 +234,9 @@ def test_an_unreadable_block_is_a_store_error(tmp_path):
     store = open_store(tmp_path)
     Path(store._file_of(key(1))).mkdir(parents=True)
     with pytest.raises(StoreError):
-        store.read_into(key(1), memoryview(bytearray(FRAME_BYTES)))
+        store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))])
     with pytest.raises(StoreError):
-        store.write(key(1), frame(1))
+        store.write([key(1)], [frame(1)])
     store.discard(key(1))  # cannot, and says so in the log only
 
 

@@ -26,12 +26,21 @@ def test_another_layout_is_a_defect():
 def test_blocks_go_out_and_in(device, dtype):
     cache = torch.arange(torch.Size(SHAPE).numel(), device=device).to(dtype).view(SHAPE)
     expected = cache.clone()
-    expected[5] = expected[2]
-    staging = create_staging(cache)
-    assert len(staging.frame) == HEADER_BYTES + layout_of(cache).payload_bytes
+    expected[5], expected[0] = expected[2], expected[4]
+    staging = create_staging(cache, 1 << 20)
+    assert {len(frame) for frame in staging.frames} == {HEADER_BYTES + layout_of(cache).payload_bytes}
 
-    staging.gather(2, record_fence(cache))
-    assert bytes(staging.frame[HEADER_BYTES:]) == cache[2].flatten().view(torch.uint8).cpu().numpy().tobytes()
-    staging.scatter(5, record_fence(cache))
+    staging.gather([2, 4], record_fence(cache))
+    for block_id, frame in zip([2, 4], staging.frames, strict=False):
+        assert bytes(frame[HEADER_BYTES:]) == cache[block_id].flatten().view(torch.uint8).cpu().numpy().tobytes()
+    staging.scatter([5, 0], record_fence(cache))
 
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(("num_bytes", "num_frames"), [(1, 1), (2, 1), (3.5, 3), (100, 6)])
+def test_staging_is_bounded_by_its_setting_and_never_larger_than_the_cache(num_bytes, num_frames):
+    cache = torch.zeros(SHAPE)
+    frame_bytes = HEADER_BYTES + layout_of(cache).payload_bytes
+    staging = create_staging(cache, 1 if num_bytes == 1 else int(num_bytes * frame_bytes) - 1)
+    assert len(staging.frames) == num_frames
