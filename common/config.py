@@ -62,8 +62,10 @@ class Section(Mapping[str, object]):
 
     def __init__(self, values: Mapping[str, object], *, source: str = "", path: str = "") -> None:
         self._values = values
+        self._own: Mapping[str, object] = values  # without what `over` brought in
         self.source = source  # the file
         self.path = path  # dotted path within it; empty: the document itself
+        self._below: Section | None = None  # has the names of settings that are not ours
 
     def __getitem__(self, key: str) -> object:
         return self._values[key]
@@ -76,8 +78,21 @@ class Section(Mapping[str, object]):
 
     def name_of(self, key: str) -> str:
         """How error messages call the setting: "baton.yaml: prefill.block_size"."""
+        if self._below is not None and key not in self._own:
+            return self._below.name_of(key)
         dotted = f"{self.path}.{key}" if self.path else key
         return f"{self.source}: {dotted}" if self.source else dotted
+
+    def over(self, below: Section) -> Section:
+        """The settings of both. Where both have one, this one's holds; of two mappings, key by key."""
+        values = {**below, **self}
+        for key in self.keys() & below.keys():
+            own, other = self[key], below[key]
+            if isinstance(own, dict) and isinstance(other, dict):
+                values[key] = {**other, **own}
+        merged = Section(values, source=self.source, path=self.path)
+        merged._own, merged._below = self._own, below
+        return merged
 
     def section(self, name: str) -> Section:
         """The mapping under `name`; empty if there is none. Raises ConfigError if it is something else."""
@@ -190,13 +205,21 @@ def parse(
     description: str | None = None,
     exclude: frozenset[str] = frozenset(),
 ) -> T:
-    """The settings of a process: its options plus `--config FILE`, of which it reads the mapping `section`."""
+    """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`."""
     parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file; its section `{section}` gives defaults.")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help=f"YAML file; its section `{section}` gives defaults. Of several files the later one wins.",
+    )
     add_arguments(parser, struct_type, exclude=exclude)
     args = parser.parse_args(argv)
-    yaml_section = load_yaml(args.config).section(section) if args.config else None
-    return build(struct_type, args, yaml_section, exclude=exclude)
+    settings = Section({})
+    for file in args.config:
+        settings = load_yaml(file).section(section).over(settings)
+    return build(struct_type, args, settings, exclude=exclude)
 
 
 def to_arguments(settings: msgspec.Struct, *, exclude: frozenset[str] = frozenset()) -> list[str]:

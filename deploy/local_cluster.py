@@ -1,9 +1,10 @@
 """A whole cluster on this machine: `baton up`.
 
 1. Check the settings, pick ports for the pods, make the directory through which they share KV blocks.
-2. Start all pods and the router at once, each a process of its own; say when each is ready.
+2. Start what stores the blocks, if it is a server, then all pods and the router at once, each a process of its own; say
+   when each is ready.
 3. Print a request that works, and stay in the foreground. A pod that dies is started again.
-4. At the first SIGINT, SIGTERM or SIGHUP end the router, then the pods; at the second kill them.
+4. At the first SIGINT, SIGTERM or SIGHUP end the router, then the pods, then the store; at the second kill them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import yaml
 from msgspec import Meta
 
 from common import __version__
@@ -29,10 +31,14 @@ from common.observability.logging import LogLevel
 from deploy.pod_process import PodProcess, PodSpec, PodStartError
 from deploy.ports import check_free, pick_ports
 from deploy.probes import RouterProbe, first_model, grpc_probe
+from deploy.redis_server import MIN_MEMORY_BYTES, RedisPlan, plan_redis, redis_probe
 from deploy.scratch import scratch_directory
 from deploy.terminal import Terminal
+from kv_store.registry import CONNECTOR_NAMES
 
-SECTIONS = ("cluster", "prefill", "decode", "router")
+POD_ROLES = ("prefill", "decode")
+SECTIONS = ("cluster", *POD_ROLES, "router")
+CONNECTORS = tuple(name for name in CONNECTOR_NAMES if name != "memory")  # those that join processes
 # What `baton up` decides for its processes, and the setting of `cluster` that says so, if one does.
 _POD_SETTINGS = {
     "host": "",
@@ -59,6 +65,7 @@ EXAMPLE_PROMPT = "The capital of France is"
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PodCount = Annotated[int, Meta(le=64)]
+ConnectorOptions = dict[str, str | int | float | bool]
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +79,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connector_path: Annotated[
         str, Meta(description="Directory of the shared-storage connector; empty: a temporary one.")
     ] = ""
+    connector_options: Annotated[
+        ConnectorOptions, Meta(description="Further options of the connector, for all pods.")
+    ] = {}
+    redis_memory: Annotated[
+        Annotated[int, Meta(ge=MIN_MEMORY_BYTES)] | None,
+        Meta(
+            description="Memory for blocks of the Redis that is started for --connector redis without the option url; "
+            "default: a quarter of what is free."
+        ),
+    ] = None
     host: Annotated[str, Meta(min_length=1, description="Address the router listens on.")] = LOOPBACK
     port: Annotated[Port, Meta(description="HTTP port of the router; 0: a free one.")] = 8000
     grpc_port: Annotated[Port, Meta(description="gRPC port of the router; 0: a free one.")] = 9000
@@ -141,6 +158,9 @@ class LocalCluster:
         self._probe_host = _reachable(config.host)
         self._port = port
         plan = plan_cluster(config, port, grpc_port, scratch, config_file)
+        for file, text in plan.files.items():
+            write_private(file, text)
+        self._stores = [PodProcess(redis.spec, redis_probe(redis), terminal) for redis in plan.stores]
         self._pods = [PodProcess(spec, grpc_probe(spec.address), terminal) for spec in plan.pods]
         names = {spec.address: spec.name for spec in plan.pods}
         self._router = PodProcess(plan.router, RouterProbe(self._probe_host, port, names), terminal)
@@ -152,9 +172,12 @@ class LocalCluster:
             loop.add_signal_handler(number, self._on_signal)
         self._announce()
         started = time.monotonic()
-        supervisors = [asyncio.create_task(pod.supervise(), name=pod.spec.name) for pod in (*self._pods, self._router)]
+        supervisors: list[asyncio.Task[None]] = []
         try:
-            await self._until_ready(supervisors)
+            for processes in (self._stores, [*self._pods, self._router]):  # a pod refuses a store that is not there
+                if not self._stop_asked.is_set():
+                    supervisors += [asyncio.create_task(each.supervise(), name=each.spec.name) for each in processes]
+                    await self._until_ready(processes, supervisors)
             if not self._stop_asked.is_set():
                 await self._say_ready(time.monotonic() - started)
                 await self._first_of(*supervisors)
@@ -166,28 +189,24 @@ class LocalCluster:
 
     def _on_signal(self) -> None:
         if self._stop_asked.is_set():
-            for pod in (self._router, *self._pods):
-                pod.kill()
+            for process in (self._router, *self._pods, *self._stores):
+                process.kill()
             return
         self._terminal.say(f"\nStopping. {self._terminal.dim('Once more to kill.')}")
         self._stop_asked.set()
 
-    async def _until_ready(self, supervisors: Iterable[asyncio.Task[None]]) -> None:
-        """Returns when every pod is ready or a stop was asked for; raises what a supervisor raised."""
+    async def _until_ready(self, processes: Sequence[PodProcess], supervisors: Iterable[asyncio.Task[None]]) -> None:
+        """Returns when all of `processes` are ready or a stop was asked for; raises what a supervisor raised."""
         timeout_s = self._config.start_timeout_s
-        all_ready = asyncio.create_task(self._all_ready())
+        all_ready = asyncio.create_task(_all_ready(processes))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._first_of(all_ready, *supervisors)
         except TimeoutError:
-            late = ", ".join(pod.spec.name for pod in (*self._pods, self._router) if not pod.ready.is_set())
+            late = ", ".join(process.spec.name for process in processes if not process.ready.is_set())
             raise PodStartError(f"not ready within {timeout_s:g} s: {late}") from None
         finally:
             all_ready.cancel()
-
-    async def _all_ready(self) -> None:
-        for pod in (*self._pods, self._router):
-            await pod.ready.wait()
 
     async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
         """Waits for the first of `awaited` or a stop; raises what the finished ones raised."""
@@ -200,10 +219,11 @@ class LocalCluster:
             stop.cancel()
 
     async def _stop(self) -> None:
-        """The router first: while it ends, its streams still have their pods."""
+        """The router first: while it ends, its streams still have their pods, and these their store."""
         grace_s = self._config.stop_grace_s + STOP_MARGIN_S
         await self._router.stop(grace_s)
-        await asyncio.gather(*(pod.stop(grace_s) for pod in self._pods))
+        for processes in (self._pods, self._stores):
+            await asyncio.gather(*(process.stop(grace_s) for process in processes))
 
     def _announce(self) -> None:
         config = self._config
@@ -227,25 +247,34 @@ class ClusterPlan(msgspec.Struct, frozen=True):
 
     pods: list[PodSpec]
     router: PodSpec
+    stores: list[RedisPlan]  # to be ready before the pods are started
+    files: dict[Path, str]  # texts to be written before anything is started, for this user's eyes only
+
+
+class _ConnectorPlan(NamedTuple):
+    """What joins the pods."""
+
+    pod_options: list[str]
+    stores: list[RedisPlan]
+    files: dict[Path, str]
+
+
+_NO_CONNECTOR = _ConnectorPlan(["--connector", "none"], [], {})
 
 
 def plan_cluster(
     config: ClusterConfig, port: int, grpc_port: int, scratch: Path, config_file: Path | None
 ) -> ClusterPlan:
     """Commands, ports and environment of every process. Raises ConfigError for a connector that cannot join them."""
-    if config.prefill and config.connector == "memory":
-        raise ConfigError("--connector: memory joins pods of one process only", param="connector")
     env = pod_environment(os.environ, config.prefill + config.decode)
+    redis_port, *ports = pick_ports(LOOPBACK, 1 + config.prefill + config.decode)
+    connector = _plan_connector(config, redis_port, scratch, env) if config.prefill else _NO_CONNECTOR
     common = ["--log-level", config.log_level]
-    if config_file is not None:
-        common += ["--config", str(config_file)]
     if config.served_model_name:
         common += ["--served-model-name", config.served_model_name]
-    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine)]
-    pod_options += ["--connector", config.connector if config.prefill else "none"]
-    if config.prefill and config.connector == "shared-storage":
-        pod_options += ["--connector-path", config.connector_path or str(scratch)]
-    ports = pick_ports(LOOPBACK, config.prefill + config.decode)
+    if config_file is not None:
+        common += ["--config", str(config_file)]
+    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
     names = [("prefill", index) for index in range(config.prefill)]
     names += [("decode", index) for index in range(config.decode)]
     pods: list[PodSpec] = []
@@ -263,7 +292,45 @@ def plan_cluster(
         router_options += ["--revision", model.revision]
     router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
     router_address = f"{base_url(_reachable(config.host), port)} grpc :{grpc_port}"
-    return ClusterPlan(pods, _spec("router", "router", router_address, [*router_options, *common], env))
+    router = _spec("router", "router", router_address, [*router_options, *common], env)
+    return ClusterPlan(pods, router, connector.stores, connector.files)
+
+
+def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: Mapping[str, str]) -> _ConnectorPlan:
+    """How prefill and decode pods are joined. Raises ConfigError."""
+    if config.connector not in CONNECTORS:
+        raise ConfigError(
+            f"--connector: {config.connector!r} cannot join processes; known are {', '.join(CONNECTORS)}",
+            param="connector",
+        )
+    pod_options = ["--connector", config.connector]
+    options = dict(config.connector_options)
+    stores: list[RedisPlan] = []
+    files: dict[Path, str] = {}
+    if config.connector == "redis" and not options.get("url"):
+        redis = plan_redis(redis_port, config.redis_memory, scratch, env)
+        options["url"] = redis.url
+        stores.append(redis)
+        files[redis.settings_file] = redis.settings
+    if options:  # in a file, because any user of the machine can see command lines
+        pod_settings = scratch / "pods.yaml"
+        files[pod_settings] = yaml.safe_dump({role: {"connector_options": options} for role in POD_ROLES})
+        pod_options += ["--config", str(pod_settings)]
+    path = config.connector_path or str(options.get("path", ""))
+    if config.connector == "shared-storage":
+        path = path or str(scratch)
+    return _ConnectorPlan([*pod_options, *(["--connector-path", path] if path else [])], stores, files)
+
+
+async def _all_ready(processes: Iterable[PodProcess]) -> None:
+    for process in processes:
+        await process.ready.wait()
+
+
+def write_private(file: Path, text: str) -> None:
+    """A new file that only this user can read."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(text)
 
 
 def _spec(name: str, role: str, address: str, options: Sequence[str], env: Mapping[str, str]) -> PodSpec:

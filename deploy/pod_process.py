@@ -37,10 +37,11 @@ class PodSpec(NamedTuple):
     """How to start a pod."""
 
     name: str  # prefill-0, decode-1, router
-    role: str  # prefill, decode, router
+    role: str  # prefill, decode, router, store
     command: tuple[str, ...]
     env: Mapping[str, str]
     address: str  # what people and peers connect to
+    quiet: bool = False  # its output is shown only if it does not start
 
 
 class PodStartError(BatonError):
@@ -196,7 +197,8 @@ class PodProcess:
             self._error_line = line.removeprefix(_ERROR_PREFIX)  # told once, by whoever ends the cluster
         elif line and not line.startswith(_READY_PREFIX):
             self._last_lines.append(line)
-            self._observer.pod_line(self.spec.name, line)
+            if not self.spec.quiet:
+                self._observer.pod_line(self.spec.name, line)
 
     def _kill_group(self) -> None:
         """Takes along what the pod started: its engine process must not outlive it."""

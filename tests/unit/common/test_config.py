@@ -197,3 +197,23 @@ def test_the_engine_settings_parse() -> None:
 def test_a_config_error_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_config_error(ConfigError("--port:\n  in use")) == 2
     assert capsys.readouterr().err == "baton: error: --port: in use\n"
+
+
+def test_of_several_files_the_later_one_wins_and_mappings_are_joined(tmp_path: Path) -> None:
+    files = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    files[0].write_text("pod: {name: first, timeout_s: 2, options: {a: 1, b: 1}}")
+    files[1].write_text("pod: {name: second, options: {b: 2, c: 2}}")
+    argv = [word for file in files for word in ("--config", str(file))]
+    built = parse(Pod, argv, prog="test", section="pod")
+    assert (built.name, built.timeout_s) == ("second", 2.0)
+    assert built.options == {"a": 1, "b": 2, "c": 2}
+
+
+def test_a_fault_in_one_of_several_files_names_the_file(tmp_path: Path) -> None:
+    files = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    argv = [word for file in files for word in ("--config", str(file))]
+    for broken, sound in (files, files[::-1]):
+        broken.write_text("pod: {timeout_s: 0}")
+        sound.write_text("pod: {name: x}")
+        with pytest.raises(ConfigError, match=rf"^{broken}: pod\.timeout_s: must be > 0"):
+            parse(Pod, argv, prog="test", section="pod")

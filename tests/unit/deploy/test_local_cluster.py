@@ -14,7 +14,15 @@ from common.config import build, parse
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.pod.config import PodConfig
-from deploy.local_cluster import ClusterConfig, ClusterPlan, curl_line, main, plan_cluster, pod_environment
+from deploy.local_cluster import (
+    ClusterConfig,
+    ClusterPlan,
+    curl_line,
+    main,
+    plan_cluster,
+    pod_environment,
+    write_private,
+)
 from deploy.ports import check_free, pick_ports
 from router.config import RouterConfig
 
@@ -43,8 +51,52 @@ def test_every_pod_has_a_port_and_the_router_knows_them_all() -> None:
 def test_the_connector_has_a_directory_of_its_own_unless_one_is_given() -> None:
     planned = plan(ClusterConfig(connector_path="/mnt/kv"))
     assert [option(pod.command, "--connector-path") for pod in planned.pods] == [["/mnt/kv"]] * 2
-    with pytest.raises(ConfigError, match="memory joins pods of one process only"):
-        plan(ClusterConfig(connector="memory"))
+    by_option = plan(ClusterConfig(connector_options={"path": "/mnt/kv"}))
+    assert [option(pod.command, "--connector-path") for pod in by_option.pods] == [["/mnt/kv"]] * 2
+
+
+@pytest.mark.parametrize("name", ["memory", "pigeon"])
+def test_what_joins_no_processes_is_refused_and_not_proposed(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--connector: '{name}' cannot join .* known are .*shared-storage") as info:
+        plan(ClusterConfig(connector=name))
+    assert "memory" not in info.value.message.partition("known are")[2]
+
+
+def pod_configs(planned: ClusterPlan, directory: Path) -> list[PodConfig]:
+    """What the pods would read, from files that a launcher would have written into `directory`."""
+    for file, text in planned.files.items():
+        assert file.parent == directory
+        file.unlink(missing_ok=True)
+        write_private(file, text)
+    return [parse(PodConfig, pod.command[5:], prog="", section=pod.role) for pod in planned.pods]
+
+
+def test_connector_options_reach_every_pod_and_no_command_line(tmp_path: Path) -> None:
+    user_file = tmp_path / "baton.yaml"
+    user_file.write_text("decode: {connector_options: {threads: 7}, metrics_port: 0}\n")
+    options: dict[str, str | int | float | bool] = {"url": "redis://:secret@10.0.0.9", "threads": 3}
+    planned = plan_cluster(
+        ClusterConfig(prefill=2, connector="redis", connector_options=options), 8000, 9000, tmp_path, user_file
+    )
+    *prefill, decode = pod_configs(planned, tmp_path)
+    assert [pod.connector_options for pod in prefill] == [options, options]
+    assert decode.connector_options == {**options, "threads": 7}
+    assert decode.metrics_port == 0
+    assert not planned.stores
+    assert not [word for pod in (*planned.pods, planned.router) for word in pod.command if "secret" in word]
+    assert {file.stat().st_mode & 0o777 for file in planned.files} == {0o600}
+
+
+def test_redis_without_a_url_gets_a_server_of_its_own(tmp_path: Path) -> None:
+    config = ClusterConfig(connector="redis", connector_options={"ttl_s": 60}, redis_memory=64 << 20)
+    planned = plan_cluster(config, 8000, 9000, tmp_path, None)
+    (redis,) = planned.stores
+    assert {pod.connector_options["url"] for pod in pod_configs(planned, tmp_path)} == {redis.url}
+    assert {pod.connector_options["ttl_s"] for pod in pod_configs(planned, tmp_path)} == {60}
+    assert f"maxmemory {64 << 20}\n" in planned.files[redis.settings_file]
+    commands = [redis.spec.command, planned.router.command, *(pod.command for pod in planned.pods)]
+    assert not [word for command in commands for word in command if redis.password in word]
+    assert not plan_cluster(ClusterConfig(prefill=0, connector="redis"), 8000, 9000, tmp_path, None).stores
 
 
 def test_colocated_pods_need_no_connector() -> None:

@@ -155,6 +155,15 @@ async def test_a_pod_that_never_comes_up_ends_the_start(monkeypatch: pytest.Monk
         await asyncio.wait_for(pod.supervise(), DEADLINE_S)
 
 
+async def test_a_quiet_one_is_heard_only_when_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_process, "FIRST_RESTART_DELAY_S", 0.01)
+    recorder = Recorder()
+    quiet = spec("print('the reason'); raise SystemExit(1)")._replace(quiet=True)
+    with pytest.raises(PodStartError, match="the reason"):
+        await asyncio.wait_for(PodProcess(quiet, never_ready, recorder).supervise(), DEADLINE_S)
+    assert recorder.lines == []
+
+
 async def test_endless_lines_are_cut() -> None:
     recorder = Recorder()
     pod = PodProcess(spec("print('x' * 300_000); print('end', end='')"), always_ready, recorder)
