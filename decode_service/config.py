@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -27,6 +27,13 @@ class DecodeConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
             "than a connector's transfer timeout and a step, after which a living one no longer writes.",
         ),
     ] = 35.0
+    kv_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        Meta(
+            description="What becomes of a request that does not say it if its KV does not come: it is computed here, "
+            "or the request fails."
+        ),
+    ] = "recompute"
     max_quarantined_share: Annotated[
         float, Meta(gt=0, le=1, description="Share of the KV blocks in quarantine above which no new handoff begins.")
     ] = 0.5

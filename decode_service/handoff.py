@@ -14,7 +14,8 @@ A direct connector's producer is also told which blocks these are, and writes in
 quiet, whatever became of the request meanwhile: its `delivered` or `failed` says so, also as the answer to our
 cancellation. If neither comes, the stream having broken, the blocks are quarantined.
 
-A handoff never fails a request. What it does not bring is computed here, and counted under a reason:
+A handoff fails a request only if that is its policy. What it does not bring is computed here, and counted under a
+reason:
 
     prefill_failed     the prefill leg failed, as its pod or the router says
     handoff_broken     the prefill pod cannot be reached, or the stream ended early
@@ -82,7 +83,8 @@ class Consumer(Protocol):
         """All KV can be loaded, and this is the first token. The prefill pod is quiet."""
 
     def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiet: bool) -> None:
-        """No more will come: load what is ready, compute the rest. `is_quiet` as in `TransferUpdate`."""
+        """No more will come: load what is ready, compute the rest, or fail if that is the policy. `is_quiet` as in
+        `TransferUpdate`."""
 
     def note_quiet(self) -> None:
         """Direct connectors: the prefill pod writes no more. Also called after the request has ended."""

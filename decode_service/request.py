@@ -2,7 +2,8 @@
 
 1. Submitted, it enters the engine at once (colocated), or makes a handoff that lets it in as a consumer.
 2. The engine's outputs become deltas. The first with tokens reports how the prompt was obtained.
-3. It ends once: finished by the engine, aborted, overdue, or failed. Then engine, handoff and timer are let go.
+3. What the handoff does not bring is computed here, unless the request's policy is to fail.
+4. It ends once: finished by the engine, aborted, overdue, or failed. Then engine, handoff and timer are let go.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.engine.messages import (
     RequestStarted,
     TransferUpdate,
 )
-from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode
+from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pod.context import PodContext
 from common.pod.tasks import TaskSet
@@ -77,6 +78,7 @@ class DecodeRequest:
         self._request = request
         self._remote = submit.remote_prefill if submit.HasField("remote_prefill") else None
         self._timeout_s = submit.timeout_s
+        self._may_recompute = _may_recompute(submit.kv_failure_policy, around.config)
         self._emit = emit
         self._on_end = on_end
         self._submitted_at = time.monotonic()
@@ -143,10 +145,12 @@ class DecodeRequest:
     def recompute(
         self, reason: str, num_ready_tokens: int, digests: Sequence[bytes] = (), *, is_quiet: bool = False
     ) -> None:
-        """The rest is computed here. In the engine already, it says itself what became of the handoff."""
+        """The rest is computed here, if it may. In the engine already, it says itself what became of the handoff."""
         if self._engine_id is not None:
             self._update_transfer(num_ready_tokens, final=True, failure=reason, digests=digests, is_quiet=is_quiet)
-        else:
+        if not self._may_recompute:
+            self._fail_without_kv(reason)
+        elif self._engine_id is None:
             self._note_recompute(reason)
             self._enter_engine(self._request)
 
@@ -169,6 +173,8 @@ class DecodeRequest:
                     self._note_started(event)
                 case KVReceived():
                     self._note_received(event)
+        if self._has_ended:
+            return
         if output.finish_reason is not None:
             self._pod.requests.forget(output.request_id)  # the engine has, too: nothing is left to abort
         if output.finish_reason is FinishReason.ERROR:
@@ -225,7 +231,9 @@ class DecodeRequest:
         self._report = replace(self._report, num_external_tokens=event.num_tokens, handoff_s=event.handoff_s)
         self._pod.metrics.handoff_time.observe(event.handoff_s)
         self._pod.metrics.handoff_tokens.inc(event.num_tokens)
-        if event.recompute_reason:
+        if event.recompute_reason and not self._may_recompute:
+            self._fail_without_kv(event.recompute_reason)
+        elif event.recompute_reason:
             self._note_recompute(event.recompute_reason)
         else:
             self._pod.metrics.handoffs.labels("delivered").inc()
@@ -235,6 +243,12 @@ class DecodeRequest:
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_recompute.labels(reason).inc()
+        self._pod.metrics.kv_failures.labels(reason, "recomputed").inc()
+
+    def _fail_without_kv(self, reason: str) -> None:
+        self._pod.metrics.handoffs.labels("failed").inc()
+        self._pod.metrics.kv_failures.labels(reason, "failed").inc()
+        self.fail(UnavailableError(f"the KV did not come: {reason}", param="kv_failure_policy"))
 
     def _delta(self, output: RequestOutput) -> pods_pb2.TokenDelta:
         delta = pods_pb2.TokenDelta(
@@ -291,3 +305,9 @@ class DecodeRequest:
             is_direct=spec.is_direct,
             connector_address=spec.connector_address,
         )
+
+
+def _may_recompute(policy: common_pb2.KVFailurePolicy.ValueType, config: DecodeConfig) -> bool:
+    if policy == common_pb2.KV_FAILURE_POLICY_UNSPECIFIED:
+        return config.kv_failure_policy == "recompute"
+    return policy != common_pb2.KV_FAILURE_POLICY_FAIL

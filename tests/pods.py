@@ -284,8 +284,9 @@ class FakeRouter:
         prefill_address: str | None = None,
         timeout_s: float = 0.0,
         epoch: int = 1,
+        policy: common_pb2.KVFailurePolicy.ValueType = common_pb2.KV_FAILURE_POLICY_UNSPECIFIED,
     ) -> Answer:
-        submit = pods_pb2.Submit(request=request, timeout_s=timeout_s)
+        submit = pods_pb2.Submit(request=request, timeout_s=timeout_s, kv_failure_policy=policy)
         if prefill_address is not None:
             submit.remote_prefill.CopyFrom(
                 pods_pb2.RemotePrefill(

@@ -55,6 +55,12 @@ class PodMetrics:
             ["reason"],
             registry=self.registry,
         )
+        self.kv_failures = Counter(
+            "baton_kv_failure",
+            "Requests whose KV did not come by handoff, by outcome: recomputed, or failed as their policy says.",
+            ["reason", "outcome"],
+            registry=self.registry,
+        )
 
 
 class _EngineFigures(Collector):

@@ -340,3 +340,49 @@ async def test_many_requests_with_faults_of_every_kind(cluster: Cluster, seed: i
             assert name in aborted
 
     await asyncio.gather(*(serve(name) for name in prompts))
+
+
+@pytest.mark.parametrize("stage", ["opening", "reserved"])
+async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, stage: str) -> None:
+    await cluster.prefill.occupy()
+    answer = await cluster.submit(policy=common_pb2.KV_FAILURE_POLICY_FAIL)
+    call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    await cluster.wait_opening()
+    if stage == "reserved":
+        await cluster.advance_to_reserved()
+    await cluster.router.prefill_failed("a")
+    await answer.wait_finished()
+    assert not answer.tokens
+    assert answer.error == common_pb2.Error(
+        code=common_pb2.ERROR_CODE_UNAVAILABLE,
+        message="the KV did not come: prefill_failed",
+        param="kv_failure_policy",
+    )
+    assert cluster.decode.metric("baton_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
+    assert cluster.recomputed("prefill_failed") == 0
+    assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
+    with suppress(grpc.aio.AioRpcError):
+        await call
+
+
+async def test_lost_block_fails_a_request_that_may_not_be_recomputed(cluster: Cluster) -> None:
+    await start_prefill(cluster.prefill, engine_request("a", PROMPT))
+    cluster.store.pop(list(cluster.store)[2])
+    answer = await cluster.submit(policy=common_pb2.KV_FAILURE_POLICY_FAIL)
+    await answer.wait_finished()
+    assert answer.error is not None
+    assert answer.error.message == "the KV did not come: block_missing"
+    assert not answer.tokens
+
+
+@pytest.mark.parametrize(("of_pod", "of_request"), [("fail", None), ("recompute", "FAIL"), ("fail", "RECOMPUTE")])
+async def test_policy_of_the_request_overrules_that_of_the_pod(of_pod: str, of_request: str | None) -> None:
+    policy = common_pb2.KVFailurePolicy.Value(f"KV_FAILURE_POLICY_{of_request or 'UNSPECIFIED'}")
+    async with decode_pod({}, kv_failure_policy=of_pod, connector=None) as decode, FakeRouter(decode) as router:
+        answer = await router.submit(engine_request("a", PROMPT), prefill_address="127.0.0.1:1", policy=policy)
+        await answer.wait_finished()
+        if (of_request or of_pod).lower() == "fail":
+            assert answer.error is not None
+            assert answer.error.message == "the KV did not come: no_connector"
+        else:
+            assert answer.tokens == EXPECTED
