@@ -1,7 +1,8 @@
 """The engine core: one scheduler, one executor, and the step that joins them.
 
 1. `EngineCore(...)` loads the model, sizes the KV cache, resolves what was "auto" and builds the scheduler.
-2. Commands (`add_request`, `abort_requests`, `update_transfer`) change what the next step will do.
+2. Commands (`add_request`, `abort_requests`, `update_transfer`, `set_transfer_target`) change what the next step will
+   do.
 3. `step()` schedules, executes and updates, while `has_work`.
 4. `close()` releases the executor.
 
@@ -28,6 +29,7 @@ from common.engine.messages import (
     EngineStats,
     IntegrityReport,
     RequestOutput,
+    TransferTarget,
     TransferUpdate,
 )
 from common.engine.scheduler.scheduler import Scheduler
@@ -79,6 +81,7 @@ class EngineCore:
                 max_model_len=self.spec.max_model_len,
                 eos_token_ids=facts.eos_token_ids,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
+                is_direct=connector.is_direct,
             )
         except BaseException:
             executor.close()
@@ -107,6 +110,10 @@ class EngineCore:
     def update_transfer(self, update: TransferUpdate) -> None:
         """Take news of a consumer's handoff."""
         self._scheduler.update_transfer(update, self._clock())
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Take where a producer is to write."""
+        self._scheduler.set_transfer_target(target)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from common.engine.messages import (
     EngineCommand,
     EngineReply,
     EngineSpec,
+    TransferTarget,
     TransferUpdate,
 )
 
@@ -46,7 +47,8 @@ class EngineLoop:
     """Owns the core. `put`, `stop` and `fail` may be called from any thread; the rest is called on the loop's thread.
 
     The queue of commands has no bound of its own: the front that feeds it bounds live requests, and each has one
-    AddRequest, at most one abort and few transfer updates. `emit` takes one reply and may block, but not for ever.
+    AddRequest, at most one abort, at most one transfer target and few transfer updates. `emit` takes one reply and may
+    block, but not for ever.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
@@ -94,6 +96,8 @@ class EngineLoop:
                     self._core.abort_requests(command.request_ids)
                 case TransferUpdate():
                     self._core.update_transfer(command)
+                case TransferTarget():
+                    self._core.set_transfer_target(command)
                 case Call():
                     self._emit(self._core.call(command))
                 case _Failure():

@@ -2,10 +2,12 @@
 
 1. WAITING: for blocks and a seat in the batch.
 2. WAITING_FOR_REMOTE_KV, consumers only: it holds blocks and its KV is in flight. When the handoff is over, well or
-   badly, it is WAITING for a seat only and keeps its blocks.
+   badly, it is WAITING for a seat only and keeps its blocks; unless the handoff failed and somebody may still write
+   to them (see `common.engine.scheduler.transfers`): then it waits for others, back in 1 as an ordinary request.
 3. RUNNING: it gets tokens at each step.
 4. PREEMPTED: it lost its blocks and waits for its turn again; then 3.
-5. FINISHED: from any state. A producer keeps its blocks until its saves have settled.
+5. FINISHED: from any state. A producer keeps its blocks until its saves have settled, one with a direct connector
+   also until it knows where to save to.
 """
 
 from __future__ import annotations
@@ -51,9 +53,17 @@ class Request:
     )
 
     def __init__(
-        self, message: AddRequest, *, added_at: float, order: tuple[int, int], max_model_len: int, eos: frozenset[int]
+        self,
+        message: AddRequest,
+        *,
+        added_at: float,
+        order: tuple[int, int],
+        max_model_len: int,
+        eos: frozenset[int],
+        is_direct: bool,
     ) -> None:
-        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated."""
+        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated.
+        `is_direct`: the connector is one."""
         sampling = message.sampling
         self.request_id = message.request_id
         self.sampling = sampling
@@ -75,8 +85,12 @@ class Request:
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
 
         transfer = message.transfer
-        self.incoming = Incoming(transfer.epoch) if transfer and transfer.role == "consumer" else None
-        self.outgoing = Outgoing() if transfer and transfer.role == "producer" else None
+        self.incoming: Incoming | None = None
+        self.outgoing: Outgoing | None = None
+        if transfer is not None and transfer.role == "consumer":
+            self.incoming = Incoming(transfer.epoch, is_direct=is_direct)
+        elif transfer is not None:
+            self.outgoing = Outgoing(transfer.epoch, is_direct=is_direct)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
@@ -129,16 +143,14 @@ class Request:
         return tuple(hashes)
 
     def misfit_block_hash(self, block_size: int) -> int | None:
-        """Index of a given hash that is not that of its block, None if all seem right.
+        """Index of the first given hash that is not that of its block, None if all are right.
 
-        Only the first and the last one are recomputed: enough to notice another block size, salt or prompt.
+        All are recomputed, which takes about a microsecond per block: a wrong one would name another prompt's KV.
         """
-        hashes = self.block_hashes
-        if len(hashes) * block_size > self.num_prompt_tokens:
+        given = self.block_hashes
+        if len(given) * block_size > self.num_prompt_tokens:
             return self.num_prompt_tokens // block_size
-        for index in {0, len(hashes) - 1} if hashes else ():
-            parent = hashes[index - 1] if index else self._root_hash
-            block = self.token_ids[index * block_size : (index + 1) * block_size]
-            if hash_prompt(block, block_size, parent) != [hashes[index]]:
-                return index
-        return None
+        actual = hash_prompt(self.token_ids[: len(given) * block_size], block_size, self._root_hash)
+        if given == actual:
+            return None
+        return next(index for index, pair in enumerate(zip(given, actual, strict=True)) if pair[0] != pair[1])

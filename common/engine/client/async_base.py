@@ -21,6 +21,7 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    TransferTarget,
     TransferUpdate,
 )
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError
@@ -126,6 +127,11 @@ class AsyncClientBase(abc.ABC):
         """Report news of a consumer's handoff."""
         self._check_alive()
         self._send(update)
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Tell a producer where a direct connector is to write."""
+        self._check_alive()
+        self._send(target)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """Everything the engine says, one item per step; ends with `close`, raises EngineDeadError after a death."""

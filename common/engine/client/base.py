@@ -11,6 +11,7 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    TransferTarget,
     TransferUpdate,
 )
 from common.types import RequestId
@@ -33,6 +34,9 @@ class EngineClient(Protocol):
 
     def update_transfer(self, update: TransferUpdate) -> None:
         """Report news of a consumer's handoff."""
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Tell a producer where a direct connector is to write."""
 
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """Everything the engine says, one item per step. To be iterated once, by one task; ends with `close`, raises

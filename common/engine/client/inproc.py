@@ -17,6 +17,7 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    TransferTarget,
     TransferUpdate,
 )
 from common.errors import EngineDeadError
@@ -69,6 +70,11 @@ class InprocClient:
         """Report news of a consumer's handoff."""
         self._check_alive()
         self._core.update_transfer(update)
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Tell a producer where a direct connector is to write."""
+        self._check_alive()
+        self._core.set_transfer_target(target)
 
     def step(self, *, timeout_s: float = _TRANSFER_TIMEOUT_S) -> EngineCoreOutputs:
         """Compute one step. With nothing to compute but transfers in flight, wait for one to settle, at most

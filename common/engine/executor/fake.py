@@ -7,9 +7,12 @@ changes the output: `expected_tokens` says what a correct engine generates.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +96,74 @@ class MemoryConnector:
         error = "" if num_ok == len(transfer.block_ids) else "block_missing"
         self._settled.append(TransferResult(transfer.job_id, num_ok, error))
         self._on_settled()
+
+
+class DirectMemoryConnector:
+    """A direct WorkerConnector between executors of one process, on whatever threads.
+
+    Every job settles within its start call. A save to an executor that has closed fails; so does a load of blocks that
+    hold other bytes than their digests say.
+    """
+
+    _kv_caches: ClassVar[dict[bytes, torch.Tensor]] = {}  # all that are open, by address
+    _serial: ClassVar[itertools.count[int]] = itertools.count(1)
+
+    def __init__(self) -> None:
+        self._address = b"memory-%d" % next(self._serial)
+        self._kv_cache: torch.Tensor = torch.empty(0)
+        self._on_settled: Callable[[], None] = lambda: None
+        self._settled: list[TransferResult] = []
+
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
+        """See WorkerConnector. Pods compare fingerprints before they exchange addresses."""
+        self._kv_cache = kv_cache
+        self._on_settled = on_settled
+        self._kv_caches[self._address] = kv_cache
+        return ConnectorFacts(is_direct=True, address=self._address)
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """Compare blocks up to the first that differs."""
+        num_ok = 0
+        for block_id, digest in zip(transfer.block_ids, transfer.digests, strict=True):
+            if _digest(self._kv_cache[block_id]) != digest:
+                break
+            num_ok += 1
+        self._settle(transfer.job_id, num_ok, "" if num_ok == len(transfer.block_ids) else "block_corrupt")
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """Write blocks into the destination's KV cache."""
+        destination = transfer.destination
+        assert destination is not None, "a direct save has a destination"
+        target = self._kv_caches.get(destination.address)
+        if target is None:
+            self._settle(transfer.job_id, 0, "transfer")
+            return
+        for block_id, target_id in zip(transfer.block_ids, destination.block_ids, strict=True):
+            target[target_id].copy_(self._kv_cache[block_id])
+        digests = tuple(_digest(self._kv_cache[block_id]) for block_id in transfer.block_ids)
+        self._settle(transfer.job_id, len(digests), digests=digests)
+
+    def cancel(self, job_id: int) -> None:
+        """Nothing to do: every job has settled."""
+
+    def poll(self) -> list[TransferResult]:
+        """Jobs settled since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def close(self) -> None:
+        """Nobody can write here any more."""
+        self._kv_caches.pop(self._address, None)
+
+    def _settle(self, job_id: int, num_ok: int, error: str = "", digests: tuple[bytes, ...] = ()) -> None:
+        self._settled.append(TransferResult(job_id, num_ok, error, digests))
+        self._on_settled()
+
+
+def _digest(block: torch.Tensor) -> bytes:
+    return hashlib.blake2b(block.numpy().tobytes(), digest_size=16).digest()
 
 
 class FakeExecutor:
@@ -200,6 +271,11 @@ class FakeExecutor:
 def create_fake_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor that fits `config`."""
     return FakeExecutor(block_size=config.cache.block_size)
+
+
+def create_fake_direct_executor(config: EngineConfig) -> FakeExecutor:
+    """ExecutorFactory of a FakeExecutor with a direct connector to all others of this kind in this process."""
+    return FakeExecutor(block_size=config.cache.block_size, connector=DirectMemoryConnector())
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ A step:
    neither seat nor budget: it reserves blocks and waits for its KV;
 4. loads and saves that became possible are started.
 
-No deadlock: the first request in order can preempt all others of the batch; what else holds blocks (handoffs, jobs)
-depends on nobody's blocks and ends by itself. No starvation: admission is strictly in order, and a step's budget
-is never smaller than the batch.
+No deadlock: the first request in order can preempt all others of the batch; what else holds blocks depends on nobody's
+blocks and ends by itself: handoffs, jobs, and windows, which end with the word that the producer is quiet. No
+starvation: admission is strictly in order, and a step's budget is never smaller than the batch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from common.engine.messages import (
     KVSaved,
     RequestOutput,
     RequestStarted,
+    TransferTarget,
     TransferUpdate,
 )
 from common.engine.request import Request, RequestStatus
@@ -82,8 +83,10 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         enable_prefix_caching: bool,
+        is_direct: bool = False,
     ) -> None:
-        """`num_blocks` counts the null block. Raises ConfigError if one request may outgrow the KV cache."""
+        """`num_blocks` counts the null block; `is_direct`: the connector is one, see
+        `common.engine.kv_connector`. Raises ConfigError if one request may outgrow the KV cache."""
         if max_model_len > (num_blocks - 1) * block_size:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more than the {num_blocks - 1} KV blocks of {block_size} tokens",
@@ -94,6 +97,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._enable_prefix_caching = enable_prefix_caching
+        self._is_direct = is_direct
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -105,12 +109,13 @@ class Scheduler:
         self._remote: dict[RequestId, Request] = {}  # blocks reserved, KV in flight
         self._ready: deque[Request] = deque()  # handoff over; has blocks, wants a seat
         self._running: list[Request] = []  # the batch
-        self._settling: dict[RequestId, Request] = {}  # finished producers whose saves go on
+        self._settling: dict[RequestId, Request] = {}  # finished producers whose saves go on or are to come
 
         self._transfers = TransferLedger(self._kv)
         self._loadable: dict[Request, None] = {}  # consumers with loads to start; a dict keeps the order
+        self._savable: dict[Request, None] = {}  # producers that have just learnt where to save to
         self._outbox = Outbox()
-        self._has_urgent_news = False  # a producer starts: its consumer reserves blocks while the step runs
+        self._has_urgent_news = False  # the other side of a handoff can go on while the step runs
         self._dropped: list[RequestId] = []  # the runner is to forget them
         self._is_stalled = False  # the head of the queue was refused, and nothing happened since that may change it
         self._num_arrivals = 0
@@ -134,6 +139,7 @@ class Scheduler:
             order=(priority, self._num_arrivals),
             max_model_len=self._max_model_len,
             eos=self._eos_token_ids,
+            is_direct=self._is_direct,
         )
         misfit = request.misfit_block_hash(self._block_size)
         if misfit is not None:
@@ -149,7 +155,7 @@ class Scheduler:
     def _check_admissible(self, message: AddRequest) -> None:
         request_id, num_outputs = message.request_id, len(message.output_token_ids)
         num_tokens = len(message.prompt_token_ids) + num_outputs
-        if request_id in self._live or request_id in self._settling:
+        if request_id in self._live or request_id in self._settling or self._transfers.has_window(request_id):
             raise InvalidRequestError(f"request {request_id} exists already", param="request_id")
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
@@ -170,28 +176,51 @@ class Scheduler:
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
         """End requests now; one output with FinishReason.ABORT for each that was live. Their transfers are hurried,
-        also those of a producer that has finished; the blocks stay pinned until these settle."""
+        also those of a producer that has finished; the blocks stay pinned until these settle, and those that a
+        producer may write to until it is quiet."""
         outputs = []
         for request_id in request_ids:
             request = self._live.get(request_id)
             if request is not None:
-                self._report_saved(request, failure="aborted")
+                self._give_up_saves(request)
                 self._finish(request, FinishReason.ABORT)
                 self._transfers.cancel(request)
                 outputs.append(self._outbox.take(request))
             elif request_id in self._settling:
-                self._transfers.cancel(self._settling[request_id])
+                self._abort_settling(self._settling[request_id])
         return outputs
+
+    def _abort_settling(self, request: Request) -> None:
+        assert request.outgoing is not None
+        if request.outgoing.in_flight:
+            self._transfers.cancel(request)
+        else:
+            self._give_up_saves(request)
+            self._release_settled(request)
 
     def update_transfer(self, update: TransferUpdate, now: float) -> None:
         """Take news of a consumer's handoff. Ignored if the request has ended, is past its handoff, or the epoch is
-        another one."""
+        another one; but that its producer is quiet counts to the end."""
+        if update.is_quiet and self._transfers.close_window(update.request_id, update.epoch):
+            self._is_stalled = False
         request = self._live.get(update.request_id)
         if request is None or request.incoming is None or request.incoming.epoch != update.epoch:
             return
         request.incoming.apply(update, now)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             self._advance_handoff(request, request.incoming, now)
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Take where a producer is to write. Ignored if it is unknown, of another epoch, or has a target."""
+        request = self._live.get(target.request_id) or self._settling.get(target.request_id)
+        outgoing = request.outgoing if request is not None else None
+        if request is None or outgoing is None or outgoing.epoch != target.epoch or not outgoing.wants_target:
+            return
+        outgoing.aim(target, request.num_prompt_tokens, self._block_size)
+        if outgoing.can_start:
+            self._savable[request] = None
+        self._report_saved(request)
+        self._release_settled(request)
 
     # ---------------------------------------------------------------- the step
 
@@ -249,17 +278,19 @@ class Scheduler:
             needs_seat = request.incoming is None
             if needs_seat and (not plan.budget or len(self._running) >= self._max_num_running):
                 break
-            if not self._claim_blocks(request, now):
+            if not self._claim_blocks(request):
                 self._is_stalled = True
                 break
             if request.incoming is not None:
                 self._reserve(request, request.incoming, now)
             else:
+                if not request.is_started:
+                    self._announce_start(request, now)
                 request.status = RequestStatus.RUNNING
                 self._running.append(request)
                 plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
 
-    def _claim_blocks(self, request: Request, now: float) -> bool:
+    def _claim_blocks(self, request: Request) -> bool:
         """Take the head of the queue out with blocks for all its tokens; False if they are not free now."""
         prefix = self._kv.find_cached_prefix(request)
         if not self._kv.can_allocate(request, prefix, self._num_held_back):
@@ -267,8 +298,6 @@ class Scheduler:
         self._waiting.pop()
         self._kv.allocate(request, prefix)
         request.num_computed_tokens = len(prefix) * self._block_size
-        if not request.is_started:
-            self._announce_start(request, now)
         return True
 
     @property
@@ -278,14 +307,18 @@ class Scheduler:
         num_holders = len(self._running) + len(self._ready) + len(self._remote)
         return max(num_holders, self._watermark_blocks) if num_holders else 0
 
-    def _announce_start(self, request: Request, now: float) -> None:
+    def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
         request.is_started = True
         num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._prefix_cache_hits += num_cached
         self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
-        started = RequestStarted(queue_s=now - request.added_at, num_cached_tokens=num_cached)
+        started = RequestStarted(
+            queue_s=now - request.added_at,
+            num_cached_tokens=num_cached,
+            reserved_block_ids=list(reserved_block_ids),
+        )
         self._outbox.add_event(request, started)
-        self._has_urgent_news |= request.outgoing is not None
+        self._has_urgent_news |= request.outgoing is not None or (self._is_direct and request.incoming is not None)
 
     def _build(self, plan: _Plan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
@@ -310,6 +343,10 @@ class Scheduler:
                 self._num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
             if request.outgoing is not None:
                 self._start_saves(request, request.outgoing, step)
+        for request in self._savable:
+            assert request.outgoing is not None
+            self._start_saves(request, request.outgoing, step)  # what was computed before the target came
+        self._savable.clear()
         return step
 
     def _introduce(self, request: Request, num_computed_tokens: int) -> NewRequest:
@@ -345,12 +382,16 @@ class Scheduler:
         return self._outbox.drain()
 
     def _append_token(self, request: Request, token: SampledToken) -> None:
-        reason = request.append(token)
-        if reason is None and request.outgoing is not None:
-            reason = FinishReason.HANDOFF
-        self._outbox.add_token(request, token)
+        reason = self._add_token(request, token)
         if reason is not None:
             self._finish(request, reason)
+
+    def _add_token(self, request: Request, token: SampledToken) -> FinishReason | None:
+        reason = request.append(token)
+        self._outbox.add_token(request, token)
+        if reason is None and request.outgoing is not None:
+            return FinishReason.HANDOFF
+        return reason
 
     # ---------------------------------------------------------------- transfers
 
@@ -359,12 +400,17 @@ class Scheduler:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         self._remote[request.request_id] = request
         incoming.reserve(request.num_computed_tokens // self._block_size)
+        reserved: list[int] = []
+        if self._is_direct and not incoming.is_quiet and incoming.final_at is None:
+            reserved = self._transfers.open_window(request, incoming.epoch, incoming.num_local)
+        self._announce_start(request, now, reserved)
         self._advance_handoff(request, incoming, now)
 
     def _advance_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
+        may_be_written = self._transfers.has_window(request.request_id)
         if incoming.num_loadable(request.num_prompt_tokens, self._block_size) > incoming.num_started:
             self._loadable[request] = None
-        elif incoming.is_over:
+        elif incoming.is_over and (incoming.has_failed or not may_be_written):
             self._conclude_handoff(request, incoming, now)
         elif incoming.is_broken:
             self._transfers.cancel(request)  # what comes after the gap is of no use
@@ -396,16 +442,30 @@ class Scheduler:
         request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
         request.status = RequestStatus.WAITING
+        if self._transfers.has_window(request.request_id):
+            self._start_over(request, incoming.first_token)
+            return
         self._ready.append(request)
         if incoming.first_token is not None:
             self._append_token(request, incoming.first_token)
 
+    def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
+        """Back to the queue as an ordinary request: its blocks may still be written to. What was verified of them is
+        complete, so the prefix cache may give it back."""
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+        reason = self._add_token(request, first_token) if first_token is not None else None
+        self._waiting.push(request)
+        self._is_stalled = False
+        if reason is not None:
+            self._finish(request, reason)
+
     def _start_saves(self, request: Request, outgoing: Outgoing, step: SchedulerOutput) -> None:
         """Save the prompt blocks that are complete after this step; the partial last one once nothing more is
         written to it. Blocks found in the prefix cache are saved too: the store may have lost them."""
-        if outgoing.is_broken:
+        if not outgoing.can_start:
             return
-        if request.num_uncomputed_tokens == 0:
+        if request.is_finished or request.num_uncomputed_tokens == 0:
             stop = self._kv.num_blocks_for(request.num_prompt_tokens)
         else:
             stop = min(request.num_computed_tokens, request.num_prompt_tokens) // self._block_size
@@ -419,23 +479,43 @@ class Scheduler:
             return
         self._is_stalled = False
         if request.outgoing is not None:
+            if request.outgoing.is_direct and request.outgoing.is_broken:
+                self._transfers.cancel(request)  # the failure is said when nothing is written any more
             self._report_saved(request)
-            if not request.outgoing.in_flight and self._settling.pop(request.request_id, None) is not None:
-                self._kv.free(request)
+            self._release_settled(request)
         elif request.incoming is not None and not request.is_finished:
             self._advance_handoff(request, request.incoming, now)
 
-    def _report_saved(self, request: Request, failure: str = "") -> None:
-        """Say how much of a producer's prompt is in the connector, if that is news."""
+    def _give_up_saves(self, request: Request) -> None:
+        if request.outgoing is not None:
+            request.outgoing.fail("aborted")
+            self._report_saved(request)
+
+    def _report_saved(self, request: Request) -> None:
+        """Say how much of a producer's prompt is in the connector, if that is news. With a direct connector a failure
+        also says that nothing is written any more, so it waits for all jobs."""
         outgoing = request.outgoing
         if outgoing is None or outgoing.is_reported_broken:
             return
         num_tokens = min(outgoing.num_moved * self._block_size, request.num_prompt_tokens)
-        failure = "" if num_tokens == request.num_prompt_tokens else failure or outgoing.error
+        may_be_writing = outgoing.is_direct and outgoing.in_flight
+        failure = "" if num_tokens == request.num_prompt_tokens or may_be_writing else outgoing.error
         if num_tokens > outgoing.num_reported_tokens or failure:
+            start, stop = self._kv.num_blocks_for(outgoing.num_reported_tokens), outgoing.num_moved
             outgoing.num_reported_tokens = num_tokens
             outgoing.is_reported_broken = bool(failure)
-            self._outbox.add_event(request, KVSaved(num_tokens=num_tokens, failure=failure))
+            digests = outgoing.take_digests(start, stop)
+            self._outbox.add_event(request, KVSaved(num_tokens=num_tokens, failure=failure, digests=digests))
+
+    def _release_settled(self, request: Request) -> None:
+        """Free the blocks of a finished producer that has saved all that it will."""
+        assert request.outgoing is not None
+        num_blocks = self._kv.num_blocks_for(request.num_prompt_tokens)
+        if self._settling.get(request.request_id) is request and request.outgoing.is_settled(num_blocks):
+            del self._settling[request.request_id]
+            self._savable.pop(request, None)
+            self._kv.free(request)
+            self._is_stalled = False
 
     # ---------------------------------------------------------------- endings
 
@@ -457,11 +537,13 @@ class Scheduler:
         request.finish_reason = reason
         del self._live[request.request_id]
         self._forget(request)
-        is_saving = request.outgoing is not None and request.outgoing.in_flight
-        if is_saving and reason is not FinishReason.ABORT:
-            self._settling[request.request_id] = request
-        else:
+        num_blocks = self._kv.num_blocks_for(request.num_prompt_tokens)
+        is_settled = request.outgoing is None or request.outgoing.is_settled(num_blocks)
+        if is_settled or reason is FinishReason.ABORT:
+            self._savable.pop(request, None)
             self._kv.free(request)
+        else:
+            self._settling[request.request_id] = request
         self._outbox.finish(request)
         self._is_stalled = False
 
@@ -480,6 +562,7 @@ class Scheduler:
             self._running
             or self._ready
             or self._loadable
+            or self._savable
             or self._dropped
             or self._outbox
             or self._transfers.has_cancellations
@@ -488,7 +571,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is live or a transfer has not settled."""
+        """Whether a request is live, a transfer has not settled, or a producer may still write here."""
         return bool(self._live or self._settling or self._transfers)
 
     def stats(self) -> EngineStats:
@@ -537,6 +620,14 @@ class Scheduler:
         holders |= self._settling.keys()
         if holders != set(self._kv.holders):
             violations.append(f"blocks are held by {sorted(self._kv.holders)}, not by {sorted(holders)}")
+        written_to = {block.block_id for block in self._transfers.windowed_blocks if block.block_hash is None}
+        computing = (*self._running, *self._ready, *self._settling.values())
+        violations += [
+            f"{request} computes into block {block.block_id}, which a producer may write to"
+            for request in computing
+            for block in self._kv.blocks(request)
+            if block.block_id in written_to
+        ]
         if len(self._running) > self._max_num_running:
             violations.append(f"{len(self._running)} requests in a batch of {self._max_num_running}")
         return IntegrityReport(

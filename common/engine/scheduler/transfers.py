@@ -3,21 +3,36 @@
 `Incoming` and `Outgoing` are one request's side of a handoff; `TransferLedger` knows every job that has not
 settled and pins its blocks. Pins outlive the request: an abort or a preemption frees the request's own share of a
 block, never the transport's.
+
+With a direct connector others write into this KV cache:
+
+1. A consumer reserves blocks and opens a *window* over those that it lacks: RequestStarted names them, and from now on
+   a producer may write there at any time.
+2. The producer learns of them (TransferTarget) and writes what it has computed, and further chunks as they finish. It
+   yields the digests of what it wrote.
+3. The consumer compares its blocks with the digests: a load. Nothing is used before.
+4. The producer's last word, all tokens or a failure, is said only when it writes no more. The consumer is told so
+   (`is_quiet`) and the window closes.
+
+The window pins its blocks whatever becomes of the request. While it is open nothing is computed into them, since a late
+write would undo it: a consumer whose handoff fails starts again with other blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.engine.kv_connector import BlockTransfer, TransferResult
-from common.types import SampledToken
+from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
+from common.types import RequestId, SampledToken
 
 if TYPE_CHECKING:
     from common.engine.kv_cache.block_pool import Block
     from common.engine.kv_cache.kv_cache_manager import KVCacheManager
-    from common.engine.messages import TransferUpdate
+    from common.engine.messages import TransferTarget, TransferUpdate
     from common.engine.request import Request
 
 
@@ -65,15 +80,42 @@ class BlockStream:
         else:
             self._broken_at = min(self._broken_at, broken_at)
 
+    def fail(self, reason: str) -> None:
+        """Start no more; what is in flight may still succeed."""
+        if self._broken_at is None:
+            self.error = reason
+            self._broken_at = self.num_started
+
+    def destination(self, start: int, stop: int) -> Destination | None:
+        """Where blocks [start, stop) are written to; None: the medium decides."""
+        return None
+
+    def expected_digests(self, start: int, stop: int) -> tuple[bytes, ...]:
+        """What blocks [start, stop) are compared with; empty: the medium knows."""
+        return ()
+
 
 class Incoming(BlockStream):
     """Consumer: the prompt's KV comes through the connector. Updates may come before the blocks are reserved."""
 
-    __slots__ = ("epoch", "failure", "final_at", "first_token", "num_local", "num_ready_tokens")
+    __slots__ = (
+        "_digests",
+        "epoch",
+        "failure",
+        "final_at",
+        "first_token",
+        "is_direct",
+        "is_quiet",
+        "num_local",
+        "num_ready_tokens",
+    )
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, *, is_direct: bool) -> None:
         super().__init__()
         self.epoch = epoch
+        self.is_direct = is_direct
+        self.is_quiet = False  # direct: the producer writes no more
+        self._digests: list[bytes] = []  # direct: of the blocks after the local ones
         self.num_local = 0  # leading blocks found in the local prefix cache
         self.num_ready_tokens = 0  # leading prompt tokens that can be loaded
         self.final_at: float | None = None  # when the last update came
@@ -85,9 +127,11 @@ class Incoming(BlockStream):
         self.num_local = self.num_started = num_local
 
     def apply(self, update: TransferUpdate, now: float) -> None:
-        """Take news of the handoff; nothing follows a final update."""
+        """Take news of the handoff; nothing but quiet follows a final update."""
+        self.is_quiet |= update.is_quiet
         if self.final_at is not None:
             return
+        self._digests += update.digests
         self.num_ready_tokens = max(self.num_ready_tokens, update.num_ready_tokens)
         if update.final:
             self.final_at = now
@@ -99,8 +143,19 @@ class Incoming(BlockStream):
         if self.is_broken:
             return 0
         if self.num_ready_tokens >= num_prompt_tokens:
-            return -(-num_prompt_tokens // block_size)
-        return self.num_ready_tokens // block_size
+            num_blocks = -(-num_prompt_tokens // block_size)
+        else:
+            num_blocks = self.num_ready_tokens // block_size
+        return min(num_blocks, self.num_local + len(self._digests)) if self.is_direct else num_blocks
+
+    def expected_digests(self, start: int, stop: int) -> tuple[bytes, ...]:
+        """See BlockStream. The store's connectors know theirs."""
+        return tuple(self._digests[start - self.num_local : stop - self.num_local]) if self.is_direct else ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Something is missing for certain."""
+        return self.is_broken or self.failure != ""
 
     @property
     def is_over(self) -> bool:
@@ -109,14 +164,74 @@ class Incoming(BlockStream):
 
 
 class Outgoing(BlockStream):
-    """Producer: the prompt's KV leaves through the connector."""
+    """Producer: the prompt's KV leaves through the connector; a direct one's only once it has a target."""
 
-    __slots__ = ("is_reported_broken", "num_reported_tokens")
+    __slots__ = (
+        "_digests",
+        "_num_held_blocks",
+        "_target",
+        "epoch",
+        "is_direct",
+        "is_reported_broken",
+        "num_reported_tokens",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int, *, is_direct: bool) -> None:
         super().__init__()
+        self.epoch = epoch
+        self.is_direct = is_direct
         self.num_reported_tokens = 0  # in the last KVSaved
         self.is_reported_broken = False  # KVSaved with a failure was said: the last one
+        self._target: TransferTarget | None = None
+        self._num_held_blocks = 0  # leading blocks that the consumer has already
+        self._digests: dict[int, bytes] = {}  # of moved blocks that no KVSaved has told of, by index
+
+    @property
+    def can_start(self) -> bool:
+        """False: nothing is to be saved now, or ever."""
+        return not self.is_broken and (self._target is not None or not self.is_direct)
+
+    @property
+    def wants_target(self) -> bool:
+        """True while a target would be taken."""
+        return self.is_direct and self._target is None and not self.is_broken
+
+    def is_settled(self, num_blocks: int) -> bool:
+        """Nothing is in flight and nothing more of the prompt's `num_blocks` blocks will start."""
+        return not self.in_flight and (self.is_broken or self.num_started >= num_blocks)
+
+    def aim(self, target: TransferTarget, num_prompt_tokens: int, block_size: int) -> None:
+        """Write to `target` from now on; the stream fails if that does not fit the prompt."""
+        held, block_ids = target.num_held_tokens, target.block_ids
+        num_held_blocks = -(-held // block_size)
+        is_whole = held == num_prompt_tokens or (held % block_size == 0 and 0 <= held < num_prompt_tokens)
+        num_lacking = -(-num_prompt_tokens // block_size) - num_held_blocks
+        if not is_whole or len(block_ids) != num_lacking or len({*block_ids, 0}) != num_lacking + 1:
+            self.fail("incompatible")
+            return
+        self._target = target
+        self._num_held_blocks = self.num_started = num_held_blocks
+
+    def settle(self, result: TransferResult, num_blocks: int) -> None:
+        """See BlockStream. A block written directly but without a digest cannot be checked: it was not moved."""
+        if self.is_direct:
+            first, num_known = self._in_flight[result.job_id], len(result.digests)
+            self._digests.update(zip(itertools.count(first), result.digests[:num_blocks], strict=False))
+            result = dataclasses.replace(result, num_blocks_ok=min(result.num_blocks_ok, num_known))
+        super().settle(result, num_blocks)
+
+    def take_digests(self, start: int, stop: int) -> list[bytes]:
+        """Those of the moved blocks [start, stop), without those that the consumer had."""
+        if not self.is_direct:
+            return []
+        return [self._digests.pop(index) for index in range(max(start, self._num_held_blocks), stop)]
+
+    def destination(self, start: int, stop: int) -> Destination | None:
+        """See BlockStream."""
+        if self._target is None:
+            return None
+        held = self._num_held_blocks
+        return Destination(self._target.address, tuple(self._target.block_ids[start - held : stop - held]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +241,24 @@ class _Job:
     blocks: Sequence[Block]
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    epoch: int
+    blocks: Sequence[Block]
+
+
 class TransferLedger:
-    """Every job handed to the connector and not settled."""
+    """Every job handed to the connector and not settled, and every window that a producer may write into."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._jobs: dict[int, _Job] = {}
+        self._windows: dict[RequestId, _Window] = {}
         self._cancelled: set[int] = set()
         self._next_job_id = 1
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._jobs) + len(self._windows)
 
     @property
     def has_cancellations(self) -> bool:
@@ -145,8 +267,35 @@ class TransferLedger:
 
     @property
     def pinned_blocks(self) -> Iterator[Block]:
-        """Blocks under transfer, once per job."""
-        return (block for job in self._jobs.values() for block in job.blocks)
+        """Blocks under transfer, once per job or window."""
+        holders: list[_Job | _Window] = [*self._jobs.values(), *self._windows.values()]
+        return (block for holder in holders for block in holder.blocks)
+
+    @property
+    def windowed_blocks(self) -> Iterator[Block]:
+        """Blocks that a producer may be writing to."""
+        return (block for window in self._windows.values() for block in window.blocks)
+
+    def has_window(self, request_id: RequestId) -> bool:
+        """Whether a producer may be writing to blocks that the request reserved."""
+        return request_id in self._windows
+
+    def open_window(self, request: Request, epoch: int, start: int) -> list[int]:
+        """Let a producer write to the prompt's blocks from index `start` on, and pin them. Their ids; empty, and no
+        window, if there are none."""
+        blocks = self._kv.blocks(request)[start : self._kv.num_blocks_for(request.num_prompt_tokens)]
+        if blocks:
+            self._kv.pin(blocks)
+            self._windows[request.request_id] = _Window(epoch, blocks)
+        return [block.block_id for block in blocks]
+
+    def close_window(self, request_id: RequestId, epoch: int) -> bool:
+        """The producer writes no more. False if there is no such window."""
+        window = self._windows.get(request_id)
+        if window is None or window.epoch != epoch:
+            return False
+        self._kv.unpin(self._windows.pop(request_id).blocks)
+        return True
 
     def start(self, request: Request, stream: BlockStream, stop: int) -> BlockTransfer:
         """Begin to move blocks [stream.num_started, stop) of the prompt and pin them."""
@@ -164,6 +313,8 @@ class TransferLedger:
             block_ids=tuple(block.block_id for block in blocks),
             block_hashes=request.prompt_block_hashes(block_size, start, stop),
             num_tokens_in_last=min(block_size, request.num_prompt_tokens - (stop - 1) * block_size),
+            destination=stream.destination(start, stop),
+            digests=stream.expected_digests(start, stop),
         )
 
     def settle(self, result: TransferResult) -> Request | None:

@@ -4,17 +4,28 @@
 A token is sampled from the fingerprints found in the request's blocks, after comparing them with its tokens. So a block
 that is shared wrongly, reused under a transfer, freed too early or not loaded shows at once, as in a real engine it
 would show as noise; and what a request must answer is known beforehand (`expected_output`).
+
+`connect_directly` lets FakeEngines write into each other's KV caches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.engine.config import SchedulerConfig
 from common.engine.kv_connector import BlockTransfer, TransferResult
-from common.engine.messages import AddRequest, KVTransferParams, RequestEvent, RequestOutput, TransferUpdate
+from common.engine.messages import (
+    AddRequest,
+    KVTransferParams,
+    RequestEvent,
+    RequestOutput,
+    RequestStarted,
+    TransferTarget,
+    TransferUpdate,
+)
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.types import (
@@ -40,6 +51,7 @@ def create_scheduler(
     block_size: int = BLOCK_SIZE,
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
+    is_direct: bool = False,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
@@ -51,6 +63,7 @@ def create_scheduler(
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=enable_prefix_caching,
+        is_direct=is_direct,
     )
 
 
@@ -123,6 +136,17 @@ def first_token(request: AddRequest) -> SampledToken:
     return SampledToken(next_token(fingerprints(tokens)[-1]))
 
 
+def digest_of(values: Sequence[int]) -> bytes:
+    """What a direct connector says of a block that holds these fingerprints."""
+    return hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
+
+
+def prompt_digests(request: AddRequest, num_held_tokens: int = 0) -> list[bytes]:
+    """What a direct connector says of the prompt's blocks after the held ones."""
+    values = fingerprints(request.prompt_token_ids)
+    return [digest_of(values[i : i + BLOCK_SIZE]) for i in range(num_held_tokens, len(values), BLOCK_SIZE)]
+
+
 def stored_prompt(request: AddRequest, block_size: int = BLOCK_SIZE) -> dict[BlockHash, list[int]]:
     """Content of the medium after the KV of the whole prompt was saved."""
     tokens, root = request.prompt_token_ids, root_hash(request.cache_salt)
@@ -154,10 +178,14 @@ class FakeEngine:
         self.now = 0.0
         self.medium: dict[BlockHash, list[int]] = {}
         self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load" or "save"
+        self.epochs: dict[RequestId, int] = {}
         self.outputs: dict[RequestId, list[int]] = {}  # token by index
         self.finished: dict[RequestId, FinishReason] = {}
         self.events: dict[RequestId, list[RequestEvent]] = {}
         self.cancelled: set[int] = set()
+        self.address = b""
+        self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
+        self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiet
         self._kv: dict[int, int] = {}  # slot -> fingerprint
         self._running: dict[RequestId, _RunningRequest] = {}
         self._settled: list[TransferResult] = []
@@ -168,6 +196,7 @@ class FakeEngine:
             self.outputs[request.request_id] = list(request.output_token_ids)
             self.finished.pop(request.request_id, None)
             self.events[request.request_id] = []
+            self.epochs[request.request_id] = request.transfer.epoch if request.transfer else 0
 
     def abort(self, *request_ids: str) -> list[RequestOutput]:
         outputs = self.scheduler.abort_requests([RequestId(request_id) for request_id in request_ids])
@@ -175,6 +204,8 @@ class FakeEngine:
         return outputs
 
     def update_transfer(self, request_id: str, num_ready_tokens: int, *, epoch: int = 1, **settings: Any) -> None:
+        if settings.get("is_quiet") and self.epochs[RequestId(request_id)] == epoch:
+            self.windows.pop(RequestId(request_id), None)
         self.scheduler.update_transfer(
             TransferUpdate(
                 request_id=RequestId(request_id), epoch=epoch, num_ready_tokens=num_ready_tokens, **settings
@@ -182,9 +213,22 @@ class FakeEngine:
             self.now,
         )
 
+    def set_target(
+        self, request_id: str, block_ids: Sequence[int], *, held: int = 0, epoch: int = 1, address: bytes = b"peer"
+    ) -> None:
+        target = TransferTarget(
+            request_id=RequestId(request_id),
+            epoch=epoch,
+            address=address,
+            num_held_tokens=held,
+            block_ids=list(block_ids),
+        )
+        self.scheduler.set_transfer_target(target)
+
     def step(self) -> SchedulerOutput:
         """One step of the engine; `self.now` advances by a second."""
         step = self.scheduler.schedule(self.now)
+        self._collect(self.scheduler.take_urgent_news())
         self.now += 1.0
         result = self._execute(step)
         self._collect(self.scheduler.update(step, result, self.now))
@@ -202,6 +246,9 @@ class FakeEngine:
         """Let one job (the oldest) end at the next step after `num_blocks_ok` blocks."""
         job_id = next(iter(self.jobs)) if job_id is None else job_id
         kind, transfer = self.jobs.pop(job_id)
+        if transfer.destination is not None or transfer.digests:
+            self._settled.append(self._settle_directly(transfer, num_blocks_ok, error))
+            return
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
             is_last = index == len(transfer.block_ids) - 1
@@ -221,6 +268,29 @@ class FakeEngine:
                 self._kv.update(zip(slots, self.medium[block_hash], strict=True))
             num_ok += 1
         self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
+
+    def _settle_directly(self, transfer: BlockTransfer, num_blocks_ok: float, error: str) -> TransferResult:
+        contents = [self.block(block_id) for block_id in transfer.block_ids]
+        contents[-1] = contents[-1][: transfer.num_tokens_in_last]
+        digests = tuple(digest_of(content) for content in contents)
+        if transfer.destination is None:
+            matches = [digest == told for digest, told in zip(digests, transfer.digests, strict=True)]
+            num_ok = min([*matches, False].index(False), num_blocks_ok)
+            return TransferResult(transfer.job_id, int(num_ok), error or "" if all(matches) else "block_corrupt")
+        num_ok = int(min(len(contents), num_blocks_ok))
+        peer = self.peers.get(transfer.destination.address)
+        if peer is not None:
+            for block_id, content in zip(transfer.destination.block_ids[:num_ok], contents, strict=False):
+                peer.write_block(block_id, content)
+        return TransferResult(transfer.job_id, num_ok, error, digests[:num_ok])
+
+    def block(self, block_id: int) -> list[int]:
+        """What a block holds."""
+        return [self._kv.get(block_id * self.block_size + offset, -1) for offset in range(self.block_size)]
+
+    def write_block(self, block_id: int, content: Sequence[int]) -> None:
+        """What a peer does, at any time."""
+        self._kv.update({block_id * self.block_size + offset: value for offset, value in enumerate(content)})
 
     def settle_all(self) -> None:
         while self.jobs:
@@ -288,6 +358,7 @@ class FakeEngine:
     def _write(self, request: _RunningRequest, start: int, stop: int) -> None:
         values = fingerprints(request.token_ids)
         moving = {block_id for _, transfer in self.jobs.values() for block_id in transfer.block_ids}
+        moving.update(*self.windows.values())
         for position in range(start, stop):
             slot = self._slot(request, position)
             assert slot // self.block_size not in moving, "a block under transfer changes"
@@ -305,6 +376,17 @@ class FakeEngine:
                 assert output.start_index == len(tokens)
             tokens += [token.token_id for token in output.tokens]
             self.events[output.request_id] += output.events
+            for event in output.events:
+                if isinstance(event, RequestStarted) and event.reserved_block_ids:
+                    self.windows[output.request_id] = event.reserved_block_ids
             if output.finish_reason is not None:
                 assert output.request_id not in self.finished
                 self.finished[output.request_id] = output.finish_reason
+
+
+def connect_directly(*engines: FakeEngine) -> None:
+    """Give each engine an address under which the others write into its KV cache."""
+    for index, engine in enumerate(engines):
+        engine.address = b"engine-%d" % index
+    for engine in engines:
+        engine.peers = {peer.address: peer for peer in engines}

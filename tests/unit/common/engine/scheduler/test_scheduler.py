@@ -280,6 +280,13 @@ class TestAdmission:
         assert raised.value.param == param
         engine.assert_idle()
 
+    def test_each_given_hash_is_checked(self):
+        prompt = create_request("a", 14).prompt_token_ids
+        hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
+        hashes[1] = hashes[0]
+        with pytest.raises(InvalidRequestError, match=r"block_hashes\[1\]"):
+            FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
+
     @pytest.mark.parametrize("fault", ["salt", "block size", "prompt"])
     def test_hashes_of_something_else_are_refused(self, fault):
         prompt = create_request("a", 14).prompt_token_ids
