@@ -18,7 +18,10 @@ class PrefillFront:
 
     def __init__(self, pod: PodContext, config: PrefillConfig) -> None:
         self.transfers = TransferRegistry(
-            pod.admission, max_transfers=config.max_transfers, lease_s=config.transfer_lease_s
+            pod.admission,
+            max_transfers=config.max_transfers,
+            lease_s=config.transfer_lease_s,
+            is_direct=pod.spec.is_direct,
         )
         self._prefill = PrefillServicer(pod, self.transfers)
         self._handoff = HandoffServicer(pod, self.transfers)
@@ -41,3 +44,4 @@ class PrefillFront:
         """Fail what is open, and let decode pods know; the server's stop ends the calls."""
         self.transfers.close()
         await self._handoff.close()
+        self.transfers.forget()

@@ -3,6 +3,10 @@
 1. `start` submits it: a producer if somebody will fetch the KV, else a request for a single token.
 2. The engine says RequestStarted, KVSaved as chunks leave, and the first token; saves may go on after it.
 3. With the first token and all KV saved, the transfer is delivered. Whatever goes wrong before fails it.
+
+A direct connector needs to know where to save to: once both legs are there and the consumer has reserved, the engine
+is told. Cancelled, such a producer stays known until the engine has said its last of the saves: only then is nothing
+written any more, and the transfer fails.
 """
 
 from __future__ import annotations
@@ -14,12 +18,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput, RequestStarted
-from common.errors import BatonError, ErrorCode, RequestCancelledError, TransferError
+from common.engine.messages import (
+    AddRequest,
+    KVSaved,
+    KVTransferParams,
+    RequestOutput,
+    RequestStarted,
+    TransferTarget,
+)
+from common.errors import BatonError, EngineDeadError, ErrorCode, RequestCancelledError, TransferError
 from common.pod.context import PodContext
 from common.rpc.errors import make_error
 from common.types import FinishReason, RequestId, SampledToken
-from prefill_service.transfers import Transfer, TransferKey, TransferRegistry
+from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +47,8 @@ class FirstToken:
 
 
 class Producer:
-    """OutputSink of one prefill. Submitted by `start`, ended by `cancel` or by the engine."""
+    """OutputSink of one prefill and ProducingLeg of its transfer. Submitted by `start`, ended by `cancel` or by the
+    engine."""
 
     def __init__(self, pod: PodContext, transfers: TransferRegistry, request: AddRequest) -> None:
         self._pod = pod
@@ -48,6 +60,8 @@ class Producer:
         self._submitted_at = time.monotonic()
         self._started = RequestStarted(queue_s=0.0, num_cached_tokens=0)
         self._token: SampledToken | None = None
+        self._error: BatonError | None = None  # why it was cancelled
+        self._saves_are_over = False  # the engine saves no more
         self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
 
     def start(self, key: TransferKey | None) -> None:
@@ -62,7 +76,7 @@ class Producer:
                 request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
             )
         else:
-            self._transfer = self._transfers.attach_producer(key, self.cancel)
+            self._transfer = self._transfers.attach_producer(key, self)
             params = KVTransferParams(transfer_id=key.transfer_id, epoch=key.epoch, role="producer")
             request = msgspec.structs.replace(request, transfer=params)
         try:
@@ -70,12 +84,35 @@ class Producer:
         except BatonError as error:
             self.fail(error)
             raise
+        if self._transfer is not None and self._transfer.reservation is not None:
+            self.take_reservation(self._transfer.reservation)
 
     def cancel(self, error: BatonError) -> None:
         """End the prefill for the reason `error`, wherever it is. Nothing happens if it has ended."""
-        if self._engine_id is not None:
+        if self._engine_id is None:
+            self._end(error)
+        elif self._may_write:
+            self._error = self._error or error
+            self._refuse_token(error)
+            self._pod.requests.abort_and_listen(self._engine_id)
+        else:
             self._pod.requests.abort(self._engine_id)
-        self.fail(error)
+            self._end(error)
+
+    def take_reservation(self, reservation: Reservation) -> None:
+        """The engine may write now, if the connector is a direct one."""
+        if not self._may_write:
+            return
+        assert self._engine_id is not None
+        assert self._transfer is not None
+        target = TransferTarget(
+            request_id=self._engine_id,
+            epoch=self._transfer.key.epoch,
+            address=reservation.address,
+            num_held_tokens=reservation.num_held_tokens,
+            block_ids=list(reservation.block_ids),
+        )
+        self._pod.requests.set_transfer_target(target)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 
@@ -90,22 +127,38 @@ class Producer:
         if output.tokens and self._token is None:
             self._note_first_token(output.tokens[0], output.finish_reason)
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
+            self._end(make_error(ErrorCode.from_number(output.error_code), output.error))
+        elif output.finish_reason is FinishReason.ABORT and not self._may_write:
+            self._end(self._error or RequestCancelledError("the prefill was aborted"))
         elif output.finish_reason is FinishReason.ABORT:
-            self.fail(RequestCancelledError("the prefill was aborted"))
+            self._error = self._error or RequestCancelledError("the prefill was aborted")
+        elif self._error is not None and not self._may_write:
+            self._end(self._error)
         else:
             self._deliver_if_complete()
 
     def fail(self, error: BatonError) -> None:
-        """No more will come: whoever waits for the token or the KV hears why."""
+        """No more will come: whoever waits for the token or the KV hears why. A dead engine writes nothing."""
+        self._end(error, is_quiet=not self._may_write or isinstance(error, EngineDeadError))
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether the engine writes into a consumer's blocks, or may begin to."""
+        is_direct = self._transfer is not None and self._pod.spec.is_direct
+        return is_direct and self._engine_id is not None and not self._saves_are_over
+
+    def _end(self, error: BatonError, *, is_quiet: bool = True) -> None:
         self._forget()
         if self._transfer is not None:
-            self._transfers.fail(self._transfer, error)
+            self._transfers.fail(self._transfer, error, is_quiet=is_quiet)
+        self._refuse_token(error)
+
+    def _refuse_token(self, error: BatonError) -> None:
         if not self.first_token.done():
             self.first_token.set_exception(error)
             self.first_token.exception()  # seen, even if nobody waits any more
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _note_started(self, event: RequestStarted) -> None:
         self._started = event
@@ -114,8 +167,9 @@ class Producer:
 
     def _note_saved(self, event: KVSaved) -> None:
         assert self._transfer is not None
-        self._transfers.note_ready(self._transfer, event.num_tokens)
-        if event.failure:  # the router still gets its first token
+        self._transfers.note_ready(self._transfer, event.num_tokens, event.digests)
+        self._saves_are_over = bool(event.failure) or event.num_tokens >= self._num_prompt_tokens
+        if event.failure and self._error is None:  # the router still gets its first token
             self._transfers.fail(self._transfer, TransferError(f"KV could not be saved: {event.failure}"))
 
     def _note_first_token(self, token: SampledToken, finish_reason: FinishReason | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, rpc_errors
 from common.types import FinishReason, TransferId
 from prefill_service.producer import FirstToken, Producer
-from prefill_service.transfers import Transfer, TransferKey, TransferRegistry
+from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             start = await _read_start(request_iterator)
             self._check_pairing(start)
             transfer = self._transfers.attach_consumer(_key(start.transfer_id, start.epoch))
-            reader = self._readers.spawn(self._obey(request_iterator, transfer, start.decode_pod_id), "handoff reader")
+            reader = self._readers.spawn(self._obey(request_iterator, transfer, start), "handoff reader")
             self._num_streams += 1
             self._all_told.clear()
             try:
@@ -104,12 +104,12 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 self._num_streams -= 1
                 if self._num_streams == 0:
                     self._all_told.set()
+                self._pod.metrics.handoffs.labels(_outcome(transfer)).inc()
                 self._transfers.detach_consumer(transfer)
                 reader.cancel()
-                self._pod.metrics.handoffs.labels(_outcome(transfer)).inc()
 
     async def close(self) -> None:
-        """Let the decode pods take the verdicts on their transfers, all of which are settled."""
+        """Let the decode pods take the verdicts on their transfers, all of which are settled or about to be."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._all_told.wait()
@@ -117,26 +117,30 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
 
     async def _tell(self, transfer: Transfer, context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent]) -> None:
         """Write events as they come, skipping progress that is overtaken by more."""
-        told_computing, told_ready = False, 0
+        told_computing, told_ready, told_digests = False, 0, 0
         while True:
             transfer.changed.clear()
             if transfer.is_computing and not told_computing:
                 told_computing = True
                 computing = pods_pb2.HandoffComputing(incarnation=self._pod.incarnation)
                 await context.write(pods_pb2.HandoffEvent(computing=computing))
+            if transfer.error is not None and not transfer.is_quiet:
+                raise transfer.error
             if transfer.is_settled:
-                await context.write(_verdict(transfer))
+                await context.write(_verdict(transfer, transfer.digests[told_digests:]))
                 return
             if transfer.num_ready_tokens > told_ready:
-                told_ready = transfer.num_ready_tokens
-                progress = pods_pb2.HandoffProgress(num_ready_tokens=told_ready)
+                digests = transfer.digests[told_digests:]
+                told_ready, told_digests = transfer.num_ready_tokens, len(transfer.digests)
+                progress = pods_pb2.HandoffProgress(num_ready_tokens=told_ready, digests=digests)
                 await context.write(pods_pb2.HandoffEvent(progress=progress))
             await transfer.changed.wait()
 
     async def _obey(
-        self, commands: AsyncIterator[pods_pb2.HandoffCommand], transfer: Transfer, decode_pod_id: str
+        self, commands: AsyncIterator[pods_pb2.HandoffCommand], transfer: Transfer, start: pods_pb2.HandoffStart
     ) -> None:
         """Read until the decode pod has said its last."""
+        decode_pod_id = start.decode_pod_id
         async for command in commands:
             match command.WhichOneof("command"):
                 case "cancel":
@@ -147,6 +151,15 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 case "reserved":
                     held = command.reserved.num_held_tokens
                     logger.debug("transfer %s: %s has %d tokens already", transfer.key, decode_pod_id, held)
+                    reservation = Reservation(held, tuple(command.reserved.block_ids), start.connector_address)
+                    self._reserve(transfer, reservation)
+
+    def _reserve(self, transfer: Transfer, reservation: Reservation) -> None:
+        try:
+            self._transfers.reserve(transfer, reservation)
+        except InvalidRequestError as error:
+            logger.warning("transfer %s: %s", transfer.key, error)
+            self._transfers.cancel(transfer, error)
 
     def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
         ours = self._pod.config.connector or ""
@@ -159,6 +172,11 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 f"models differ: fingerprint {self._pod.spec.fingerprint.hex()[:12]} here, "
                 f"{start.fingerprint.hex()[:12]} on {start.decode_pod_id}",
                 param="fingerprint",
+            )
+        if self._pod.spec.is_direct and not start.connector_address:
+            raise IncompatiblePeerError(
+                f"{ours}: {start.decode_pod_id} named no address of its connector, into which this pod could write",
+                param="connector_address",
             )
 
 
@@ -181,15 +199,15 @@ def _key(transfer_id: str, epoch: int) -> TransferKey:
     return TransferKey(TransferId(transfer_id), epoch)
 
 
-def _verdict(transfer: Transfer) -> pods_pb2.HandoffEvent:
-    """The last event of a settled transfer."""
+def _verdict(transfer: Transfer, digests: Sequence[bytes]) -> pods_pb2.HandoffEvent:
+    """The last event of a settled transfer. `digests`: those not told before."""
     ready = transfer.num_ready_tokens
     if transfer.error is not None:
-        failed = pods_pb2.HandoffFailed(error=error_to_pb(transfer.error), num_ready_tokens=ready)
+        failed = pods_pb2.HandoffFailed(error=error_to_pb(transfer.error), num_ready_tokens=ready, digests=digests)
         return pods_pb2.HandoffEvent(failed=failed)
     token = transfer.first_token
     assert token is not None
-    delivered = pods_pb2.HandoffDelivered(num_ready_tokens=ready, first_token_id=token.token_id)
+    delivered = pods_pb2.HandoffDelivered(num_ready_tokens=ready, first_token_id=token.token_id, digests=digests)
     if token.logprobs is not None:
         delivered.logprobs.CopyFrom(logprobs_to_pb(token.logprobs))
     return pods_pb2.HandoffEvent(delivered=delivered)

@@ -15,7 +15,9 @@ A transfer leaves the registry, which owns it, when
    refuse it;
 4. it has failed, waits for its lease to end, and its place is needed.
 
-A consumer that leaves without a cancellation does not end the prefill: the router still wants its first token.
+A consumer that leaves without a cancellation does not end the prefill: the router still wants its first token. Unless
+the connector is a direct one, which would go on writing into blocks that the consumer cannot lend for ever.
+A direct connector's transfer is settled only when its engine writes no more: a verdict promises that.
 After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
 A failed transfer is only remembered; it no longer counts as open work of the pod.
 """
@@ -24,8 +26,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from common.errors import (
     BatonError,
@@ -50,6 +53,26 @@ class TransferKey(NamedTuple):
         return f"{self.transfer_id}/{self.epoch}"
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What the consumer holds for the transfer."""
+
+    num_held_tokens: int  # leading prompt tokens whose KV it has already
+    block_ids: tuple[int, ...]  # direct connectors: its blocks for the rest
+    address: bytes  # direct connectors: of its connector
+
+
+class ProducingLeg(Protocol):
+    """The prefill that produces a transfer's KV. Calls return at once."""
+
+    def cancel(self, error: BatonError) -> None:
+        """End for the reason `error`, and fail the transfer with it: now, or when a direct connector has stopped
+        writing."""
+
+    def take_reservation(self, reservation: Reservation) -> None:
+        """The consumer has its blocks. At most once."""
+
+
 class Transfer:
     """What is known of one transfer. Written through the registry's methods only."""
 
@@ -59,11 +82,14 @@ class Transfer:
         self.has_consumer = False
         self.consumer_left = False
         self.is_computing = False  # the producer was scheduled
+        self.reservation: Reservation | None = None  # once the consumer has its blocks
         self.num_ready_tokens = 0  # leading prompt tokens whose KV is in the connector
+        self.digests: list[bytes] = []  # direct connectors: of the blocks written, in order
         self.first_token: SampledToken | None = None  # set once all KV is there: delivered
         self.error: BatonError | None = None  # set if it failed
         self.changed = asyncio.Event()  # news for the consumer
-        self.cancel_producer: Callable[[BatonError], None] | None = None  # while it runs
+        self.is_quiet = True  # False: it failed, and nobody knows whether its engine still writes
+        self.producer: ProducingLeg | None = None  # while it runs
         self.lease: asyncio.TimerHandle | None = None
 
     @property
@@ -75,8 +101,10 @@ class Transfer:
 class TransferRegistry:
     """Owns all transfers of the pod. Each counts as open work of the pod until it has failed or is removed."""
 
-    def __init__(self, admission: Admission, *, max_transfers: int, lease_s: float) -> None:
+    def __init__(self, admission: Admission, *, max_transfers: int, lease_s: float, is_direct: bool) -> None:
         self._admission = admission
+        self._is_direct = is_direct
+        self._is_closed = False
         self._max_transfers = max_transfers
         self._lease_s = lease_s
         self._transfers: dict[TransferKey, Transfer] = {}
@@ -91,8 +119,8 @@ class TransferRegistry:
 
     # -- the producer's side ----------------------------------------------------------------------------------------
 
-    def attach_producer(self, key: TransferKey, cancel: Callable[[BatonError], None]) -> Transfer:
-        """A prefill begins; `cancel` ends it. Raises InvalidRequestError if the transfer has a producer already, the
+    def attach_producer(self, key: TransferKey, producer: ProducingLeg) -> Transfer:
+        """A prefill begins. Raises InvalidRequestError if the transfer has a producer already, the
         transfer's own error if it was cancelled before, OverloadedError if there are too many."""
         transfer = self._transfers.get(key)
         if transfer is None:
@@ -102,7 +130,7 @@ class TransferRegistry:
         elif transfer.error is not None:
             raise transfer.error
         transfer.has_producer = True
-        transfer.cancel_producer = cancel
+        transfer.producer = producer
         self._end_lease(transfer)
         return transfer
 
@@ -111,10 +139,12 @@ class TransferRegistry:
         transfer.is_computing = True
         transfer.changed.set()
 
-    def note_ready(self, transfer: Transfer, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` prompt tokens is in the connector."""
+    def note_ready(self, transfer: Transfer, num_tokens: int, digests: Sequence[bytes] = ()) -> None:
+        """The KV of the first `num_tokens` prompt tokens is in the connector. `digests`: of the blocks that this adds,
+        direct connectors only."""
         if not transfer.is_settled and num_tokens > transfer.num_ready_tokens:
             transfer.num_ready_tokens = num_tokens
+            transfer.digests += digests
             transfer.changed.set()
             if transfer.lease is not None:
                 self._start_lease(transfer)
@@ -130,10 +160,12 @@ class TransferRegistry:
             transfer.first_token = first_token
             self._settle(transfer)
 
-    def fail(self, transfer: Transfer, error: BatonError) -> None:
-        """No more KV will come. The first verdict counts."""
+    def fail(self, transfer: Transfer, error: BatonError, *, is_quiet: bool = True) -> None:
+        """No more KV will come. The first verdict counts. `is_quiet` False: but a direct connector may still write, so
+        that the consumer gets no verdict."""
         if not transfer.is_settled:
             transfer.error = error
+            transfer.is_quiet = is_quiet
             self._admission.release()
             self._settle(transfer)
 
@@ -155,15 +187,28 @@ class TransferRegistry:
         transfer.has_consumer = True
         return transfer
 
+    def reserve(self, transfer: Transfer, reservation: Reservation) -> None:
+        """The consumer has its blocks. Raises InvalidRequestError if it had said so before."""
+        if transfer.reservation is not None:
+            raise InvalidRequestError(f"transfer {transfer.key} has its blocks already", param="reserved")
+        transfer.reservation = reservation
+        if transfer.lease is not None:
+            self._start_lease(transfer)
+        if transfer.producer is not None:
+            transfer.producer.take_reservation(reservation)
+
     def cancel(self, transfer: Transfer, error: BatonError) -> None:
         """The consumer no longer wants the KV: the prefill ends too, even if it is still to come."""
-        if transfer.cancel_producer is not None:
-            transfer.cancel_producer(error)
-        self.fail(transfer, error)
+        if transfer.producer is not None:
+            transfer.producer.cancel(error)
+        else:
+            self.fail(transfer, error)
 
     def detach_consumer(self, transfer: Transfer) -> None:
         """The consumer's stream has ended."""
         transfer.consumer_left = True
+        if self._is_direct and transfer.producer is not None:
+            self.cancel(transfer, UnavailableError("the decode pod's stream broke"))
         if not transfer.has_producer and transfer.error is not None:
             self._start_lease(transfer)  # to refuse the producer
         elif transfer.is_settled or not transfer.has_producer:
@@ -172,9 +217,17 @@ class TransferRegistry:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail and forget every transfer, and end their prefills. Idempotent."""
+        """Fail every transfer, and end their prefills; those are forgotten whose engine writes no more. Idempotent."""
+        self._is_closed = True
         for transfer in list(self._transfers.values()):
             self.cancel(transfer, UnavailableError("the pod is closing"))
+            if transfer.is_settled:
+                self._remove(transfer)
+
+    def forget(self) -> None:
+        """After `close`: the consumers of what is left have had their time."""
+        for transfer in list(self._transfers.values()):
+            self.fail(transfer, UnavailableError("the pod is closing"), is_quiet=False)
             self._remove(transfer)
 
     def violations(self) -> list[str]:
@@ -183,7 +236,7 @@ class TransferRegistry:
             f"transfer {transfer.key}: nobody will remove it"
             for transfer in self._transfers.values()
             if transfer.lease is None
-            and transfer.cancel_producer is None
+            and transfer.producer is None
             and (transfer.consumer_left or not transfer.has_consumer)
         ]
 
@@ -203,9 +256,9 @@ class TransferRegistry:
         return oldest is not None
 
     def _settle(self, transfer: Transfer) -> None:
-        transfer.cancel_producer = None
+        transfer.producer = None
         transfer.changed.set()
-        if transfer.consumer_left:
+        if transfer.consumer_left or (self._is_closed and not transfer.has_consumer):
             self._remove(transfer)
         elif transfer.has_consumer:
             self._end_lease(transfer)  # its stream is being told
@@ -219,9 +272,13 @@ class TransferRegistry:
                 logger.warning("transfer %s: no decode pod asked for it within %g s", transfer.key, self._lease_s)
             self._remove(transfer)
         elif transfer.has_producer:
-            self.cancel(transfer, DeadlineExceededError(f"no KV was saved for {self._lease_s:g} s"))
+            missing = "no KV was saved" if self._has_target(transfer) else "the decode pod reserved no blocks"
+            self.cancel(transfer, DeadlineExceededError(f"{missing} for {self._lease_s:g} s"))
         else:
             self.fail(transfer, DeadlineExceededError(f"no prefill request came within {self._lease_s:g} s"))
+
+    def _has_target(self, transfer: Transfer) -> bool:
+        return not self._is_direct or transfer.reservation is not None
 
     def _remove(self, transfer: Transfer) -> None:
         self._end_lease(transfer)

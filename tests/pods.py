@@ -1,6 +1,7 @@
 """Real pods in this process: real gRPC, a real engine on a thread, a model that does not exist.
 
-The fake executors of all pods share one dict as their connector's medium. A StepGate holds an engine at a chosen step.
+The fake executors of all pods share one dict as their connector's medium; a store of None stands for a direct
+connector. A StepGate holds an engine at a chosen step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import CacheConfig, SchedulerConfig
-from common.engine.executor.fake import FakeExecutor, MemoryConnector
+from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
@@ -138,7 +139,7 @@ class RunningPod:
 
 @asynccontextmanager
 async def prefill_pod(
-    store: Store, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
+    store: Store | None, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[RunningPod]:
     config = PrefillConfig(**_settings(settings))
     async with _pod("prefill", config, lambda pod: PrefillFront(pod, config), store, gate, executor) as pod:
@@ -147,7 +148,7 @@ async def prefill_pod(
 
 @asynccontextmanager
 async def decode_pod(
-    store: Store, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
+    store: Store | None, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[RunningPod]:
     config = DecodeConfig(**_settings(settings))
     async with _pod("decode", config, lambda pod: DecodeFront(pod, config), store, gate, executor) as pod:
@@ -167,12 +168,13 @@ async def _pod(
     role: Any,
     config: Any,
     make_front: Any,
-    store: Store,
+    store: Store | None,
     gate: StepGate | None,
     options: dict[str, Any] | None,
 ) -> AsyncIterator[RunningPod]:
     gate = gate or StepGate()
-    executor = BreakableExecutor(gate, block_size=BLOCK_SIZE, connector=MemoryConnector(store), **(options or {}))
+    connector = DirectMemoryConnector() if store is None else MemoryConnector(store)
+    executor = BreakableExecutor(gate, **{"block_size": BLOCK_SIZE, "connector": connector, **(options or {})})
     engine = AsyncInprocClient(config.engine_config(), lambda _: executor)
     with opened_at_last(gate):
         async with PodRuntime(role, config, engine, make_front) as runtime, open_channel(runtime.address) as channel:

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from common.engine.client.base import EngineClient
-from common.engine.messages import AddRequest, RequestOutput, TransferUpdate
+from common.engine.messages import AddRequest, RequestOutput, TransferTarget, TransferUpdate
 from common.errors import BatonError, EngineDeadError
 from common.pod.stats import StatsBoard
 from common.types import RequestId
@@ -59,6 +59,16 @@ class EngineRequests:
         reported: its blocks outlive the request."""
         if update.is_quiet or update.request_id in self._sinks:
             self._tell_engine(lambda: self._engine.update_transfer(update))
+
+    def set_transfer_target(self, target: TransferTarget) -> None:
+        """Report where a direct connector is to write, if the request is still there."""
+        if target.request_id in self._sinks:
+            self._tell_engine(lambda: self._engine.set_transfer_target(target))
+
+    def abort_and_listen(self, engine_id: RequestId) -> None:
+        """End a generation that is still there; its sink hears the last of its transfers and then forgets it."""
+        if engine_id in self._sinks:
+            self._tell_engine(lambda: self._engine.abort_requests([engine_id]))
 
     def abort(self, *engine_ids: RequestId) -> None:
         """End generations that are still there, and hear no more of them."""
