@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
@@ -29,6 +29,8 @@ from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _DEFAULT_PORT = 6379
 _SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
@@ -97,6 +99,9 @@ def _node_of(url: SplitResult) -> RedisNode:
     )
 
 
+_Command = tuple[bytes | memoryview, ...]
+
+
 class _Server:
     """A client of one server. Threads take connections of its pool."""
 
@@ -113,9 +118,7 @@ class _Server:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_read_size=1 << 18,
-            # A pooled connection that a restart of the server broke is replaced at once; what takes too long is not
-            # tried again.
-            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+            retry=Retry(NoBackoff(), 0),  # the pool replaces connections that a restart broke; more is not for us
             protocol=2,
             **tls,
         )
@@ -125,13 +128,44 @@ class _Server:
         """The server with the highest score has the block."""
         return xxhash.xxh3_64_intdigest(key, self._seed)
 
+    def ask(self, commands: Sequence[_Command]) -> Generator[Any, None, None]:
+        """Send commands without waiting in between; yields their replies, raises the first that is an error."""
+        pool = self.client.connection_pool
+        connection = pool.get_connection()
+        try:
+            # Not through a pipeline of the client, which copies each frame three times and keeps all replies.
+            connection.send_packed_command(list(_pack(commands)))
+            for _ in commands:
+                yield connection.read_response()
+        except BaseException:
+            connection.disconnect()  # nobody else may get what is still under way on it
+            raise
+        finally:
+            pool.release(connection)
+
+
+def _pack(commands: Sequence[_Command]) -> Iterator[bytes | memoryview]:
+    """Commands as Redis reads them, in pieces of which the frames are some, uncopied."""
+    text = b""
+    for command in commands:
+        text += b"*%d\r\n" % len(command)
+        for word in command:
+            text += b"$%d\r\n" % len(word)
+            if isinstance(word, memoryview):
+                yield text
+                yield word
+                text = b"\r\n"
+            else:
+                text += word + b"\r\n"
+    yield text
+
 
 class RedisStore:
     """A BlockStore on one or more Redis servers."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
-        self._ttl_s = options.ttl_s
+        self._ttl_s = b"%d" % options.ttl_s
         self._prefix = b""
         self._servers: list[_Server] = []
 
@@ -150,17 +184,18 @@ class RedisStore:
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
-        replies = self._ask(keys, lambda pipeline, index: pipeline.expire(self._name_of(keys[index]), self._ttl_s))
-        return [bool(reply) for reply in replies]
+        commands = [(b"EXPIRE", self._name_of(key), self._ttl_s) for key in keys]
+        return self._ask(keys, commands, lambda _, reply: reply == 1)
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
-        self._ask(keys, lambda pipeline, index: pipeline.set(self._name_of(keys[index]), frames[index], ex=self._ttl_s))
+        named = zip(map(self._name_of, keys), frames, strict=True)
+        self._ask(keys, [(b"SET", name, frame, b"EX", self._ttl_s) for name, frame in named], lambda *_: None)
 
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
-        frames = self._ask(keys, lambda pipeline, index: pipeline.getex(self._name_of(keys[index]), ex=self._ttl_s))
-        return [_fill(buffer, frame) for buffer, frame in zip(buffers, frames, strict=True)]
+        commands = [(b"GETEX", self._name_of(key), b"EX", self._ttl_s) for key in keys]
+        return self._ask(keys, commands, lambda index, frame: _fill(buffers[index], frame))
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
@@ -176,23 +211,17 @@ class RedisStore:
         for server in servers:
             server.client.close()
 
-    def _ask(self, keys: Sequence[BlockHash], command: Callable[[redis.client.Pipeline, int], object]) -> list[Any]:
-        """Send one command for each key to the server that has it, all at once; `command` adds the one of an index to
-        a pipeline. Returns the replies in the order of the keys."""
+    def _ask(self, keys: Sequence[BlockHash], commands: Sequence[_Command], take: Callable[[int, Any], _T]) -> list[_T]:
+        """Send each key's command to the server that has it. Returns what `take` makes of each index and reply."""
         shares: dict[_Server, list[int]] = {}
         for index, key in enumerate(keys):
             shares.setdefault(self._server_of(key), []).append(index)
-        replies: list[Any] = [None] * len(keys)
+        taken: dict[int, _T] = {}
         for server, indices in shares.items():
-            with _server_errors(server), server.client.pipeline(transaction=False) as pipeline:
-                for index in indices:
-                    command(pipeline, index)
-                # With raise_on_error the message would have the command, frame and all.
-                for index, reply in zip(indices, pipeline.execute(raise_on_error=False), strict=True):
-                    if isinstance(reply, redis.RedisError):
-                        raise reply
-                    replies[index] = reply
-        return replies
+            with _server_errors(server), closing(server.ask([commands[index] for index in indices])) as replies:
+                for index, reply in zip(indices, replies, strict=True):
+                    taken[index] = take(index, reply)
+        return [taken[index] for index in range(len(keys))]
 
     def _server_of(self, key: BlockHash) -> _Server:
         return max(self._servers, key=lambda server: server.score(key))
