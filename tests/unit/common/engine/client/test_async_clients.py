@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.engine.client import AsyncMPClient
@@ -14,9 +15,18 @@ from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig
 from common.engine.executor.fake import expected_tokens
 from common.engine.launch import load_executor_factory
-from common.engine.messages import AddRequest, RequestOutput
+from common.engine.messages import (
+    AddRequest,
+    KVReceived,
+    KVSaved,
+    KVTransferParams,
+    RequestOutput,
+    RequestStarted,
+    TransferTarget,
+    TransferUpdate,
+)
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
-from common.types import FinishReason, RequestId, SamplingParams
+from common.types import FinishReason, RequestId, SampledToken, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import MODULE
 
 ROOT = Path(__file__).parents[5]
@@ -104,6 +114,54 @@ async def test_abort(create: ClientFactory) -> None:
     assert rest["a"][-1].finish_reason is FinishReason.ABORT
     assert rest["b"][-1].finish_reason is FinishReason.LENGTH
     assert (await client.check_integrity()).num_requests == 0
+
+
+def carry_news(client: AsyncClientBase, address: bytes, output: RequestOutput) -> None:
+    """What pods tell each other of a direct handoff. The prompt is prefilled in one step."""
+    for event in output.events:
+        if isinstance(event, RequestStarted) and output.request_id == "consumer":
+            target = TransferTarget(
+                request_id=RequestId("producer"),
+                epoch=1,
+                address=address,
+                num_held_tokens=event.num_cached_tokens,
+                block_ids=event.reserved_block_ids,
+            )
+            client.set_transfer_target(target)
+        elif isinstance(event, KVSaved):
+            update = TransferUpdate(
+                request_id=RequestId("consumer"),
+                epoch=1,
+                num_ready_tokens=event.num_tokens,
+                final=True,
+                first_token=SampledToken(*expected_tokens([1, 2, 3, 4, 5], 1)),
+                digests=event.digests,
+                is_quiet=True,
+            )
+            client.update_transfer(update)
+
+
+async def test_direct_handoff(create: ClientFactory) -> None:
+    """Both roles in one engine, which writes into its own KV cache."""
+    client = create("common.engine.executor.fake:create_fake_direct_executor")
+    spec = await client.start()
+    assert spec.is_direct
+    for role in ("producer", "consumer"):
+        transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role=role)
+        client.add_request(msgspec.structs.replace(request(role, [1, 2, 3, 4, 5]), transfer=transfer))
+    outputs: list[RequestOutput] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        async for step in client.outputs():
+            outputs += step.outputs
+            for output in step.outputs:
+                carry_news(client, spec.connector_address, output)
+            if outputs and outputs[-1].finish_reason is FinishReason.LENGTH:
+                break
+    consumed = [output for output in outputs if output.request_id == "consumer"]
+    assert tokens_of(consumed) == expected_tokens([1, 2, 3, 4, 5], 8)
+    (received,) = [event for output in consumed for event in output.events if isinstance(event, KVReceived)]
+    assert (received.num_tokens, received.recompute_reason) == (5, "")
+    assert (await client.check_integrity()).num_transfers == 0
 
 
 @pytest.mark.parametrize(

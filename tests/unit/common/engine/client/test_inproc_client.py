@@ -6,9 +6,18 @@ import pytest
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig
-from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
+from common.engine.executor.fake import FakeExecutor, MemoryConnector, create_fake_direct_executor, expected_tokens
 from common.engine.kv_connector import BlockTransfer
-from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput
+from common.engine.messages import (
+    AddRequest,
+    KVReceived,
+    KVSaved,
+    KVTransferParams,
+    RequestOutput,
+    RequestStarted,
+    TransferTarget,
+    TransferUpdate,
+)
 from common.errors import EngineDeadError
 from common.types import FinishReason, RequestId, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import FailingExecutor
@@ -77,6 +86,54 @@ def test_step_waits_for_a_transfer_to_settle() -> None:
         assert [output.events for output in outputs] == [[KVSaved(num_tokens=5)]]
         report = client.check_integrity()
         assert (report.violations, report.num_transfers, report.num_blocks_in_use) == ([], 0, 0)
+
+
+def test_direct_handoff() -> None:
+    request_id = RequestId("a")
+    with (
+        InprocClient(CONFIG, create_fake_direct_executor(CONFIG)) as producer,
+        InprocClient(CONFIG, create_fake_direct_executor(CONFIG)) as consumer,
+    ):
+        assert producer.spec.is_direct
+        producer.add_request(
+            request("a", transfer=KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer"))
+        )
+        consumer.add_request(
+            request("a", transfer=KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer"))
+        )
+        (started,) = consumer.step().outputs[0].events
+        assert isinstance(started, RequestStarted)
+        producer.set_transfer_target(
+            TransferTarget(
+                request_id=request_id,
+                epoch=1,
+                address=consumer.spec.connector_address,
+                num_held_tokens=started.num_cached_tokens,
+                block_ids=started.reserved_block_ids,
+            )
+        )
+        prefilled = run(producer)
+        (first,) = [token for output in prefilled for token in output.tokens]
+        (saved,) = [event for output in prefilled for event in output.events if isinstance(event, KVSaved)]
+        assert (saved.num_tokens, len(saved.digests)) == (5, 2)
+        consumer.update_transfer(
+            TransferUpdate(
+                request_id=request_id,
+                epoch=1,
+                num_ready_tokens=5,
+                final=True,
+                first_token=first,
+                digests=saved.digests,
+                is_quiet=True,
+            )
+        )
+        decoded = run(consumer)
+        assert [token.token_id for output in decoded for token in output.tokens] == expected_tokens([1, 2, 3, 4, 5], 4)
+        (received,) = [event for output in decoded for event in output.events if isinstance(event, KVReceived)]
+        assert (received.num_tokens, received.recompute_reason) == (5, "")
+        for client in (producer, consumer):
+            report = client.check_integrity()
+            assert (report.violations, report.num_transfers, report.num_blocks_in_use) == ([], 0, 0)
 
 
 def test_death_in_a_step() -> None:

@@ -1,5 +1,5 @@
-from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
-from common.engine.kv_connector import BlockTransfer
+from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
+from common.engine.kv_connector import BlockTransfer, Destination
 from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
 from common.types import RequestId, SamplingParams, hash_prompt, root_hash
 
@@ -69,3 +69,30 @@ def test_saved_blocks_can_be_loaded_by_another_executor():
     absent = tuple(hash_prompt([99] * 4, 4, root_hash()))
     missing = consumer.execute(step(loads=[BlockTransfer(8, R, (5,), absent, 4)])).transfers[0]
     assert (missing.num_blocks_ok, missing.error) == (0, "block_missing")
+
+
+def test_a_direct_save_writes_into_the_other_executor():
+    producer, consumer = (FakeExecutor(block_size=4, connector=DirectMemoryConnector()) for _ in range(2))
+    addresses = [executor.initialize_kv_cache(16, lambda: None).address for executor in (producer, consumer)]
+    assert len(set(addresses)) == 2
+    prompt = list(range(8))
+    hashes = tuple(hash_prompt(prompt, 4, root_hash()))
+    save = BlockTransfer(1, R, (1, 2), hashes, 4, Destination(addresses[1], (9, 5)))
+    result = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8}, saves=[save]))
+    first = result.sampled[R].token_id
+    (saved,) = result.transfers
+    assert (saved.num_blocks_ok, len(saved.digests)) == (2, 2)
+
+    def load(*digests):
+        (loaded,) = consumer.execute(step(loads=[BlockTransfer(7, R, (9, 5), hashes, 4, digests=digests)])).transfers
+        return loaded.num_blocks_ok, loaded.error
+
+    assert load(*saved.digests) == (2, "")
+    assert load(saved.digests[0], b"other") == (1, "block_corrupt")
+    result = consumer.execute(step([new_request([*prompt, first], [9, 5, 7], computed=8)], scheduled={R: 1}))
+    assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
+
+    consumer.close()
+    (refused,) = producer.execute(step(saves=[save])).transfers
+    assert (refused.num_blocks_ok, refused.error, refused.digests) == (0, "transfer", ())
+    producer.close()
