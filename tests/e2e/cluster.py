@@ -77,12 +77,14 @@ class Cluster:
         return "\n".join(self.lines)
 
     def pid_of(self, name: str) -> int:
-        """Process id of the pod (or router) `name`; the newest if it was restarted."""
+        """Process id of the pod (or router, or "redis") `name`; the newest if it was restarted."""
         children = psutil.Process(self.launcher.pid).children()
         role = name.partition("-")[0]
         for child in sorted(children, key=lambda child: child.create_time(), reverse=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 command = child.cmdline()
+                if name == "redis" and "redis-server" in command[0]:
+                    return child.pid
                 if command[3:5] == ["serve", role] and (role == "router" or name in command):
                     return child.pid
         raise AssertionError(f"no process of {name}:\n{self.output}")
