@@ -23,10 +23,11 @@ class DecodeConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         Meta(
             gt=0,
-            description="Seconds for which blocks stay reserved that a lost prefill pod may still write to; longer "
-            "than a connector's transfer timeout and a step, after which a living one no longer writes.",
+            description="Seconds for which blocks stay reserved that a lost prefill pod may still write to. A living "
+            "one no longer does after the time in which it notices the loss (15 s at most), a step, and its "
+            "connector's transfer timeout.",
         ),
-    ] = 35.0
+    ] = 60.0
     kv_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(

@@ -22,7 +22,7 @@ reason:
     handoff_timeout    no event came in time
     handoff_refused    the prefill pod does not know or want the transfer
     handoff_invalid    an event does not fit the request
-    incompatible       model or connector differ
+    incompatible       model, block layout or connector differ
     no_connector       this pod has no connector
     quarantine_full    too many blocks may still be written to by prefill pods that were lost
     internal           a fault of ours; the log has it
@@ -107,6 +107,7 @@ class Offer:
     connector: str
     pod_id: str  # ours
     block_size: int
+    bytes_per_block: int
     is_direct: bool = False  # the prefill pod writes into our blocks
     connector_address: bytes = b""  # direct: of our connector
 
@@ -366,6 +367,8 @@ class Handoff:
             connector=offer.connector,
             decode_pod_id=offer.pod_id,
             connector_address=offer.connector_address,
+            block_size=offer.block_size,
+            bytes_per_block=offer.bytes_per_block,
         )
 
     async def _take_leave(self, call: _Call, reading: _Reading | None) -> None:

@@ -302,6 +302,7 @@ class DecodeRequest:
             connector=self._pod.config.connector or "",
             pod_id=self._pod.pod_id,
             block_size=spec.block_size,
+            bytes_per_block=spec.bytes_per_block,
             is_direct=spec.is_direct,
             connector_address=spec.connector_address,
         )

@@ -162,22 +162,28 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             self._transfers.cancel(transfer, error)
 
     def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
-        ours = self._pod.config.connector or ""
-        if start.connector != ours:
+        """Block layouts are part of the fingerprint; they are named for their own sake."""
+        connector, spec = self._pod.config.connector or "", self._pod.spec
+        facts: list[tuple[str, object, object]] = [
+            ("connector", connector, start.connector),
+            ("block_size", spec.block_size, start.block_size),
+            ("bytes_per_block", spec.bytes_per_block, start.bytes_per_block),
+            ("fingerprint", spec.fingerprint, start.fingerprint),
+        ]
+        for name, ours, theirs in facts:
+            if ours != theirs:
+                raise IncompatiblePeerError(
+                    f"{name} differs: {_shown(ours)} here, {_shown(theirs)} on {start.decode_pod_id}", param=name
+                )
+        if spec.is_direct and not start.connector_address:
             raise IncompatiblePeerError(
-                f"connectors differ: {ours!r} here, {start.connector!r} on {start.decode_pod_id}", param="connector"
-            )
-        if start.fingerprint != self._pod.spec.fingerprint:
-            raise IncompatiblePeerError(
-                f"models differ: fingerprint {self._pod.spec.fingerprint.hex()[:12]} here, "
-                f"{start.fingerprint.hex()[:12]} on {start.decode_pod_id}",
-                param="fingerprint",
-            )
-        if self._pod.spec.is_direct and not start.connector_address:
-            raise IncompatiblePeerError(
-                f"{ours}: {start.decode_pod_id} named no address of its connector, into which this pod could write",
+                f"connector_address: {start.decode_pod_id} has none, so {connector} cannot write to it",
                 param="connector_address",
             )
+
+
+def _shown(fact: object) -> str:
+    return fact.hex()[:12] if isinstance(fact, bytes) else repr(fact)
 
 
 async def _read_start(commands: AsyncIterator[pods_pb2.HandoffCommand]) -> pods_pb2.HandoffStart:

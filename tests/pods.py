@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ import torch
 from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import CacheConfig, SchedulerConfig
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector
+from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
@@ -38,6 +39,49 @@ CHUNK = 32  # tokens per step
 DEADLINE_S = 30.0  # of everything that is awaited here; far more than it takes
 
 Store = dict[BlockHash, torch.Tensor]
+
+
+class SlowConnector(DirectMemoryConnector):
+    """Saves that were started while it is held take place, and settle, when it is let go, cancelled or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._is_held = False
+        self._held: list[BlockTransfer] = []
+        self.cancelled: list[int] = []
+        self.corrupt_next = False  # one digest will be wrong
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._held)
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._is_held = False
+            held, self._held = self._held, []
+        for transfer in held:
+            super().start_save(transfer)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        with self._lock:
+            if self._is_held:
+                self._held.append(transfer)
+                return
+        super().start_save(transfer)
+
+    def poll(self) -> list[TransferResult]:
+        settled = super().poll()
+        if self.corrupt_next and settled and settled[0].digests:
+            self.corrupt_next = False
+            settled[0] = replace(settled[0], digests=(b"wrong", *settled[0].digests[1:]))
+        return settled
+
+    def cancel(self, job_id: int) -> None:
+        self.cancelled.append(job_id)
 
 
 class StepGate:
@@ -349,6 +393,9 @@ class HandoffStream:
             "fingerprint": pod.context.spec.fingerprint,
             "connector": pod.context.config.connector,
             "decode_pod_id": "decode-test",
+            "connector_address": pod.context.spec.connector_address,  # its own, but for tests that have another
+            "block_size": pod.context.spec.block_size,
+            "bytes_per_block": pod.context.spec.bytes_per_block,
             **start,
         }
         self._start = pods_pb2.HandoffStart(transfer_id=transfer_id, epoch=epoch, **fields)
@@ -373,6 +420,10 @@ class HandoffStream:
             if event.HasField("delivered") or event.HasField("failed"):
                 await self.call.done_writing()
         return rest
+
+    async def reserve(self, block_ids: list[int], num_held_tokens: int = 0) -> None:
+        reserved = pods_pb2.HandoffReserved(num_held_tokens=num_held_tokens, block_ids=block_ids)
+        await self.call.write(pods_pb2.HandoffCommand(reserved=reserved))
 
     async def cancel(self, reason: str = "test") -> None:
         await self.call.write(pods_pb2.HandoffCommand(cancel=pods_pb2.HandoffCancel(reason=reason)))

@@ -58,7 +58,7 @@ class _KVFailurePolicy:
 class _KVFailurePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVFailurePolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     KV_FAILURE_POLICY_UNSPECIFIED: _KVFailurePolicy.ValueType  # 0
-    """The default of whoever reads it; pods take it as recompute."""
+    """The setting of whoever reads it."""
     KV_FAILURE_POLICY_RECOMPUTE: _KVFailurePolicy.ValueType  # 1
     """The decode pod computes what is missing."""
     KV_FAILURE_POLICY_FAIL: _KVFailurePolicy.ValueType  # 2
@@ -68,7 +68,7 @@ class KVFailurePolicy(_KVFailurePolicy, metaclass=_KVFailurePolicyEnumTypeWrappe
     """What becomes of a request whose remotely computed KV does not come."""
 
 KV_FAILURE_POLICY_UNSPECIFIED: KVFailurePolicy.ValueType  # 0
-"""The default of whoever reads it; pods take it as recompute."""
+"""The setting of whoever reads it."""
 KV_FAILURE_POLICY_RECOMPUTE: KVFailurePolicy.ValueType  # 1
 """The decode pod computes what is missing."""
 KV_FAILURE_POLICY_FAIL: KVFailurePolicy.ValueType  # 2

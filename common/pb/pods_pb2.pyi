@@ -176,7 +176,7 @@ class Submit(_message.Message):
     timeout_s: _builtins.float
     """Seconds until the request is ended as overdue; 0: no limit."""
     kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType
-    """What becomes of the request if its KV does not come; unspecified: recompute."""
+    """If the request's KV does not come; unspecified: the pod's setting."""
     @_builtins.property
     def request(self) -> _common_pb2.EngineRequest: ...
     @_builtins.property
@@ -440,6 +440,8 @@ class HandoffStart(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     DECODE_POD_ID_FIELD_NUMBER: _builtins.int
     CONNECTOR_ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     epoch: _builtins.int
     fingerprint: _builtins.bytes
@@ -450,6 +452,10 @@ class HandoffStart(_message.Message):
     """For logs."""
     connector_address: _builtins.bytes
     """Direct connectors: what the prefill pod needs to write to the decode pod."""
+    block_size: _builtins.int
+    """Tokens per KV block of the decode pod; must equal the prefill pod's."""
+    bytes_per_block: _builtins.int
+    """Bytes per KV block of the decode pod; must equal the prefill pod's."""
     def __init__(
         self,
         *,
@@ -459,10 +465,12 @@ class HandoffStart(_message.Message):
         connector: _builtins.str = ...,
         decode_pod_id: _builtins.str = ...,
         connector_address: _builtins.bytes = ...,
+        block_size: _builtins.int = ...,
+        bytes_per_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "connector_address", b"connector_address", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "connector", b"connector", "connector_address", b"connector_address", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,17 +1,15 @@
 """A prefill pod writes straight into the blocks that a decode pod has reserved: direct handoffs over real gRPC."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import grpc
 import pytest
 
-from common.engine.executor.fake import DirectMemoryConnector, expected_tokens
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2
 from tests.pods import (
     BLOCK_SIZE,
@@ -19,6 +17,7 @@ from tests.pods import (
     DEADLINE_S,
     FakeRouter,
     RunningPod,
+    SlowConnector,
     decode_pod,
     engine_request,
     prefill_pod,
@@ -30,49 +29,6 @@ from tests.pods import (
 PROMPT = prompt_of(2 * CHUNK + 5)  # three chunks
 EXPECTED = expected_tokens(PROMPT, 8)
 NUM_BLOCKS = -(-len(PROMPT) // BLOCK_SIZE)
-
-
-class SlowConnector(DirectMemoryConnector):
-    """Saves that were started while it is held take place, and settle, when it is let go, cancelled or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-        self._is_held = False
-        self._held: list[BlockTransfer] = []
-        self.cancelled: list[int] = []
-        self.corrupt_next = False  # one digest will be wrong
-
-    @property
-    def is_writing(self) -> bool:
-        return bool(self._held)
-
-    def hold(self) -> None:
-        self._is_held = True
-
-    def let_go(self) -> None:
-        with self._lock:
-            self._is_held = False
-            held, self._held = self._held, []
-        for transfer in held:
-            super().start_save(transfer)
-
-    def start_save(self, transfer: BlockTransfer) -> None:
-        with self._lock:
-            if self._is_held:
-                self._held.append(transfer)
-                return
-        super().start_save(transfer)
-
-    def poll(self) -> list[TransferResult]:
-        settled = super().poll()
-        if self.corrupt_next and settled and settled[0].digests:
-            self.corrupt_next = False
-            settled[0] = replace(settled[0], digests=(b"wrong", *settled[0].digests[1:]))
-        return settled
-
-    def cancel(self, job_id: int) -> None:
-        self.cancelled.append(job_id)
 
 
 @dataclass

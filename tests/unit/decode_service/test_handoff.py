@@ -89,7 +89,7 @@ async def handoff_with(
     servicer = ScriptedHandoff(events)
     pods_pb2_grpc.add_HandoffServicer_to_server(servicer, server.grpc_server)
     async with server, ChannelPool() as peers:
-        offer = Offer(server.address, "t", 1, 40, 500, b"f", "shared-storage", "decode-0", 16)
+        offer = Offer(server.address, "t", 1, 40, 500, b"f", "shared-storage", "decode-0", 16, 64)
         consumer = RecordingConsumer()
         yield Handoff(offer, consumer, peers, DecodeConfig(handoff_connect_timeout_s=DEADLINE_S)), consumer, servicer
 

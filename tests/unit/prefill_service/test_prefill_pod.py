@@ -99,7 +99,13 @@ async def test_generation_that_ends_with_its_first_token_is_delivered_all_the_sa
 
 
 @pytest.mark.parametrize(
-    ("start", "param"), [({"fingerprint": b"other"}, "fingerprint"), ({"connector": "nixl"}, "connector")]
+    ("start", "param"),
+    [
+        ({"fingerprint": b"other"}, "fingerprint"),
+        ({"connector": "nixl"}, "connector"),
+        ({"block_size": 32, "fingerprint": b"other"}, "block_size"),
+        ({"bytes_per_block": 1}, "bytes_per_block"),
+    ],
 )
 async def test_pods_that_do_not_fit_are_refused(pod: RunningPod, start: dict, param: str) -> None:
     async with HandoffStream(pod, "t-a", **start) as stream:
