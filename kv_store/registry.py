@@ -57,13 +57,22 @@ def _redis(options: Options) -> WorkerConnector:
     return StoreWorkerConnector(RedisStore(parsed), parsed)
 
 
+def _nixl(options: Options) -> WorkerConnector:
+    from kv_store.nixl.connector import NixlOptions, NixlWorkerConnector
+
+    return NixlWorkerConnector(_parse("nixl", options, NixlOptions))
+
+
 _FACTORIES: dict[str, Callable[[Options], WorkerConnector]] = {
     "memory": _memory,
+    "nixl": _nixl,
     "redis": _redis,
     "shared-storage": _shared_storage,
 }
 
 CONNECTOR_NAMES = tuple(_FACTORIES)
+DIRECT_CONNECTOR_NAMES = ("nixl",)
+STORE_CONNECTOR_NAMES = tuple(name for name in CONNECTOR_NAMES if name not in DIRECT_CONNECTOR_NAMES)
 
 
 def _parse(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:

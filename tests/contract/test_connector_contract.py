@@ -13,7 +13,7 @@ from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import StoreError
 from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
 from kv_store.block_format import BlockFormat
-from kv_store.registry import CONNECTOR_NAMES
+from kv_store.registry import STORE_CONNECTOR_NAMES
 from kv_store.staging import layout_of
 from tests.contract.connector_rig import (
     BLOCK_SIZE,
@@ -34,7 +34,7 @@ HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
 OTHER_FINGERPRINT = bytes(reversed(range(32)))
 
 
-@pytest.fixture(params=CONNECTOR_NAMES)
+@pytest.fixture(params=STORE_CONNECTOR_NAMES)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
     namespace = BlockFormat(FINGERPRINT, layout_of(create_kv_cache())).namespace
     match request.param:

@@ -21,7 +21,7 @@ def test_texts_from_a_command_line_are_understood():
 @pytest.mark.parametrize(
     ("name", "options", "param", "says"),
     [
-        ("carrier-pigeon", {}, "connector", "memory, redis, shared-storage"),
+        ("carrier-pigeon", {}, "connector", "memory, nixl, redis, shared-storage"),
         ("shared-storage", {"pth": "/x"}, "pth", "threads, timeout_s, staging_bytes, path, max_bytes"),
         ("shared-storage", {"path": 3}, "path", "path"),
         ("shared-storage", {"max_bytes": 0}, "max_bytes", ">= 1"),
@@ -39,6 +39,6 @@ def test_mistakes_are_named(name, options, param, says):
 
 
 def test_nothing_is_imported_before_it_is_asked_for():
-    late = {"torch", "xxhash", "redis", "kv_store.shared_storage"}
+    late = {"torch", "xxhash", "redis", "nixl", "kv_store.shared_storage"}
     code = f"import sys, kv_store.registry; assert not {late} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,316 @@
+"""A direct WorkerConnector over NIXL.
+
+The life of a save:
+
+1. `start_save` queues it. From then on its deadline runs; until step 3 it can be cancelled at once.
+2. The saving thread checks the destination's address and waits for the compute stream.
+3. It posts one write for all blocks and takes their digests while that is under way.
+4. It settles when NIXL says that the write is complete or has failed. A cancelled one also waits for that, since
+   nothing but the end of the sending agent stops a write (see `kv_store.nixl.sender`).
+5. A write that is under way at its deadline ends the sending agent, and with it all other writes: it settles as
+   timed out, they as failed.
+
+A load moves nothing: the verifying thread compares the digest of each block with the one that the producer took.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
+from common.errors import (
+    BlockCorruptError,
+    StoreError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
+from kv_store.nixl.address import NixlAddress, Region, check_block_ids, check_fits, decode_address
+from kv_store.nixl.agent import Agent, load_nixl
+from kv_store.nixl.digests import SlabReader, create_slab_reader, digests_of
+from kv_store.nixl.jobs import Job, JobTable
+from kv_store.nixl.sender import Sender, Transfer
+from kv_store.staging import layout_of, record_fence
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_MIN_PAUSE_S = 50e-6  # between two looks at what is under way
+_MAX_PAUSE_S = 1e-3
+_DRAIN_S = 2.0  # that writes under way get to complete when we close
+_CLOSE_TIMEOUT_S = 5.0
+
+_Inbox = queue.SimpleQueue[Job | None]  # None closes
+
+
+class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the nixl connector."""
+
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds after which a transfer is given up and its blocks recomputed.")
+    ] = 30.0
+
+
+class NixlWorkerConnector:
+    """Writes blocks into the KV caches of peers, and verifies what peers have written into this one."""
+
+    def __init__(self, options: NixlOptions) -> None:
+        self._options = options
+        self._nixl = load_nixl()
+        self._agent: Agent | None = None  # peers write through it
+        self._saves: _Inbox = queue.SimpleQueue()
+        self._loads: _Inbox = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._kv_cache: torch.Tensor | None = None
+
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
+        """See WorkerConnector."""
+        layout = layout_of(kv_cache)
+        region = Region(
+            memory="DRAM" if kv_cache.device.type == "cpu" else "VRAM",
+            device_id=kv_cache.device.index or 0,
+            base=kv_cache.data_ptr(),
+            num_blocks=kv_cache.shape[0],
+            block_bytes=layout.payload_bytes,
+        )
+        self._agent = Agent(self._nixl, region)
+        self._jobs = JobTable(on_settled)
+        self._kv_cache = kv_cache
+        sending = _Sending(self._jobs, Sender(self._nixl, region), region, fingerprint, layout.block_size)
+        self._start_thread("saves", lambda: sending.run(self._saves, kv_cache))
+        verifying = _Verifying(self._jobs, region, layout.block_size)
+        self._start_thread("loads", lambda: verifying.run(self._loads, kv_cache))
+        address = NixlAddress(
+            agent_name=self._agent.name, metadata=self._agent.metadata, fingerprint=fingerprint, region=region
+        )
+        return ConnectorFacts(is_direct=True, address=address.encode())
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._submit(transfer, self._loads)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._submit(transfer, self._saves)
+
+    def cancel(self, job_id: int) -> None:
+        """See WorkerConnector."""
+        if self._kv_cache is not None:
+            self._jobs.cancel(job_id)
+
+    def poll(self) -> list[TransferResult]:
+        """See WorkerConnector."""
+        return self._jobs.poll() if self._agent is not None else []
+
+    def close(self) -> None:
+        """See WorkerConnector. Writes under way get a moment to complete."""
+        if self._kv_cache is None:
+            return
+        self._saves.put(None)
+        self._loads.put(None)
+        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("thread %s hangs in nixl and is left behind", thread.name)
+        self._jobs.settle_all(TransferCancelledError.reason)
+        if self._agent is not None:
+            self._agent.close()
+        self._kv_cache = None
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"kv-nixl-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _submit(self, transfer: BlockTransfer, inbox: _Inbox) -> None:
+        if self._kv_cache is None:
+            raise RuntimeError("the connector is not open")
+        job = Job(transfer, record_fence(self._kv_cache), time.monotonic() + self._options.timeout_s)
+        self._jobs.add(job)
+        inbox.put(job)
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A write under way."""
+
+    job: Job
+    transfer: Transfer
+    digests: tuple[bytes, ...] | None = None  # None until taken, empty if that failed
+
+
+class _Sending:
+    """What the saving thread does."""
+
+    def __init__(self, jobs: JobTable, sender: Sender, region: Region, fingerprint: bytes, block_size: int) -> None:
+        self._jobs = jobs
+        self._sender = sender
+        self._region = region
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._queued: deque[Job] = deque()
+        self._posted: list[_Posted] = []
+
+    def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
+        """Serve the inbox until it is closed. Sleeps while there is nothing to do, and ever longer between looks at
+        what is under way."""
+        self._reader = create_slab_reader(kv_cache)
+        pause_s = _MIN_PAUSE_S
+        while True:
+            try:
+                job = inbox.get(timeout=pause_s if self._queued or self._posted else None)
+            except queue.Empty:
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            else:
+                if job is None:
+                    break
+                self._queued.append(job)
+                pause_s = _MIN_PAUSE_S
+            self._post_ready()
+            if self._reap():
+                pause_s = _MIN_PAUSE_S
+        self._close()
+
+    def _post_ready(self) -> None:
+        """Post what the compute stream has finished, which it does in order."""
+        while self._queued and (self._queued[0].is_ready or self._queued[0].is_overdue):
+            job = self._queued.popleft()
+            if job.is_overdue:
+                self._jobs.settle(job, TransferTimeoutError.reason)
+            elif self._jobs.begin(job):
+                self._post(job)
+
+    def _post(self, job: Job) -> None:
+        try:
+            address, to_ids = self._checked(job.transfer)
+            if to_ids:
+                self._posted.append(_Posted(job, self._sender.post(address, job.transfer.block_ids, to_ids)))
+            else:
+                self._jobs.settle(job)
+        except TransferError as error:
+            self._fail(job, error)
+        except Exception as error:  # a defect may cost a recompute, not the thread that all later jobs need
+            logger.exception("a save failed")
+            self._fail(job, TransferError(str(error)))
+
+    def _checked(self, transfer: BlockTransfer) -> tuple[NixlAddress, tuple[int, ...]]:
+        """Where to write to. Raises TransferError."""
+        if transfer.destination is None:
+            raise TransferError("connector nixl saves to a destination only", param="destination")
+        address = decode_address(transfer.destination.address)
+        check_fits(address, self._fingerprint, self._region.block_bytes)
+        to_ids = transfer.destination.block_ids
+        if len(to_ids) != len(transfer.block_ids):
+            raise TransferError(f"{len(transfer.block_ids)} blocks for {len(to_ids)}", param="block_ids")
+        check_block_ids(self._region, transfer.block_ids)
+        check_block_ids(address.region, to_ids)
+        return address, to_ids
+
+    def _reap(self) -> bool:
+        """Settle what is over; True if anything was."""
+        under_way = [posted for posted in self._posted if not self._is_over(posted)]
+        progressed = len(under_way) < len(self._posted)
+        self._posted = under_way
+        if any(posted.job.is_overdue for posted in under_way):
+            self._abandon()
+        return progressed
+
+    def _is_over(self, posted: _Posted) -> bool:
+        job = posted.job
+        if posted.digests is None:
+            posted.digests = self._digests(job.transfer)
+        try:
+            if not self._sender.is_done(posted.transfer):
+                return False
+        except StoreError as error:
+            self._fail(job, error)
+            return True
+        if job.is_unwanted:
+            self._jobs.settle(job, TransferCancelledError.reason)
+        elif not posted.digests:
+            self._jobs.settle(job, TransferError.reason)
+        else:
+            self._jobs.settle(job, num_blocks_ok=len(posted.digests), digests=posted.digests)
+        return True
+
+    def _digests(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
+        """Of all blocks; none if that fails, which must not keep the write from being watched."""
+        try:
+            return tuple(digests_of(transfer, self._reader, self._block_size))
+        except Exception:
+            logger.exception("the digests of a save failed")
+            return ()
+
+    def _abandon(self) -> None:
+        """A write does not end: end the agent, and so all of them."""
+        logger.warning("a save is under way after its deadline; all %d under way are given up", len(self._posted))
+        self._sender.abandon()
+        for posted in self._posted:
+            error = TransferTimeoutError if posted.job.is_overdue else StoreError
+            self._jobs.settle(posted.job, error.reason)
+        self._posted.clear()
+
+    def _fail(self, job: Job, error: TransferError) -> None:
+        logger.warning("save of request %s failed: %s", job.transfer.request_id, error)
+        self._jobs.settle(job, error.reason)
+
+    def _close(self) -> None:
+        give_up = time.monotonic() + _DRAIN_S
+        while self._posted and time.monotonic() < give_up:
+            self._reap()
+            time.sleep(_MAX_PAUSE_S)
+        self._sender.abandon()
+
+
+class _Verifying:
+    """What the verifying thread does."""
+
+    def __init__(self, jobs: JobTable, region: Region, block_size: int) -> None:
+        self._jobs = jobs
+        self._region = region
+        self._block_size = block_size
+
+    def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
+        """Serve the inbox until it is closed."""
+        reader = create_slab_reader(kv_cache)
+        while (job := inbox.get()) is not None:
+            try:
+                self._verify(job, reader)
+            except TransferError as error:
+                logger.warning("load of request %s failed: %s", job.transfer.request_id, error)
+                self._jobs.settle(job, error.reason)
+            except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
+                logger.exception("a load failed")
+                self._jobs.settle(job, TransferError.reason)
+
+    def _verify(self, job: Job, reader: SlabReader) -> None:
+        transfer = job.transfer
+        check_block_ids(self._region, transfer.block_ids)
+        if len(transfer.digests) != len(transfer.block_ids):
+            raise TransferError(f"{len(transfer.digests)} digests for {len(transfer.block_ids)} blocks")
+        num_ok = 0
+        for found, wanted in zip(digests_of(transfer, reader, self._block_size), transfer.digests, strict=True):
+            if job.is_settled:
+                return
+            if found != wanted or job.is_overdue:
+                reason = BlockCorruptError.reason if found != wanted else TransferTimeoutError.reason
+                logger.warning("load of request %s stopped at block %d: %s", transfer.request_id, num_ok, reason)
+                self._jobs.settle(job, reason, num_ok)
+                return
+            num_ok += 1
+        self._jobs.settle(job, num_blocks_ok=num_ok)

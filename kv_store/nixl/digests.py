@@ -1,0 +1,81 @@
+"""Digests of blocks where they lie: the producer takes them of what it sends, the consumer of what has arrived.
+
+A digest covers the slab's bytes and binds the block's hash and its number of tokens, so that another block's bytes, or
+a block that was never written, are noticed as well. It is XXH3-128: it finds what transports and software break, and is
+no defence against a producer that wants to deceive.
+
+On a GPU the slabs are copied to pinned host memory for it, a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import xxhash
+
+from kv_store.block_format import HEADER_BYTES
+from kv_store.staging import Staging, create_staging
+
+if TYPE_CHECKING:
+    from common.engine.kv_connector import BlockTransfer
+    from common.types import BlockHash
+    from kv_store.base import Buffer
+
+_STAGING_BYTES = 8 << 20
+
+
+def block_digest(slab: Buffer, block_hash: BlockHash, num_tokens: int) -> bytes:
+    """16 bytes that say what the slab holds and of which block."""
+    return xxhash.xxh3_128_digest(block_hash + num_tokens.to_bytes(4, "little") + xxhash.xxh3_128_digest(slab))
+
+
+class SlabReader(Protocol):
+    """One thread's view of a KV cache."""
+
+    def slabs(self, block_ids: Sequence[int]) -> Iterator[Buffer]:
+        """The bytes of each block, to be used before the next is asked for."""
+
+
+def create_slab_reader(kv_cache: torch.Tensor) -> SlabReader:
+    """To be called on the thread that will use it."""
+    if kv_cache.device.type == "cpu":
+        return HostSlabReader(kv_cache)
+    return StagedSlabReader(create_staging(kv_cache, _STAGING_BYTES))
+
+
+class HostSlabReader:
+    """Reads host memory in place."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        self._slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8).numpy()
+
+    def slabs(self, block_ids: Sequence[int]) -> Iterator[Buffer]:
+        """See SlabReader."""
+        for block_id in block_ids:
+            yield self._slabs[block_id].data
+
+
+class StagedSlabReader:
+    """Reads through frames in host memory."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def slabs(self, block_ids: Sequence[int]) -> Iterator[Buffer]:
+        """See SlabReader."""
+        frames = self._staging.frames
+        for start in range(0, len(block_ids), len(frames)):
+            batch = block_ids[start : start + len(frames)]
+            self._staging.gather(batch, None)
+            for frame in frames[: len(batch)]:
+                yield frame[HEADER_BYTES:]
+
+
+def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> Iterator[bytes]:
+    """Digest of each block of the transfer, computed when it is asked for."""
+    last = len(transfer.block_ids) - 1
+    for index, slab in enumerate(reader.slabs(transfer.block_ids)):
+        num_tokens = transfer.num_tokens_in_last if index == last else block_size
+        yield block_digest(slab, transfer.block_hashes[index], num_tokens)

@@ -1,0 +1,93 @@
+"""Which jobs have not settled. Any thread may ask; each job settles once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.errors import TransferCancelledError
+
+if TYPE_CHECKING:
+    from kv_store.staging import Fence
+
+
+class Job:
+    """One transfer. `due` is in monotonic seconds."""
+
+    def __init__(self, transfer: BlockTransfer, fence: Fence, due: float) -> None:
+        self.transfer = transfer
+        self.fence = fence
+        self.due = due
+        self.is_settled = False
+        self.is_unwanted = False  # cancelled, but not yet out of the transport's hands
+        self.is_with_transport = False  # which alone may settle it
+
+    @property
+    def is_overdue(self) -> bool:
+        """True once the deadline has passed."""
+        return time.monotonic() >= self.due
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the compute stream has written the blocks."""
+        return self.fence is None or bool(self.fence.query())  # type: ignore[no-untyped-call]
+
+
+class JobTable:
+    """All unsettled jobs, and the results that nobody has polled."""
+
+    def __init__(self, on_settled: Callable[[], None]) -> None:
+        self._on_settled = on_settled
+        self._lock = threading.Lock()
+        self._unsettled: dict[int, Job] = {}
+        self._results: list[TransferResult] = []
+
+    def add(self, job: Job) -> None:
+        """From now on the job must settle."""
+        with self._lock:
+            self._unsettled[job.transfer.job_id] = job
+
+    def begin(self, job: Job) -> bool:
+        """The transport takes the job's blocks; False if it has settled before."""
+        with self._lock:
+            job.is_with_transport = not job.is_settled
+            return job.is_with_transport
+
+    def cancel(self, job_id: int) -> None:
+        """Settle the job unless the transport has it, which then settles it. Unknown ids are ignored."""
+        with self._lock:
+            job = self._unsettled.get(job_id)
+            if job is None:
+                return
+            job.is_unwanted = True
+            if job.is_with_transport:
+                return
+        self.settle(job, TransferCancelledError.reason)
+
+    def settle(self, job: Job, error: str = "", num_blocks_ok: int = 0, digests: tuple[bytes, ...] = ()) -> bool:
+        """End the job; False if it has ended before."""
+        job_id = job.transfer.job_id
+        with self._lock:
+            if job.is_settled:
+                return False
+            job.is_settled = True
+            del self._unsettled[job_id]
+            self._results.append(TransferResult(job_id, num_blocks_ok, error, digests))
+        self._on_settled()
+        return True
+
+    def settle_all(self, error: str) -> None:
+        """End every job."""
+        with self._lock:
+            jobs = list(self._unsettled.values())
+        for job in jobs:
+            self.settle(job, error)
+
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
