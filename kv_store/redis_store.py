@@ -11,11 +11,13 @@ only the blocks move that it gains or takes along.
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import ssl
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
@@ -128,15 +130,15 @@ class _Server:
         """The server with the highest score has the block."""
         return xxhash.xxh3_64_intdigest(key, self._seed)
 
-    def ask(self, commands: Sequence[_Command]) -> Generator[Any, None, None]:
-        """Send commands without waiting in between; yields their replies, raises the first that is an error."""
+    @contextmanager
+    def send(self, commands: Sequence[_Command]) -> Iterator[redis.Connection]:
+        """Send commands without waiting in between; inside, all their replies are to be read from the connection."""
         pool = self.client.connection_pool
         connection = pool.get_connection()
         try:
-            # Not through a pipeline of the client, which copies each frame three times and keeps all replies.
+            # Not through a pipeline of the client, which copies each frame three times.
             connection.send_packed_command(list(_pack(commands)))
-            for _ in commands:
-                yield connection.read_response()
+            yield connection
         except BaseException:
             connection.disconnect()  # nobody else may get what is still under way on it
             raise
@@ -158,6 +160,64 @@ def _pack(commands: Sequence[_Command]) -> Iterator[bytes | memoryview]:
             else:
                 text += word + b"\r\n"
     yield text
+
+
+class _FrameReader:
+    """Reads replies that are strings from a connection straight into buffers, where hiredis would copy them twice."""
+
+    _LOOK_AHEAD = 32  # bytes read to find the length; what they have of a frame is copied
+    _MAX_LINE = 1 << 12  # bytes of an error
+
+    def __init__(self, connection: redis.Connection) -> None:
+        self._socket: socket.socket = connection._sock  # noqa: SLF001 - the client offers no other way to a string
+        self._ahead = b""  # received and not yet taken
+
+    def read_into(self, buffer: Buffer) -> int | None:
+        """Copy the next reply into `buffer`, what does not fit left out. Its size in bytes, None if there is none."""
+        line = self._take_line()
+        if line.startswith(b"-"):
+            raise redis.ResponseError(line[1:].decode(errors="replace"))
+        if not re.fullmatch(rb"\$(-1|\d+)", line):
+            raise redis.InvalidResponse(f"not the length of a string: {line!r}")
+        if (size := int(line[1:])) < 0:
+            return None
+        fitting = buffer[:size]
+        self._take_into(fitting)
+        left_out = size - len(fitting)
+        while left_out:
+            left_out -= self._take_into(memoryview(bytearray(min(left_out, 1 << 16))))
+        self._take_into(memoryview(bytearray(2)))  # the end of the line
+        return size
+
+    def _take_line(self) -> bytes:
+        while b"\r\n" not in self._ahead:
+            if len(self._ahead) > self._MAX_LINE:
+                raise redis.InvalidResponse("a line without an end")
+            self._look_ahead()
+        line, _, self._ahead = self._ahead.partition(b"\r\n")
+        return line
+
+    def _take_into(self, buffer: memoryview) -> int:
+        """Fill `buffer`, whose size it returns."""
+        if len(buffer) <= self._LOOK_AHEAD:  # with it may come the next length
+            while len(self._ahead) < len(buffer):
+                self._look_ahead()
+        filled = min(len(buffer), len(self._ahead))
+        buffer[:filled], self._ahead = self._ahead[:filled], self._ahead[filled:]
+        while filled < len(buffer):
+            filled += self._received(self._socket.recv_into(buffer[filled:]))
+        return filled
+
+    def _look_ahead(self) -> None:
+        received = self._socket.recv(self._LOOK_AHEAD)
+        self._received(len(received))
+        self._ahead += received
+
+    @staticmethod
+    def _received(num_bytes: int) -> int:
+        if not num_bytes:
+            raise redis.ConnectionError("the server closed the connection")
+        return num_bytes
 
 
 class RedisStore:
@@ -185,17 +245,23 @@ class RedisStore:
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
         commands = [(b"EXPIRE", self._name_of(key), self._ttl_s) for key in keys]
-        return self._ask(keys, commands, lambda _, reply: reply == 1)
+        return self._ask(keys, commands, lambda connection: lambda _: connection.read_response() == 1)
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
         named = zip(map(self._name_of, keys), frames, strict=True)
-        self._ask(keys, [(b"SET", name, frame, b"EX", self._ttl_s) for name, frame in named], lambda *_: None)
+        commands = [(b"SET", name, frame, b"EX", self._ttl_s) for name, frame in named]
+        self._ask(keys, commands, lambda connection: lambda _: connection.read_response())
 
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
+
+        def reader(connection: redis.Connection) -> Callable[[int], int | None]:
+            frames = _FrameReader(connection)
+            return lambda index: frames.read_into(buffers[index])
+
         commands = [(b"GETEX", self._name_of(key), b"EX", self._ttl_s) for key in keys]
-        return self._ask(keys, commands, lambda index, frame: _fill(buffers[index], frame))
+        return self._ask(keys, commands, reader)
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
@@ -211,16 +277,23 @@ class RedisStore:
         for server in servers:
             server.client.close()
 
-    def _ask(self, keys: Sequence[BlockHash], commands: Sequence[_Command], take: Callable[[int, Any], _T]) -> list[_T]:
-        """Send each key's command to the server that has it. Returns what `take` makes of each index and reply."""
+    def _ask(
+        self,
+        keys: Sequence[BlockHash],
+        commands: Sequence[_Command],
+        reader: Callable[[redis.Connection], Callable[[int], _T]],
+    ) -> list[_T]:
+        """Send each key's command to the server that has it. `reader` makes of a connection what takes the next reply
+        from it, given the key's index."""
         shares: dict[_Server, list[int]] = {}
         for index, key in enumerate(keys):
             shares.setdefault(self._server_of(key), []).append(index)
         taken: dict[int, _T] = {}
         for server, indices in shares.items():
-            with _server_errors(server), closing(server.ask([commands[index] for index in indices])) as replies:
-                for index, reply in zip(indices, replies, strict=True):
-                    taken[index] = take(index, reply)
+            with _server_errors(server), server.send([commands[index] for index in indices]) as connection:
+                take = reader(connection)
+                for index in indices:
+                    taken[index] = take(index)
         return [taken[index] for index in range(len(keys))]
 
     def _server_of(self, key: BlockHash) -> _Server:
@@ -246,20 +319,12 @@ def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
         ) from error
 
 
-def _fill(buffer: Buffer, frame: bytes | None) -> int | None:
-    if frame is None:
-        return None
-    size = min(len(frame), len(buffer))
-    buffer[:size] = memoryview(frame)[:size]
-    return len(frame)
-
-
 @contextmanager
 def _server_errors(server: _Server) -> Iterator[None]:
     """Raise what the server or the way to it reports as StoreError."""
     try:
         yield
-    except redis.RedisError as error:
+    except (redis.RedisError, OSError) as error:  # some of the socket's own come through
         raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
 
 

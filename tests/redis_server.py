@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -42,6 +43,16 @@ class RedisServer:
                 return
             self.kill()
         raise RuntimeError(f"redis-server did not start: {said}")
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """Inside, it accepts connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once, as a crash does. Idempotent."""

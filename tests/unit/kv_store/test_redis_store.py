@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import redis
 
 from common.errors import ConfigError, StoreError
 from common.types import BlockHash
-from kv_store.redis_store import RedisOptions, RedisStore, parse_nodes
+from kv_store.redis_store import RedisOptions, RedisStore, _FrameReader, parse_nodes
 from tests.redis_server import RedisServer, running_redis
+from tests.tls_front import Authority, create_authority, tls_front
 
 FRAME_BYTES = 100_000
 PASSWORD = "s3cret-@:/word"  # what a URL must escape
@@ -34,7 +37,7 @@ def server() -> Iterator[RedisServer]:
 def open_store() -> Iterator:
     stores = []
 
-    def make(url: str, namespace: str = "model", **options: int | str) -> RedisStore:
+    def make(url: str, namespace: str = "model", **options: float | str) -> RedisStore:
         stores.append(RedisStore(RedisOptions(url=url, **options)))
         stores[-1].open(namespace, FRAME_BYTES)
         return stores[-1]
@@ -165,7 +168,7 @@ def test_a_database_that_the_server_does_not_have(server, open_store):
 
 
 def test_tls_to_a_server_that_speaks_none(server, open_store):
-    check_refused(open_store, f"rediss://{server.address}", says=server.address)
+    check_refused(open_store, f"rediss://{server.address}", says=server.address, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +193,11 @@ def test_a_bad_url(open_store, url):
     check_refused(open_store, url)
 
 
-def check_refused(open_store, url: str, says: str = "", **options: str) -> None:
+def check_refused(open_store, url: str, says: str = "", param: str = "url", **options: float | str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url, **options)
-    assert caught.value.param == ("tls_ca_file" if options else "url")
-    assert caught.value.param in caught.value.message
+    assert caught.value.param == param
+    assert param in caught.value.message
     assert says in caught.value.message
     assert "s3cret" not in caught.value.message
     assert "\n" not in caught.value.message
@@ -203,4 +206,130 @@ def check_refused(open_store, url: str, says: str = "", **options: str) -> None:
 @pytest.mark.parametrize("url", ["redis://localhost", "rediss://localhost"])
 @pytest.mark.parametrize("ca_file", ["/does/not/exist", __file__])
 def test_a_bad_tls_ca_file(open_store, url, ca_file):
-    check_refused(open_store, url, tls_ca_file=ca_file)
+    check_refused(open_store, url, param="tls_ca_file", tls_ca_file=ca_file)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return create_authority(tmp_path_factory.mktemp("authority") / "ours")
+
+
+def test_tls(server, open_store, authority):
+    with tls_front(authority, server.port) as port:
+        store = open_store(f"rediss://localhost:{port}", tls_ca_file=str(authority.ca_file))
+        store.write([key(1), key(2)], [frame(1), frame(2)])
+        assert read(store, 1) == frame(1)
+        assert store.touch([key(2), key(3)]) == [True, False]
+        assert open_store(server.url).touch([key(2), key(3)]) == [True, False]
+
+
+def test_a_server_that_cannot_prove_who_it_is_is_refused(server, open_store, authority, tmp_path):
+    others = create_authority(tmp_path / "others")
+    with tls_front(authority, server.port) as port:
+        for host, ca_file in [("localhost", ""), ("localhost", others.ca_file), ("127.0.0.1", authority.ca_file)]:
+            check_refused(open_store, f"rediss://{host}:{port}", says="certificate", tls_ca_file=str(ca_file))
+
+
+def test_a_hung_server_is_a_store_error(server, open_store):
+    store, impatient = open_store(server.url), open_store(server.url, timeout_s=0.5)
+    store.write([key(1)], [frame(1)])
+    with server.hung():
+        with pytest.raises(StoreError, match=server.address):
+            impatient.touch([key(1)])
+        with pytest.raises(StoreError, match=server.address):
+            impatient.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))])
+    assert store.touch([key(1)]) == [True]
+    assert read(store, 1) == frame(1)
+
+
+def test_replies_that_nobody_waited_for_reach_nobody_else(server, open_store):
+    store = open_store(server.url)
+    store.write([key(1), key(2)], [frame(1), frame(2)])
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(f"baton:model:{1:032x}")
+        client.lpush(f"baton:model:{1:032x}", b"no string")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        store.read_into([key(1), key(2)], [memoryview(bytearray(FRAME_BYTES)), memoryview(bytearray(FRAME_BYTES))])
+    assert read(store, 2) == frame(2)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[RedisServer]]:
+    with running_redis() as one, running_redis() as two, running_redis() as three:
+        yield [one, two, three]
+
+
+def test_several_servers_share_the_blocks_and_all_pods_agree_where(servers, open_store):
+    urls = [server.url for server in servers]
+    store, other = open_store(",".join(urls)), open_store(", ".join(reversed(urls)))
+    keys = [BlockHash(hashlib.sha256(bytes([index])).digest()[:16]) for index in range(90)]
+    store.write(keys, [frame(index) for index in range(90)])
+    for url in urls:
+        with redis.Redis.from_url(url) as client:
+            assert 15 <= client.dbsize() <= 45
+    assert other.touch(keys) == [True] * 90
+    buffers = [memoryview(bytearray(FRAME_BYTES)) for _ in keys]
+    assert other.read_into(keys, buffers) == [FRAME_BYTES] * 90
+    assert buffers == [frame(index) for index in range(90)]
+
+    fewer = open_store(",".join(urls[:2]))
+    with redis.Redis.from_url(urls[2]) as client:
+        gone = client.dbsize()
+    assert fewer.touch(keys).count(False) == gone  # those of the third, and no others, would move
+    servers[2].kill()
+    with pytest.raises(StoreError, match=servers[2].address):
+        store.touch(keys)
+
+
+class DrippingSocket:
+    """Gives a few bytes at a time, then the end."""
+
+    def __init__(self, received: bytes, step: int) -> None:
+        self._left = received
+        self._step = step
+
+    def recv(self, size: int) -> bytes:
+        taken, self._left = self._left[: min(size, self._step)], self._left[min(size, self._step) :]
+        return taken
+
+    def recv_into(self, buffer: memoryview) -> int:
+        taken = self.recv(len(buffer))
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
+def frame_reader(received: bytes, step: int) -> _FrameReader:
+    return _FrameReader(SimpleNamespace(_sock=DrippingSocket(received, step)))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 32, 33, 1000])
+@pytest.mark.parametrize("room", [0, 1, 40, 100])
+def test_frames_are_read_however_they_arrive(step, room):
+    strings = [b"", b"a", b"\r\n" * 20, bytes(range(100)), None, b"$5\r\n"]
+    encoded = (b"$-1\r\n" if text is None else b"$%d\r\n%b\r\n" % (len(text), text) for text in strings)
+    reader = frame_reader(b"".join(encoded), step)
+    for text in strings:
+        buffer = bytearray(b"x" * room)
+        assert reader.read_into(memoryview(buffer)) == (None if text is None else len(text))
+        assert buffer == ((text or b"")[:room]).ljust(room, b"x")
+
+
+@pytest.mark.parametrize(
+    ("received", "error"),
+    [
+        (b"-ERR no\r\n", redis.ResponseError),
+        (b"+OK\r\n", redis.InvalidResponse),
+        (b"$-2\r\n", redis.InvalidResponse),
+        (b"$ 1\r\n", redis.InvalidResponse),
+        (b"$" + b"9" * 10000, redis.InvalidResponse),
+        (b"$4\r\nabc", redis.ConnectionError),
+        (b"$3\r\nabc", redis.ConnectionError),
+        (b"$3", redis.ConnectionError),
+        (b"", redis.ConnectionError),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_what_is_no_frame_is_an_error(received, error, step):
+    reader = frame_reader(received, step)
+    with pytest.raises(error):
+        reader.read_into(memoryview(bytearray(10)))
