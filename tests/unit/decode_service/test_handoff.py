@@ -23,17 +23,19 @@ Script = Callable[[AsyncIterator[pods_pb2.HandoffCommand], Context], Awaitable[N
 COMPUTING = pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1))
 
 
-def progress(num_tokens: int) -> pods_pb2.HandoffEvent:
-    return pods_pb2.HandoffEvent(progress=pods_pb2.HandoffProgress(num_ready_tokens=num_tokens))
+def progress(num_tokens: int, *digests: bytes) -> pods_pb2.HandoffEvent:
+    return pods_pb2.HandoffEvent(progress=pods_pb2.HandoffProgress(num_ready_tokens=num_tokens, digests=digests))
 
 
-def delivered(num_tokens: int, token: int = 7) -> pods_pb2.HandoffEvent:
-    return pods_pb2.HandoffEvent(delivered=pods_pb2.HandoffDelivered(num_ready_tokens=num_tokens, first_token_id=token))
+def delivered(num_tokens: int, *digests: bytes, token: int = 7) -> pods_pb2.HandoffEvent:
+    event = pods_pb2.HandoffDelivered(num_ready_tokens=num_tokens, first_token_id=token, digests=digests)
+    return pods_pb2.HandoffEvent(delivered=event)
 
 
-def failed(num_tokens: int, code: Any = common_pb2.ERROR_CODE_INTERNAL) -> pods_pb2.HandoffEvent:
+def failed(num_tokens: int, *digests: bytes, code: Any = common_pb2.ERROR_CODE_INTERNAL) -> pods_pb2.HandoffEvent:
     error = common_pb2.Error(code=code, message="out of luck")
-    return pods_pb2.HandoffEvent(failed=pods_pb2.HandoffFailed(error=error, num_ready_tokens=num_tokens))
+    event = pods_pb2.HandoffFailed(error=error, num_ready_tokens=num_tokens, digests=digests)
+    return pods_pb2.HandoffEvent(failed=event)
 
 
 class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
@@ -83,15 +85,17 @@ class RecordingConsumer:
 
 @asynccontextmanager
 async def handoff_with(
-    events: list[pods_pb2.HandoffEvent],
+    events: list[pods_pb2.HandoffEvent], *, is_direct: bool = False, **timeouts: float
 ) -> AsyncIterator[tuple[Handoff, RecordingConsumer, ScriptedHandoff]]:
     server = RpcServer("127.0.0.1", 0, ["baton.v1.Handoff"])
     servicer = ScriptedHandoff(events)
     pods_pb2_grpc.add_HandoffServicer_to_server(servicer, server.grpc_server)
     async with server, ChannelPool() as peers:
-        offer = Offer(server.address, "t", 1, 40, 500, b"f", "shared-storage", "decode-0", 16, 64)
+        address = b"here" if is_direct else b""
+        offer = Offer(server.address, "t", 1, 40, 500, b"f", "c", "decode-0", 16, 64, is_direct, address)
         consumer = RecordingConsumer()
-        yield Handoff(offer, consumer, peers, DecodeConfig(handoff_connect_timeout_s=DEADLINE_S)), consumer, servicer
+        config = DecodeConfig(handoff_connect_timeout_s=DEADLINE_S, **timeouts)  # type: ignore[arg-type]
+        yield Handoff(offer, consumer, peers, config), consumer, servicer
 
 
 async def test_good_handoff_in_order() -> None:
@@ -109,8 +113,8 @@ async def test_good_handoff_in_order() -> None:
         ([], "handoff_broken", 0),
         ([COMPUTING, progress(16)], "handoff_broken", 16),
         ([failed(0)], "prefill_failed", 0),
-        ([failed(0, common_pb2.ERROR_CODE_DEADLINE_EXCEEDED)], "handoff_timeout", 0),
-        ([COMPUTING, failed(16, common_pb2.ERROR_CODE_CANCELLED)], "prefill_failed", 16),
+        ([failed(0, code=common_pb2.ERROR_CODE_DEADLINE_EXCEEDED)], "handoff_timeout", 0),
+        ([COMPUTING, failed(16, code=common_pb2.ERROR_CODE_CANCELLED)], "prefill_failed", 16),
         ([COMPUTING, progress(16), failed(32)], "prefill_failed", 32),
         ([progress(16)], "handoff_invalid", 0),
         ([delivered(40)], "handoff_invalid", 0),
@@ -119,6 +123,7 @@ async def test_good_handoff_in_order() -> None:
         ([COMPUTING, progress(16), progress(15)], "handoff_invalid", 16),
         ([COMPUTING, delivered(39)], "handoff_invalid", 39),
         ([COMPUTING, delivered(40, token=500)], "handoff_invalid", 40),
+        ([COMPUTING, progress(16, b"a store has no digests")], "handoff_invalid", 0),
         ([pods_pb2.HandoffEvent()], "handoff_invalid", 0),
     ],
 )
@@ -134,7 +139,11 @@ async def test_bad_handoff_is_recomputed_once(events: list[pods_pb2.HandoffEvent
 
 async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_module, "ABORT_TIMEOUT_S", DEADLINE_S)
-    async with handoff_with([COMPUTING, failed(0, common_pb2.ERROR_CODE_CANCELLED)]) as (handoff, consumer, servicer):
+    async with handoff_with([COMPUTING, failed(0, code=common_pb2.ERROR_CODE_CANCELLED)]) as (
+        handoff,
+        consumer,
+        servicer,
+    ):
         running = asyncio.create_task(handoff.run())
         await wait_for(lambda: servicer.is_left)
         handoff.leave()
@@ -167,3 +176,114 @@ async def test_fault_of_the_consumer_is_a_reason_too(caplog: pytest.LogCaptureFi
         await handoff.run()
     assert consumer.calls == [("recompute", "internal", 0)]
     assert "ZeroDivisionError" in caplog.text
+
+
+# -- direct connectors: 40 tokens in blocks of 16, of which the decode pod holds the first -----------------------------
+
+
+@asynccontextmanager
+async def direct_handoff_with(
+    events: list[pods_pb2.HandoffEvent], *, break_off: bool = False, on_cancel: pods_pb2.HandoffEvent | None = None
+) -> AsyncIterator[tuple[Handoff, RecordingConsumer, ScriptedHandoff]]:
+    """The prefill pod says `events` once blocks are reserved, then breaks off or answers a cancellation."""
+    async with handoff_with([], is_direct=True, handoff_quarantine_s=DEADLINE_S) as (handoff, consumer, servicer):
+
+        def reserve() -> None:
+            consumer.calls.append(("reserve",))
+            handoff.note_held(16, [5, 6])
+
+        async def script(request_iterator, context):
+            servicer.commands.append(await anext(request_iterator))
+            await context.write(COMPUTING)
+            servicer.commands.append(await anext(request_iterator))
+            for event in events:
+                await context.write(event)
+            if break_off:
+                return
+            async for command in request_iterator:
+                servicer.commands.append(command)
+                if command.HasField("cancel") and on_cancel is None:
+                    return
+                if command.HasField("cancel"):
+                    await context.write(on_cancel)
+            if on_cancel == progress(16):  # not an answer
+                await asyncio.Event().wait()
+
+        consumer.reserve = reserve  # type: ignore[method-assign]
+        servicer.script = script
+        yield handoff, consumer, servicer
+
+
+async def test_direct_handoff_names_blocks_and_passes_digests_on() -> None:
+    events = [progress(32, b"1"), delivered(40, b"2")]
+    async with direct_handoff_with(events) as (handoff, consumer, servicer):
+        await handoff.run()
+    assert consumer.calls == [("reserve",), ("load", 32, b"1"), ("complete", 40, 7, b"2")]
+    start, reserved = servicer.commands[0].start, servicer.commands[1].reserved
+    assert (start.connector_address, start.block_size, start.bytes_per_block) == (b"here", 16, 64)
+    assert (reserved.num_held_tokens, list(reserved.block_ids)) == (16, [5, 6])
+
+
+async def test_digests_of_a_failed_transfer_are_of_use() -> None:
+    async with direct_handoff_with([failed(32, b"1")]) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.calls == [("reserve",), ("recompute", "prefill_failed", 32, b"1"), ("quiet",)]
+
+
+@pytest.mark.parametrize(
+    "event", [progress(32), progress(32, b"1", b"2"), progress(16, b"1"), delivered(40, b"1"), failed(40, b"1")]
+)
+async def test_as_many_digests_as_blocks(event: pods_pb2.HandoffEvent) -> None:
+    async with direct_handoff_with([event]) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.calls[1] == ("recompute", "handoff_invalid", 0)
+
+
+@pytest.mark.parametrize("verdict", [failed(32), delivered(40, b"1", b"2")])
+async def test_blocks_are_free_when_the_cancellation_is_answered(verdict: pods_pb2.HandoffEvent) -> None:
+    async with direct_handoff_with([progress(16)], on_cancel=verdict) as (handoff, consumer, servicer):
+        running = asyncio.create_task(handoff.run())
+        await wait_for(lambda: ("load", 16) in consumer.calls)
+        handoff.leave()
+        await running
+    assert consumer.calls == [("reserve",), ("load", 16), ("quiet",)]
+    assert servicer.commands[-1].HasField("cancel")
+
+
+@pytest.mark.parametrize("how", ["leave", "fail", "broken"])
+async def test_blocks_are_quarantined_without_a_verdict(how: str) -> None:
+    async with direct_handoff_with([progress(16)], break_off=how == "broken") as (handoff, consumer, _):
+        running = asyncio.create_task(handoff.run())
+        await wait_for(lambda: ("load", 16) in consumer.calls)
+        if how == "leave":
+            handoff.leave()
+        elif how == "fail":
+            handoff.fail("prefill_failed")
+        await running
+    reason = {"leave": [], "fail": ["prefill_failed"], "broken": ["handoff_broken"]}[how]
+    assert consumer.calls == [
+        ("reserve",),
+        ("load", 16),
+        *(("recompute", each, 16) for each in reason),
+        ("quarantine", 2),
+    ]
+
+
+async def test_recompute_does_not_wait_for_the_goodbye() -> None:
+    async with direct_handoff_with([progress(16)], on_cancel=progress(16)) as (handoff, consumer, servicer):
+        running = asyncio.create_task(handoff.run())
+        await wait_for(lambda: ("load", 16) in consumer.calls)
+        handoff.fail("prefill_failed")
+        assert consumer.calls[-1] == ("recompute", "prefill_failed", 16)
+        await wait_for(lambda: servicer.commands[-1].HasField("cancel"))
+        assert not running.done()  # it waits for the verdict
+        running.cancel()
+        await asyncio.wait({running})
+    assert consumer.calls[-1] == ("quarantine", 2)
+
+
+async def test_blocks_that_were_not_named_are_free_at_once() -> None:
+    async with handoff_with([COMPUTING], is_direct=True) as (handoff, consumer, _):
+        await handoff.run()
+        handoff.note_held(16, [5, 6])  # too late
+    assert consumer.calls == [("reserve",), ("recompute", "handoff_broken", 0), ("quiet",)]

@@ -1,0 +1,30 @@
+"""Blocks that time alone gives back."""
+
+import asyncio
+
+from decode_service.quarantine import Quarantine
+from tests.pods import wait_for
+
+
+async def test_blocks_come_back_in_their_time() -> None:
+    quarantine = Quarantine(duration_s=0.01, max_blocks=3)
+    ended: list[str] = []
+    quarantine.hold(2, lambda: ended.append("first"))
+    assert not quarantine.is_full
+    quarantine.hold(1, lambda: ended.append("second"))
+    assert (quarantine.num_blocks, quarantine.is_full, ended) == (3, True, [])
+    await wait_for(lambda: len(ended) == 2)
+    assert ended == ["first", "second"]
+    assert not quarantine.is_full
+
+
+async def test_closed_quarantine_tells_nobody() -> None:
+    quarantine = Quarantine(duration_s=0, max_blocks=1)
+    ended: list[str] = []
+    quarantine.hold(1, lambda: ended.append("before"))
+    quarantine.close()
+    quarantine.hold(1, lambda: ended.append("after"))
+    assert quarantine.num_blocks == 0
+    asyncio.get_running_loop().call_later(0, ended.append, "later")
+    await wait_for(lambda: bool(ended))
+    assert ended == ["later"]
