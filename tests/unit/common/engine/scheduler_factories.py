@@ -204,7 +204,7 @@ class FakeEngine:
         return outputs
 
     def update_transfer(self, request_id: str, num_ready_tokens: int, *, epoch: int = 1, **settings: Any) -> None:
-        if settings.get("is_quiet") and self.epochs[RequestId(request_id)] == epoch:
+        if settings.get("is_quiet") and self.epochs.get(RequestId(request_id)) == epoch:
             self.windows.pop(RequestId(request_id), None)
         self.scheduler.update_transfer(
             TransferUpdate(
@@ -268,6 +268,11 @@ class FakeEngine:
                 self._kv.update(zip(slots, self.medium[block_hash], strict=True))
             num_ok += 1
         self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
+
+    def settle_as(self, result: TransferResult) -> None:
+        """Let a job end at the next step as `result` says; what it moved is the test's affair."""
+        del self.jobs[result.job_id]
+        self._settled.append(result)
 
     def _settle_directly(self, transfer: BlockTransfer, num_blocks_ok: float, error: str) -> TransferResult:
         contents = [self.block(block_id) for block_id in transfer.block_ids]

@@ -1,0 +1,485 @@
+"""A producer, a consumer that it writes to, and everything between them that may go wrong.
+
+Messages are lost, doubled and overtake each other; writes land late, damaged, or after their sender has died; either
+side gives up or ends at any time. Then: no block is free or another's while a write to it may be under way, no byte
+that was not checked is ever read, every request ends with the right tokens, and every block returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStarted, TransferTarget, TransferUpdate
+from common.types import FinishReason, RequestId
+from tests.unit.common.engine.scheduler_factories import (
+    FakeEngine,
+    create_request,
+    create_scheduler,
+    digest_of,
+    expected_output,
+    first_token,
+)
+
+MAX_MODEL_LEN = 24
+GARBAGE = [-9, -9, -9, -9]
+
+
+@dataclass
+class Attempt:
+    """One handoff of one request: what the two pods know of it."""
+
+    request: AddRequest
+    epoch: int
+    incarnation: int  # of the producer
+    producer_ended: bool = False  # it has said its last word, or died: it starts no more writes
+    quiet_is_owed: bool = False  # the producer died: its consumer's pod waits until no write can arrive
+    num_saved: int = 0
+    failure: str = ""
+    has_first_token: bool = False
+    consumer_events: list[object] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Write:
+    """One block on its way."""
+
+    attempt: Attempt
+    job_id: int
+    index: int  # in the job
+    source: int
+    target: int
+    content: list[int]  # when it started
+    is_orphan: bool = False  # its sender died
+    has_landed: bool = False
+
+
+class DirectHandoffMachine(RuleBasedStateMachine):
+    """`FakeEngine` compares the KV that each step reads with the request's tokens, and refuses to compute into blocks
+    that a producer may write to; the rest is checked here."""
+
+    @initialize(
+        num_blocks=st.integers(7, 16),
+        budget=st.integers(2, 16),
+        chunk=st.integers(2, 12),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, num_blocks, budget, chunk, prefix_caching):
+        self.chunk = chunk
+        self.decode = FakeEngine(
+            create_scheduler(
+                num_blocks=num_blocks,
+                max_model_len=MAX_MODEL_LEN,
+                max_num_batched_tokens=budget,
+                enable_prefix_caching=prefix_caching,
+                is_direct=True,
+            )
+        )
+        self.incarnation = 0
+        self.prefill = self.start_prefill()
+        self.attempts: dict[RequestId, Attempt] = {}  # the latest of each request
+        self.plain: dict[RequestId, AddRequest] = {}
+        self.to_decode: list[TransferUpdate] = []
+        self.to_prefill: list[TransferTarget] = []
+        self.writes: list[Write] = []
+        self.num_seen: dict[tuple[str, RequestId], int] = {}  # events carried already, by side
+
+    def start_prefill(self) -> FakeEngine:
+        self.incarnation += 1
+        return FakeEngine(
+            create_scheduler(
+                num_blocks=13, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=self.chunk, is_direct=True
+            )
+        )
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.lists(st.integers(10, 11), min_size=1, max_size=14),
+        output=st.lists(st.integers(10, 11), max_size=2),
+        max_tokens=st.integers(1, 6),
+        is_alike=st.booleans(),
+    )
+    def add(self, prompt, output, max_tokens, is_alike):
+        if is_alike:  # prefix caches know its head
+            prompt = [10] * min(len(prompt), 4) + prompt[4:]
+        name = f"r{len(self.attempts)}"
+        self._attempt(create_request(name, prompt, output=output, max_tokens=max_tokens + len(output)), epoch=1)
+
+    @rule(prompt=st.lists(st.integers(10, 11), min_size=1, max_size=14), max_tokens=st.integers(1, 6))
+    def add_plain(self, prompt, max_tokens):
+        """One that decode serves alone."""
+        request = create_request(f"p{len(self.plain)}", prompt, max_tokens=max_tokens)
+        self.plain[request.request_id] = request
+        self.decode.add(request)
+
+    @precondition(lambda self: self.retryable())
+    @rule(data=st.data())
+    def retry(self, data):
+        """Once both sides of an attempt have ended, the next one may have its id."""
+        attempt = data.draw(st.sampled_from(self.retryable()))
+        self._attempt(attempt.request, attempt.epoch + 1)
+
+    def retryable(self) -> list[Attempt]:
+        scheduler = self.decode.scheduler
+        return [
+            attempt
+            for request_id, attempt in self.attempts.items()
+            if attempt.producer_ended
+            and request_id in self.decode.finished
+            and not scheduler._transfers.has_window(request_id)
+        ]
+
+    def _attempt(self, plain: AddRequest, epoch: int) -> None:
+        self.attempts[plain.request_id] = Attempt(plain, epoch, self.incarnation)
+        for engine, role in ((self.prefill, "producer"), (self.decode, "consumer")):
+            engine.add(
+                create_request(
+                    plain.request_id,
+                    plain.prompt_token_ids,
+                    role=role,
+                    epoch=epoch,
+                    output=plain.output_token_ids,
+                    max_tokens=plain.sampling.max_tokens,
+                )
+            )
+            self.num_seen[role, plain.request_id] = 0
+
+    def alive(self, *, producers: bool) -> list[Attempt]:
+        return [
+            attempt
+            for request_id, attempt in self.attempts.items()
+            if not (attempt.producer_ended if producers else request_id in self.decode.finished)
+        ]
+
+    # -- the engines ------------------------------------------------------------------------------------------------
+
+    @rule()
+    def step_prefill(self):
+        known = set(self.prefill.jobs)
+        self.prefill.step()
+        for job_id in self.prefill.jobs.keys() - known:
+            self._start_writes(self.prefill.jobs[job_id][1])
+        self._hear_producers()
+
+    @rule()
+    def step_decode(self):
+        self.decode.step()
+        self._hear_consumers()
+
+    @rule()
+    def reset_prefix_caches(self):
+        self.prefill.scheduler.reset_prefix_cache()
+        self.decode.scheduler.reset_prefix_cache()
+
+    def _hear_producers(self) -> None:
+        for request_id, attempt in self.attempts.items():
+            if attempt.incarnation != self.incarnation or attempt.producer_ended:
+                continue
+            tokens = len(self.prefill.outputs[request_id]) - len(attempt.request.output_token_ids)
+            attempt.has_first_token = tokens == 1
+            for event in self._news("producer", self.prefill, request_id):
+                if isinstance(event, KVSaved):
+                    self._hear_saved(attempt, event)
+            self._conclude(attempt)
+
+    def _hear_saved(self, attempt: Attempt, event: KVSaved) -> None:
+        assert not attempt.failure
+        assert event.num_tokens >= attempt.num_saved
+        attempt.num_saved, attempt.failure = event.num_tokens, event.failure
+        self._tell_consumer(attempt, digests=event.digests)
+
+    def _conclude(self, attempt: Attempt) -> None:
+        """The last word of a producer is also the word that it is quiet."""
+        request = attempt.request
+        is_aborted = self.prefill.finished.get(request.request_id) is FinishReason.ABORT
+        is_all = attempt.num_saved == len(request.prompt_token_ids)
+        if attempt.failure or (is_all and (attempt.has_first_token or is_aborted)):
+            assert not any(write.attempt is attempt for write in self.pending), (
+                "a producer that writes says it is quiet"
+            )
+            attempt.producer_ended = True
+            failure = attempt.failure or ("" if attempt.has_first_token else "aborted")
+            first = None if failure else first_token(request)
+            self._tell_consumer(attempt, final=True, failure=failure, first_token=first, is_quiet=True)
+
+    def _hear_consumers(self) -> None:
+        for request_id, attempt in self.attempts.items():
+            for event in self._news("consumer", self.decode, request_id):
+                attempt.consumer_events.append(event)
+                if isinstance(event, RequestStarted):
+                    target = TransferTarget(
+                        request_id=request_id,
+                        epoch=attempt.epoch,
+                        address=b"decode",
+                        num_held_tokens=event.num_cached_tokens,
+                        block_ids=event.reserved_block_ids,
+                    )
+                    self.to_prefill.append(target)
+
+    def _news(self, side: str, engine: FakeEngine, request_id: RequestId) -> list[object]:
+        seen = self.num_seen[side, request_id]
+        self.num_seen[side, request_id] = len(engine.events[request_id])
+        return list(engine.events[request_id][seen:])
+
+    def _tell_consumer(self, attempt: Attempt, **news) -> None:
+        self.to_decode.append(
+            TransferUpdate(
+                request_id=attempt.request.request_id,
+                epoch=attempt.epoch,
+                num_ready_tokens=attempt.num_saved,
+                **news,
+            )
+        )
+
+    # -- the network ------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.to_decode)
+    @rule(index=st.integers(0, 9), stays=st.booleans())
+    def deliver_to_decode(self, index, stays):
+        """In any order, once or twice."""
+        update = self.to_decode[index % len(self.to_decode)]
+        if not stays:
+            self.to_decode.remove(update)
+        self._update_decode(update)
+
+    def _update_decode(self, update: TransferUpdate) -> None:
+        self.decode.update_transfer(
+            update.request_id,
+            update.num_ready_tokens,
+            epoch=update.epoch,
+            final=update.final,
+            failure=update.failure,
+            first_token=update.first_token,
+            digests=update.digests,
+            is_quiet=update.is_quiet,
+        )
+
+    @precondition(lambda self: self.to_prefill)
+    @rule(index=st.integers(0, 9), stays=st.booleans())
+    def deliver_to_prefill(self, index, stays):
+        target = self.to_prefill[index % len(self.to_prefill)]
+        if not stays:
+            self.to_prefill.remove(target)
+        self.prefill.scheduler.set_transfer_target(target)
+
+    @precondition(lambda self: self.to_decode)
+    @rule(index=st.integers(0, 9))
+    def lose_on_the_way_to_decode(self, index):
+        """What is lost breaks the stream: a pod notices, and asks until it knows that the producer is quiet."""
+        update = self.to_decode.pop(index % len(self.to_decode))
+        attempt = self.attempts[update.request_id]
+        if attempt.epoch == update.epoch:
+            self._tell_consumer(attempt, final=True, failure="prefill_gone")
+            attempt.quiet_is_owed |= update.is_quiet
+
+    @precondition(lambda self: self.to_prefill)
+    @rule(index=st.integers(0, 9))
+    def lose_on_the_way_to_prefill(self, index):
+        self.to_prefill.pop(index % len(self.to_prefill))
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), num_ready=st.integers(0, 14), final=st.booleans())
+    def stale_news(self, data, num_ready, final):
+        request_id = data.draw(st.sampled_from(sorted(self.attempts)))
+        attempt = self.attempts[request_id]
+        self.decode.update_transfer(
+            request_id,
+            num_ready,
+            epoch=attempt.epoch - 1,
+            final=final,
+            failure="stale" if final else "",
+            digests=[b"stale"],
+            is_quiet=True,
+        )
+        self.prefill.set_target(request_id, [1, 2, 3], epoch=attempt.epoch - 1)
+
+    # -- the transport ----------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> list[Write]:
+        """Writes that may still land."""
+        return [write for write in self.writes if not write.has_landed]
+
+    def _start_writes(self, save: BlockTransfer) -> None:
+        assert save.destination is not None
+        attempt = self.attempts[save.request_id]
+        for index, (source, target) in enumerate(zip(save.block_ids, save.destination.block_ids, strict=True)):
+            content = self.prefill.block(source)
+            self.writes.append(Write(attempt, save.job_id, index, source, target, content))
+
+    @precondition(lambda self: self.pending)
+    @rule(index=st.integers(0, 30), damaged=st.sampled_from([False, False, False, True]))
+    def land(self, index, damaged):
+        write = self.pending[index % len(self.pending)]
+        if not write.is_orphan:
+            assert self.prefill.block(write.source) == write.content, "a block changed while it was sent"
+        self.decode.write_block(write.target, GARBAGE if damaged or write.is_orphan else write.content)
+        write.has_landed = True
+        if write.is_orphan:
+            self.writes.remove(write)
+
+    @precondition(lambda self: any(write.is_orphan for write in self.writes))
+    @rule(index=st.integers(0, 30))
+    def an_orphan_dies(self, index):
+        orphans = [write for write in self.writes if write.is_orphan]
+        self.writes.remove(orphans[index % len(orphans)])
+
+    @precondition(lambda self: self.prefill.jobs)
+    @rule(data=st.data(), hurried=st.booleans())
+    def settle_save(self, data, hurried):
+        """A job ends: all its writes have landed, or the transport has called back what has not."""
+        job_id = data.draw(st.sampled_from(sorted(self.prefill.jobs)))
+        writes = [write for write in self.writes if write.job_id == job_id and not write.is_orphan]
+        if not hurried:
+            for write in writes:
+                if not write.has_landed:
+                    self.decode.write_block(write.target, write.content)
+                    write.has_landed = True
+        _, save = self.prefill.jobs[job_id]
+        num_ok = [*(write.has_landed for write in writes), False].index(False)
+        contents = [write.content for write in writes]
+        contents[-1] = contents[-1][: save.num_tokens_in_last]
+        digests = tuple(digest_of(content) for content in contents[:num_ok])
+        error = "" if num_ok == len(writes) else "transfer_timeout"
+        self.writes = [write for write in self.writes if write not in writes]
+        self.prefill.settle_as(TransferResult(job_id, num_ok, error, digests))
+
+    @precondition(lambda self: self.decode.jobs)
+    @rule(data=st.data(), num_blocks_ok=st.sampled_from([0, 1, 99, 99, 99]))
+    def settle_load(self, data, num_blocks_ok):
+        job_id = data.draw(st.sampled_from(sorted(self.decode.jobs)))
+        self.decode.settle(job_id, num_blocks_ok=num_blocks_ok, error="" if num_blocks_ok == 99 else "block_corrupt")
+
+    # -- endings ----------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.alive(producers=True))
+    @rule(data=st.data())
+    def abort_producer(self, data):
+        """The client went away, the lease ran out, or the consumer cancelled."""
+        attempt = data.draw(st.sampled_from(self.alive(producers=True)))
+        self.prefill.abort(attempt.request.request_id)
+        self._hear_producers()
+
+    @precondition(lambda self: self.alive(producers=False))
+    @rule(data=st.data())
+    def abort_consumer(self, data):
+        attempt = data.draw(st.sampled_from(self.alive(producers=False)))
+        self.decode.abort(attempt.request.request_id)
+        self._hear_consumers()
+
+    @precondition(lambda self: self.alive(producers=False))
+    @rule(data=st.data())
+    def expire_consumer(self, data):
+        """The decode pod waits no longer for the KV; who knows what the producer does."""
+        attempt = data.draw(st.sampled_from(self.alive(producers=False)))
+        self.decode.update_transfer(
+            attempt.request.request_id, 0, epoch=attempt.epoch, final=True, failure="transfer_timeout"
+        )
+
+    @rule()
+    def crash_prefill(self):
+        """Its writes under way may still arrive, as whatever they are by then."""
+        for attempt in self.alive(producers=True):
+            attempt.producer_ended = attempt.quiet_is_owed = True
+            self._tell_consumer(attempt, final=True, failure="prefill_gone")
+        for write in self.writes:
+            write.is_orphan = True
+        self.writes = self.pending
+        self.prefill = self.start_prefill()
+
+    @precondition(lambda self: self.owing())
+    @rule(data=st.data())
+    def learn_of_quiet(self, data):
+        attempt = data.draw(st.sampled_from(self.owing()))
+        attempt.quiet_is_owed = False
+        self._tell_consumer(attempt, is_quiet=True)
+
+    def owing(self) -> list[Attempt]:
+        writing = [write.attempt for write in self.writes]
+        return [attempt for attempt in self.attempts.values() if attempt.quiet_is_owed and attempt not in writing]
+
+    # -- what must hold ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def sound(self):
+        self.decode.assert_sound()
+        self.prefill.assert_sound()
+
+    @invariant()
+    def blocks_are_kept_while_they_may_be_written_to(self):
+        windows = self.decode.scheduler._transfers._windows
+        for write in self.pending:
+            window = windows[write.attempt.request.request_id]
+            assert window.epoch == write.attempt.epoch
+            assert write.target in [block.block_id for block in window.blocks]
+
+    @invariant()
+    def nobody_waits_for_nothing(self):
+        decode, prefill = self.decode.scheduler, self.prefill.scheduler
+        if not decode.has_work and decode.has_unfinished and not self.decode.jobs and not self.decode._settled:
+            assert decode.stats().num_waiting_for_remote_kv or decode._transfers
+        if not prefill.has_work and prefill.has_unfinished and not self.prefill.jobs and not self.prefill._settled:
+            assert prefill._settling
+            assert all(request.outgoing.wants_target for request in prefill._settling.values())
+
+    def teardown(self):
+        if not hasattr(self, "decode"):
+            return
+        for attempt in self.alive(producers=True):
+            self.prefill.abort(attempt.request.request_id)
+        self._hear_producers()
+        while self.prefill.scheduler.has_unfinished or self.prefill.scheduler.has_work or self.prefill._settled:
+            for job_id in list(self.prefill.jobs):
+                self.prefill.settle_as(TransferResult(job_id, 0, "transfer_cancelled"))
+            self.writes = [write for write in self.writes if write.is_orphan]
+            self.step_prefill()
+        self.prefill.assert_idle()
+        self.writes.clear()
+        for attempt in self.alive(producers=True):
+            raise AssertionError(f"{attempt} has not ended")
+        for attempt in self.attempts.values():
+            self._tell_consumer(attempt, final=True, failure="prefill_gone", is_quiet=True)
+        for update in self.to_decode:
+            self._update_decode(update)
+        self.decode.settle_at_once = True
+        self.decode.settle_all()
+        self.decode.run()
+        self.decode.step()
+        self._hear_consumers()
+        self.decode.assert_idle()
+        for request in (*self.plain.values(), *(attempt.request for attempt in self.attempts.values())):
+            self._check_answer(request)
+        for attempt in self.attempts.values():
+            self._check_events(attempt)
+
+    def _check_answer(self, request: AddRequest) -> None:
+        outputs, reason = expected_output(request, max_model_len=MAX_MODEL_LEN, eos=())
+        answer, finish_reason = self.decode.outputs[request.request_id], self.decode.finished[request.request_id]
+        if finish_reason is FinishReason.ABORT:
+            assert answer == outputs[: len(answer)]
+        else:
+            assert (answer, finish_reason) == (outputs, reason)
+
+    def _check_events(self, attempt: Attempt) -> None:
+        is_aborted = self.decode.finished[attempt.request.request_id] is FinishReason.ABORT
+        for kind in (RequestStarted, KVReceived):
+            num_events = sum(isinstance(event, kind) for event in attempt.consumer_events)
+            assert num_events == 1 or (is_aborted and num_events == 0)
+
+
+TestDirectHandoffMachine = DirectHandoffMachine.TestCase
+TestDirectHandoffMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestDirectHandoffMachineForLong(DirectHandoffMachine.TestCase):
+    """The same, with many more and longer histories."""
+
+    settings = settings(max_examples=3000, stateful_step_count=100, deadline=None)
