@@ -45,10 +45,13 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 
 
+JobKind = Literal["load", "save", "lookup"]
+
+
 class _Job:
     """One transfer. `lock` is held while a batch of it is copied from or to the KV cache and while it settles."""
 
-    def __init__(self, kind: Literal["load", "save"], transfer: BlockTransfer, fence: Fence, due: float) -> None:
+    def __init__(self, kind: JobKind, transfer: BlockTransfer, fence: Fence, due: float) -> None:
         self.kind = kind
         self.transfer = transfer
         self.fence = fence
@@ -98,7 +101,7 @@ class StoreWorkerConnector:
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):
             self._start_thread(str(index), partial(self._run_jobs, staging))
-        return ConnectorFacts()
+        return ConnectorFacts(keeps_blocks=True)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""
@@ -107,6 +110,10 @@ class StoreWorkerConnector:
     def start_save(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""
         self._submit("save", transfer)
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._submit("lookup", transfer)
 
     def cancel(self, job_id: int) -> None:
         """See WorkerConnector."""
@@ -146,7 +153,7 @@ class StoreWorkerConnector:
         self._threads.append(thread)
         thread.start()
 
-    def _submit(self, kind: Literal["load", "save"], transfer: BlockTransfer) -> None:
+    def _submit(self, kind: JobKind, transfer: BlockTransfer) -> None:
         if self._kv_cache is None:
             raise RuntimeError("the connector is not open")
         job = _Job(kind, transfer, record_fence(self._kv_cache), time.monotonic() + self._options.timeout_s)
@@ -202,6 +209,9 @@ class StoreWorkerConnector:
             self._run(job, staging)
 
     def _run(self, job: _Job, staging: Staging) -> None:
+        if job.kind == "lookup":
+            self._look_up(job)
+            return
         move = self._load if job.kind == "load" else self._save
         blocks = _blocks(job.transfer, self._format.layout.block_size)
         try:
@@ -217,6 +227,17 @@ class StoreWorkerConnector:
             self._settle(job, TransferError.reason)
         else:
             self._settle(job)
+
+    def _look_up(self, job: _Job) -> None:
+        """Count the leading blocks that are there. A medium that fails has none: the request is computed."""
+        try:
+            present = self._store.touch(job.transfer.block_hashes)
+        except TransferError as error:
+            logger.warning("lookup for request %s failed: %s", job.transfer.request_id, error)
+            self._settle(job, error.reason)
+            return
+        job.num_blocks_ok = [*present, False].index(False)
+        self._settle(job)
 
     def _save(self, job: _Job, blocks: Sequence[_Block], staging: Staging) -> None:
         """Store those of a batch that are not there yet."""

@@ -17,6 +17,10 @@ the blocks' digests, which travel on the handoff stream; the consumer's load mov
 arrived with them. Its reserved blocks stay pinned until the producer says that it is quiet, see
 `common.engine.scheduler.transfers`.
 
+Some connectors also *keep* blocks (ConnectorFacts.keeps_blocks): what was saved once can be found and loaded by later
+requests. These are the tiers below the device. A lookup asks how many leading blocks of a prefix are there, in one
+round trip; loads and saves for the sake of a tier, not of a handoff, are marked as such.
+
 The engine owns this Protocol; `kv_store` implements it; the pod's composition root names the factory.
 """
 
@@ -42,15 +46,16 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """A run of one request's blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
+    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
 
     job_id: int  # unique per engine
-    request_id: RequestId
-    block_ids: tuple[int, ...]
+    request_id: RequestId  # whose blocks; empty for a save of several requests' blocks
+    block_ids: tuple[int, ...]  # empty for a lookup
     block_hashes: tuple[BlockHash, ...]
     num_tokens_in_last: int  # tokens in the last block; block_size if it is full
     destination: Destination | None = None  # saves of a direct connector only
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: what the producer says of each block's bytes
+    is_for_tier: bool = False  # no other pod waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class TransferResult:
     """A settled job: the transport no longer touches its blocks."""
 
     job_id: int
-    num_blocks_ok: int  # leading blocks moved and verified
+    num_blocks_ok: int  # leading blocks moved and verified; of a lookup: that a load would find
     error: str = ""  # reason label (TransferError.reason) if not all were
     digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
 
@@ -69,6 +74,8 @@ class ConnectorFacts:
 
     is_direct: bool = False
     address: bytes = b""  # direct: what a producer's connector needs to write into this KV cache; opaque to all others
+    keeps_blocks: bool = False  # lookups find what was saved before
+    wants_offloads: bool = False  # keeps_blocks, and every full block is to be saved, not only those of handoffs
 
 
 class WorkerConnector(Protocol):
@@ -87,6 +94,10 @@ class WorkerConnector(Protocol):
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """Begin to make sure that the medium holds the blocks, which no longer change."""
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """Begin to ask how many leading blocks of `block_hashes` are kept. Never called unless `keeps_blocks`. Settles
+        soon: a request waits for it before it may be computed."""
 
     def cancel(self, job_id: int) -> None:
         """The result is no longer wanted; settle soon. Unknown and settled ids are ignored."""

@@ -107,6 +107,10 @@ class NixlWorkerConnector:
         """See WorkerConnector."""
         self._submit(transfer, self._saves)
 
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector. Never called: nothing is kept here."""
+        raise RuntimeError("a direct connector keeps no blocks")
+
     def cancel(self, job_id: int) -> None:
         """See WorkerConnector."""
         if self._kv_cache is not None:

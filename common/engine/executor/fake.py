@@ -49,9 +49,11 @@ def expected_tokens(
 
 
 class MemoryConnector:
-    """A WorkerConnector over a dict, which several executors may share. Every job settles within its start call."""
+    """A WorkerConnector over a dict, which several executors may share. Every job settles within its start call.
+    `is_tier`: it keeps blocks, and wants all."""
 
-    def __init__(self, store: dict[BlockHash, torch.Tensor] | None = None) -> None:
+    def __init__(self, store: dict[BlockHash, torch.Tensor] | None = None, *, is_tier: bool = False) -> None:
+        self._is_tier = is_tier
         self.store: dict[BlockHash, torch.Tensor] = {} if store is None else store
         self._kv_cache: torch.Tensor = torch.empty(0)
         self._on_settled: Callable[[], None] = lambda: None
@@ -63,7 +65,13 @@ class MemoryConnector:
         """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
-        return ConnectorFacts()
+        return ConnectorFacts(keeps_blocks=self._is_tier, wants_offloads=self._is_tier)
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """Count the leading blocks that the store has."""
+        present = [block_hash in self.store for block_hash in transfer.block_hashes]
+        self._settled.append(TransferResult(transfer.job_id, [*present, False].index(False)))
+        self._on_settled()
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Copy blocks in up to the first that the store lacks."""
@@ -145,6 +153,10 @@ class DirectMemoryConnector:
         digests = tuple(_digest(self._kv_cache[block_id]) for block_id in transfer.block_ids)
         self._settle(transfer.job_id, len(digests), digests=digests)
 
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """Nothing is kept."""
+        self._settle(transfer.job_id, 0)
+
     def cancel(self, job_id: int) -> None:
         """Nothing to do: every job has settled."""
 
@@ -216,6 +228,8 @@ class FakeExecutor:
         self._update_requests(step)
         for job_id in step.cancelled_job_ids:
             self._connector.cancel(job_id)
+        for lookup in step.lookups:
+            self._connector.start_lookup(lookup)
         for load in step.loads:
             self._connector.start_load(load)
         if step.num_scheduled_tokens and self._step_s:

@@ -40,13 +40,19 @@ class SchedulerOutput:
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
     loads: list[BlockTransfer] = field(default_factory=list)  # start before the forward
     saves: list[BlockTransfer] = field(default_factory=list)  # start after the forward, which computes them
+    lookups: list[BlockTransfer] = field(default_factory=list)  # start before the forward
     cancelled_job_ids: list[int] = field(default_factory=list)  # transfers whose request ended: hurry them
 
     @property
     def has_work(self) -> bool:
         """True if the executor has anything to do."""
         return bool(
-            self.num_scheduled_tokens or self.dropped_request_ids or self.loads or self.saves or self.cancelled_job_ids
+            self.num_scheduled_tokens
+            or self.dropped_request_ids
+            or self.loads
+            or self.saves
+            or self.lookups
+            or self.cancelled_job_ids
         )
 
 

@@ -36,6 +36,8 @@ class Worker:
         """See Executor.load_model."""
         if self._config.model.num_threads is not None:
             torch.set_num_threads(self._config.model.num_threads)
+        if self._config.connector is not None:  # first, because its errors come at once and a model may take minutes
+            self._connector = create_connector(self._config.connector)
         loaded = self._loaded = load_model(self._config.model)
         block_size = self._config.cache.block_size
         try:
@@ -67,9 +69,8 @@ class Worker:
             max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
             attention_backend=self._config.model.attention_backend,
         )
-        if self._config.connector is None:
+        if self._connector is None:
             return ConnectorFacts()
-        self._connector = create_connector(self._config.connector)
         return self._connector.register_kv_cache(kv_cache, self._facts.fingerprint, on_transfer_settled)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -90,11 +91,13 @@ class Worker:
         self._loaded = None
 
     def _start_loads(self, step: SchedulerOutput) -> None:
-        if not step.cancelled_job_ids and not step.loads:
+        if not (step.cancelled_job_ids or step.loads or step.lookups):
             return
         connector = self._require_connector()
         for job_id in step.cancelled_job_ids:
             connector.cancel(job_id)
+        for lookup in step.lookups:
+            connector.start_lookup(lookup)
         for load in step.loads:
             connector.start_load(load)
 
