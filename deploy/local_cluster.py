@@ -34,6 +34,7 @@ from deploy.probes import RouterProbe, first_model, grpc_probe
 from deploy.redis_server import MIN_MEMORY_BYTES, RedisPlan, plan_redis, redis_probe
 from deploy.scratch import scratch_directory
 from deploy.terminal import Terminal
+from kv_store.nixl.installed import check_installed
 from kv_store.registry import CONNECTOR_NAMES
 
 POD_ROLES = ("prefill", "decode")
@@ -303,6 +304,8 @@ def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: 
             f"--connector: {config.connector!r} cannot join processes; known are {', '.join(CONNECTORS)}",
             param="connector",
         )
+    if config.connector == "nixl":
+        check_installed()
     pod_options = ["--connector", config.connector]
     options = dict(config.connector_options)
     stores: list[RedisPlan] = []

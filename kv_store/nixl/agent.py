@@ -17,6 +17,7 @@ import numpy as np
 
 from common.errors import ConfigError, StoreError
 from kv_store.nixl.address import Region
+from kv_store.nixl.installed import not_usable
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,7 @@ def load_nixl() -> Any:
     try:
         import nixl._bindings as bindings
     except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"connector nixl cannot load NIXL, install baton-llm[nixl] ({error})", param="connector"
-        ) from error
+        raise not_usable(f"it does not load: {error}") from error
     finally:
         logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")  # would print to stdout
