@@ -34,7 +34,7 @@ def _memory(options: Options) -> WorkerConnector:
     from kv_store.memory_store import InMemoryStore, MemoryStoreOptions
     from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = _parse("memory", options, MemoryStoreOptions)
+    parsed = parse_options("memory", options, MemoryStoreOptions)
     return StoreWorkerConnector(InMemoryStore(parsed), parsed)
 
 
@@ -42,7 +42,7 @@ def _shared_storage(options: Options) -> WorkerConnector:
     from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
     from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = _parse("shared-storage", options, SharedStorageOptions)
+    parsed = parse_options("shared-storage", options, SharedStorageOptions)
     return StoreWorkerConnector(SharedStorageStore(parsed), parsed)
 
 
@@ -53,14 +53,14 @@ def _redis(options: Options) -> WorkerConnector:
         raise ConfigError(f"connector redis needs the extra 'redis' ({error})", param="connector") from error
     from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = _parse("redis", options, RedisOptions)
+    parsed = parse_options("redis", options, RedisOptions)
     return StoreWorkerConnector(RedisStore(parsed), parsed)
 
 
 def _nixl(options: Options) -> WorkerConnector:
     from kv_store.nixl.connector import NixlOptions, NixlWorkerConnector
 
-    return NixlWorkerConnector(_parse("nixl", options, NixlOptions))
+    return NixlWorkerConnector(parse_options("nixl", options, NixlOptions))
 
 
 _FACTORIES: dict[str, Callable[[Options], WorkerConnector]] = {
@@ -75,7 +75,7 @@ DIRECT_CONNECTOR_NAMES = ("nixl",)
 STORE_CONNECTOR_NAMES = tuple(name for name in CONNECTOR_NAMES if name not in DIRECT_CONNECTOR_NAMES)
 
 
-def _parse(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:
+def parse_options(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:
     """The options as a struct. Texts become numbers where numbers are wanted, as they come from a command line."""
     known = [field.name for field in msgspec.structs.fields(options_type)]
     for option in options:

@@ -39,6 +39,7 @@ def test_a_reader_that_has_enough_is_no_error(argv: list[str]) -> None:
         (["complete", "hi"], "httpx", "complete: httpx is not installed; pip install 'baton-llm[cli]'"),
         (["serve", "router"], "uvicorn", "router: uvicorn is not installed; pip install 'baton-llm[router]'"),
         (["serve", "decode"], "zmq", "decode: zmq is not installed; pip install 'baton-llm[engine]'"),
+        (["kv", "inspect"], "xxhash", "kv: xxhash is not installed; pip install 'baton-llm[engine]'"),
     ],
 )
 def test_a_missing_extra_is_named(argv: list[str], package: str, message: str) -> None:
@@ -60,6 +61,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--decode", "x"], "--decode: expected an integer, got 'x'"),
         (["up", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["complete", "hi", "--url", "nonsense"], "--url: expected http://host:port, got 'nonsense'"),
+        (["kv", "purge"], "one of the arguments --namespace --all is required"),
         (["complete", ""], "no prompt: give one as argument or on stdin"),
     ],
 )

@@ -1,0 +1,46 @@
+"""Whether a stored frame is what its name says, as far as one can tell without the request that it belongs to."""
+
+from __future__ import annotations
+
+import xxhash
+
+from common.errors import BlockCorruptError
+from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, parse_header
+from kv_store.inspection.base import StoredBlock, StoreInspector
+
+
+def find_problem(inspector: StoreInspector, block: StoredBlock) -> BlockCorruptError | None:
+    """What is wrong with a block, `param` naming the field; None if it is sound or gone."""
+    frame = inspector.read(block)
+    if frame is None:
+        return None
+    try:
+        check_frame(block, frame)
+    except BlockCorruptError as error:
+        return error
+    return None
+
+
+def check_frame(block: StoredBlock, frame: bytes) -> None:
+    """Raises BlockCorruptError unless `frame` is whole, unchanged and in its place."""
+    header = parse_header(frame)
+    num_layers, planes, num_kv_heads, block_size, head_dim = header.shape
+    layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim)
+    own_format = BlockFormat(header.fingerprint, layout)
+    expected = {
+        "shape": (planes, 2),
+        "payload_bytes": (header.payload_bytes, layout.payload_bytes),
+        "length": (len(frame), own_format.frame_bytes),
+        "fingerprint": (own_format.namespace, block.namespace),
+        "block_hash": (header.block_hash.hex(), block.hash_hex),
+        "digest": (header.digest, xxhash.xxh3_128_digest(memoryview(frame)[HEADER_BYTES:])),
+    }
+    for field, (found, wanted) in expected.items():
+        if found != wanted:
+            raise BlockCorruptError(f"{field} is {_show(found)}, not {_show(wanted)}", param=field)
+    if not 1 <= header.num_tokens <= block_size:
+        raise BlockCorruptError(f"num_tokens is {header.num_tokens} in a block of {block_size}", param="num_tokens")
+
+
+def _show(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
