@@ -17,7 +17,7 @@ from common.types import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import PROMPTS, greedy_completion
 
-CONNECTORS = ("shared-storage", "redis")
+CONNECTORS = ("shared-storage", "redis", "nixl")
 NUM_REQUESTS = 200
 MAX_TOKENS = 16
 ANCHOR_EVERY = 20  # so many requests, one is also answered by `transformers`
