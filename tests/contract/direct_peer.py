@@ -1,11 +1,12 @@
 """A consumer in a process of its own, to be stopped and killed: `python -m tests.contract.direct_peer BLOCKS HEAD_DIM`.
 
-It prints its address, then for each line of blocks to be verified a line with the result and the different bytes that
-these blocks hold. At the end of its input it closes.
+It prints its address, then for each line of blocks to be verified one with the result and what these blocks hold. At
+the end of its input it closes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ class Loaded(msgspec.Struct):
     num_blocks_ok: int
     error: str
     values: list[int]  # bytes that occur in these blocks
+    sha256: str  # of these blocks
 
 
 class DirectPeer:
@@ -82,6 +84,11 @@ def uniform_kv_cache(num_blocks: int, head_dim: int, value: int) -> torch.Tensor
     return torch.full((torch.Size(shape).numel() * 4,), value, dtype=torch.uint8).view(torch.float32).view(shape)
 
 
+def sha256_of(blocks: torch.Tensor) -> str:
+    """Of their bytes, one after the other."""
+    return hashlib.sha256(blocks.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 def _main() -> None:
     from tests.contract.direct_rig import nixl_rig
 
@@ -90,8 +97,9 @@ def _main() -> None:
     for line in sys.stdin:
         load = msgspec.json.decode(line, type=Load)
         result = rig.load(load.block_ids, load.block_hashes, load.digests)
-        values = torch.unique(rig.kv_cache[load.block_ids].view(torch.uint8)).tolist()
-        _say(msgspec.json.encode(Loaded(result.num_blocks_ok, result.error, values)).decode())
+        held = rig.kv_cache[load.block_ids].view(torch.uint8)
+        loaded = Loaded(result.num_blocks_ok, result.error, torch.unique(held).tolist(), sha256_of(held))
+        _say(msgspec.json.encode(loaded).decode())
     rig.close()
 
 

@@ -1,6 +1,7 @@
 """What a direct connector does when the process that it writes to stops, dies or comes back.
 
 The transport is TCP: over shared memory the producer writes into a stopped process's memory, and nothing is under way.
+Deaths over the others are in test_direct_connector_transports.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from common.engine.kv_connector import TransferResult
 from common.types import hash_prompt, root_hash
-from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, create_kv_cache
+from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S
 from tests.contract.direct_peer import DirectPeer, direct_peer, uniform_kv_cache
 from tests.contract.direct_rig import DirectRig, nixl_rig
 
@@ -51,17 +52,6 @@ def save_one(rig: DirectRig, peer: DirectPeer, to_id: int) -> TransferResult:
         if not saved.error:
             return saved
     raise AssertionError(f"{MAX_ATTEMPTS} saves failed, the last with {saved}")
-
-
-def test_between_processes(peer):
-    rig = producer()
-    rig.kv_cache.copy_(create_kv_cache(NUM_BLOCKS * HEAD_DIM // 8, seed=1).view(rig.kv_cache.shape))
-    scattered = [*BLOCKS[::-2], *BLOCKS[::2]]
-    saved = rig.save(BLOCKS, HASHES, peer.address, scattered)
-    assert (saved.num_blocks_ok, saved.error) == (len(BLOCKS), "")
-    loaded = peer.load(scattered, HASHES, saved.digests)
-    assert (loaded.num_blocks_ok, loaded.error) == (len(BLOCKS), "")
-    rig.close()
 
 
 def test_a_killed_peer_fails_its_transfers_and_the_next_one_is_served(peer):
