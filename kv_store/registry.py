@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
+from common.config import Section, build
 from common.engine.kv_connector import WorkerConnector
 from common.errors import ConfigError
 
@@ -23,10 +23,11 @@ _OptionsT = TypeVar("_OptionsT", bound=msgspec.Struct)
 def create_connector(name: str, options: Options) -> WorkerConnector:
     """Build a connector, which opens its medium only when the KV cache is registered.
 
-    Raises ConfigError for an unknown name (`param` is "connector") or a bad option (`param` is the option).
+    Raises ConfigError for an unknown name or a bad option.
     """
     if name not in _FACTORIES:
-        raise ConfigError(f"unknown connector {name!r}; known are {', '.join(CONNECTOR_NAMES)}", param="connector")
+        known = ", ".join(CONNECTOR_NAMES)
+        raise ConfigError(f"--connector: unknown connector {name!r}; known are {known}", param="connector")
     return _FACTORIES[name](options)
 
 
@@ -50,7 +51,7 @@ def _redis(options: Options) -> WorkerConnector:
     try:
         from kv_store.redis_store import RedisOptions, RedisStore
     except ModuleNotFoundError as error:
-        raise ConfigError(f"connector redis needs the extra 'redis' ({error})", param="connector") from error
+        raise ConfigError(f"--connector: redis needs the extra 'redis' ({error})", param="connector") from error
     from kv_store.store_connector import StoreWorkerConnector
 
     parsed = parse_options("redis", options, RedisOptions)
@@ -76,18 +77,5 @@ STORE_CONNECTOR_NAMES = tuple(name for name in CONNECTOR_NAMES if name not in DI
 
 
 def parse_options(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:
-    """The options as a struct. Texts become numbers where numbers are wanted, as they come from a command line."""
-    known = [field.name for field in msgspec.structs.fields(options_type)]
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"connector {connector} has no option {option!r}; known are {', '.join(known)}", param=option
-            )
-    try:
-        return msgspec.convert(dict(options), options_type, strict=False)
-    except msgspec.ValidationError as error:  # "Expected `int` >= 1 - at `$.threads`", "... required field `path`"
-        problem = str(error)
-        option = re.findall(r"`(?:\$\.)?(\w+)`", problem)[-1]
-        raise ConfigError(
-            f"connector {connector}: option {option}: {problem.partition(' - at ')[0]}", param=option
-        ) from error
+    """The options as a struct; texts are understood as on a command line. Raises ConfigError naming the option."""
+    return build(options_type, None, Section(options, source=f"connector {connector}", path="connector_options"))

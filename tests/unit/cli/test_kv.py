@@ -287,7 +287,7 @@ REDIS = ["--connector", "redis", "--connector-options"]
         ([], "--connector-path: required for shared-storage"),
         (["--connector-path", "{tmp}/none"], "--connector-path: no directory {tmp}/none"),
         (["--connector-path", "{tmp}/file"], "--connector-path: no directory {tmp}/file"),
-        (["--connector-options", "pth=x"], "connector shared-storage has no option 'pth'"),
+        (["--connector-options", "pth=x"], "connector shared-storage: connector_options.pth: unknown setting"),
         (["--connector", "pigeon"], "--connector: 'pigeon' has no store to look into"),
         (["--connector", "nixl"], "--connector: 'nixl' has no store to look into"),
         ([*REDIS, "url=redis://127.0.0.1:1"], "url: cannot use Redis at 127.0.0.1:1/0: "),

@@ -15,26 +15,25 @@ def test_every_name_makes_a_connector(name):
 
 
 def test_texts_from_a_command_line_are_understood():
-    create_connector("shared-storage", {"max_bytes": "1000000", "timeout_s": "2.5", "threads": "3"}).close()
+    create_connector("shared-storage", {"max_bytes": "4GiB", "timeout_s": "2.5", "threads": "3"}).close()
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "param", "says"),
+    ("name", "options", "says"),
     [
-        ("carrier-pigeon", {}, "connector", "memory, nixl, redis, shared-storage"),
-        ("shared-storage", {"pth": "/x"}, "pth", "threads, timeout_s, staging_bytes, path, max_bytes"),
-        ("shared-storage", {"path": 3}, "path", "path"),
-        ("shared-storage", {"max_bytes": 0}, "max_bytes", ">= 1"),
-        ("shared-storage", {"max_bytes": "many"}, "max_bytes", "max_bytes"),
-        ("memory", {"threads": 0}, "threads", ">= 1"),
-        ("memory", {"timeout_s": -1.0}, "timeout_s", "> 0"),
+        ("pigeon", {}, "--connector: unknown connector 'pigeon'; known are memory, nixl, redis, shared-storage"),
+        ("shared-storage", {"pth": "/x"}, "connector_options.pth: unknown setting; did you mean path?"),
+        ("redis", {"path": "/x"}, "connector redis: connector_options.path: unknown setting; known: "),
+        ("shared-storage", {"path": True}, "connector_options.path: expected text, got True"),
+        ("shared-storage", {"max_bytes": 0}, "connector_options.max_bytes: must be >= 1, got 0"),
+        ("shared-storage", {"max_bytes": "many"}, "connector_options.max_bytes: expected a size such as 512MiB"),
+        ("memory", {"threads": 0}, "connector_options.threads: must be >= 1, got 0"),
+        ("memory", {"timeout_s": -1.0}, "connector_options.timeout_s: must be > 0, got -1.0"),
     ],
 )
-def test_mistakes_are_named(name, options, param, says):
+def test_mistakes_are_named(name, options, says):
     with pytest.raises(ConfigError) as caught:
         create_connector(name, options)
-    assert caught.value.param == param
-    assert param in caught.value.message
     assert says in caught.value.message
 
 
