@@ -23,6 +23,31 @@ class StoreConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     staging_bytes: Annotated[
         int, Meta(ge=1, description="Host memory of each transfer thread; at least one block is moved at a time.")
     ] = 2 << 20  # more does not stay in a core's cache between medium, digest and KV cache
+    lookup_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds that a request waits to hear which of its blocks are kept.")
+    ] = 1.0
+    host_bytes: Annotated[
+        int, Meta(ge=0, description="Host memory of each pod in which it keeps blocks above the store; 0: none.")
+    ] = 0
+    offload: Annotated[
+        bool | None,
+        Meta(description="Keep every full block, not only those of handoffs; default: if there is host_bytes."),
+    ] = None
+
+    @property
+    def wants_offloads(self) -> bool:
+        """`offload`, or its default."""
+        return self.host_bytes > 0 if self.offload is None else self.offload
+
+
+class BlockSink(Protocol):
+    """What a save needs of a BlockStore; see there."""
+
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
+        """Which of the blocks need not be saved."""
+
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
+        """Store frames."""
 
 
 class BlockStore(Protocol):

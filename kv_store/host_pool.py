@@ -1,0 +1,148 @@
+"""The host tier: a BlockStore in memory of this process alone, for blocks that the device has no room for.
+
+All memory is one arena, divided into frames when the pool is opened. A frame is free, being filled, or found under its
+key; the least recently used of the last kind gives way when none is free. The lock is held to find frames, never while
+bytes are copied: who copies out of a frame is counted as its reader meanwhile, and a frame with readers is neither
+filled again nor freed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import ConfigError
+from common.types import BlockHash
+from kv_store.base import Buffer
+
+
+class HostPool:
+    """A BlockStore of `host_bytes` bytes. Memory that was never used is not taken from the system."""
+
+    def __init__(self, host_bytes: int) -> None:
+        self._host_bytes = host_bytes
+        self._arena: npt.NDArray[np.uint8] = np.empty((0, 0), dtype=np.uint8)  # [frames, frame_bytes]
+        self._lock = threading.Lock()  # guards all below
+        self._free: list[int] = []
+        self._found: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
+        self._readers: dict[int, int] = {}  # of frames that have any
+        self._condemned: set[int] = set()  # discarded under their readers, the last of whom frees them
+
+    def open(self, namespace: str, frame_bytes: int) -> None:
+        """See BlockStore. The namespace does not matter: one pool serves one model."""
+        num_frames = self._host_bytes // frame_bytes
+        if not num_frames:
+            message = f"host_bytes: {self._host_bytes} bytes cannot hold a block of {frame_bytes}"
+            raise ConfigError(message, param="host_bytes")
+        try:
+            self._arena = np.empty((num_frames, frame_bytes), dtype=np.uint8)
+        except MemoryError as error:
+            message = f"host_bytes: the system does not give {self._host_bytes} bytes"
+            raise ConfigError(message, param="host_bytes") from error
+        self._free = list(range(num_frames - 1, -1, -1))
+
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
+        """See BlockStore."""
+        with self._lock:
+            return [self._find(key) is not None for key in keys]
+
+    def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
+        """See BlockStore. What is there already is left as it is. Never raises StoreError; a frame that finds all
+        others being read or filled is left out, as if it had been evicted."""
+        for key, frame in zip(keys, frames, strict=True):
+            self._write_one(key, frame)
+
+    def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
+        """See BlockStore. Never raises StoreError."""
+        return [self._read_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def discard(self, key: BlockHash) -> None:
+        """See BlockStore."""
+        with self._lock:
+            index = self._found.pop(key, None)
+            if index is None:
+                return
+            if index in self._readers:
+                self._condemned.add(index)
+            else:
+                self._free.append(index)
+
+    def close(self) -> None:
+        """See BlockStore, but stored blocks are gone. Calls under way may still end, and find nothing from now on."""
+        with self._lock:
+            self._found.clear()
+            self._free.clear()
+            self._host_bytes = 0
+            self._arena = self._arena[:0]
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books while nobody reads or writes; empty if they are right."""
+        with self._lock:
+            frames = [*self._free, *self._found.values()]
+            wrong = [] if sorted(frames) == list(range(len(self._arena))) else ["frames are lost or have two owners"]
+            if self._readers or self._condemned:
+                wrong.append("frames have readers that are gone")
+        return wrong
+
+    def _write_one(self, key: BlockHash, frame: Buffer) -> None:
+        with self._lock:
+            index = self._take_frame_for(key)
+            arena = self._arena
+        if index is None:
+            return
+        is_filled = False
+        try:
+            np.copyto(arena[index], np.frombuffer(frame, dtype=np.uint8))
+            is_filled = True
+        finally:
+            with self._lock:
+                if not len(self._arena):
+                    pass  # closed meanwhile
+                elif is_filled and key not in self._found:  # else another writer was faster
+                    self._found[key] = index
+                else:
+                    self._free.append(index)
+
+    def _read_one(self, key: BlockHash, buffer: Buffer) -> int | None:
+        with self._lock:
+            index = self._find(key)
+            if index is None:
+                return None
+            self._readers[index] = self._readers.get(index, 0) + 1
+            frame = self._arena[index]
+        try:
+            size = min(len(frame), len(buffer))
+            np.copyto(np.frombuffer(buffer, dtype=np.uint8)[:size], frame[:size])
+            return len(frame)
+        finally:
+            with self._lock:
+                self._release(index)
+
+    def _find(self, key: BlockHash) -> int | None:
+        """Its frame, from now on the most recently used one."""
+        index = self._found.get(key)
+        if index is not None:
+            self._found.move_to_end(key)
+        return index
+
+    def _take_frame_for(self, key: BlockHash) -> int | None:
+        """A frame to fill. None if the block is there already, or if all frames are in somebody's hands."""
+        if self._find(key) is not None:
+            return None
+        if self._free:
+            return self._free.pop()
+        oldest = next((old for old, index in self._found.items() if index not in self._readers), None)
+        return None if oldest is None else self._found.pop(oldest)
+
+    def _release(self, index: int) -> None:
+        """One reader less."""
+        self._readers[index] -= 1
+        if not self._readers[index]:
+            del self._readers[index]
+            if index in self._condemned:
+                self._condemned.remove(index)
+                self._free.append(index)
