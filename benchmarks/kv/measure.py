@@ -1,0 +1,188 @@
+"""Cells of the table: what is run, and the figures of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.kv.pair import GIB, Pair, Sample, open_pair
+from benchmarks.kv.wire import MODES, Mode, Run
+
+MIB = 1 << 20
+_MIN_REPEATS = 3
+_MEMORY_BLOCKS = 16  # whose staging is compared with that of the most blocks
+_CACHES = 4  # both sides' caches, the memory that memcpy goes to, and what is in the medium
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    connectors: tuple[str, ...]
+    block_bytes: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+    concurrency: tuple[int, ...]  # handoffs at once, of `concurrent_blocks` each
+    concurrent_blocks: int
+    repeats: int  # at most
+    cell_s: float  # seconds after which a cell is not repeated any more
+    memory_bytes: int
+    tmpfs: Path
+    is_contiguous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Medians of one way of moving the bytes."""
+
+    seconds: float
+    bytes_per_s: float
+    cpu_s_per_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Figures of one number of blocks and of handoffs at once."""
+
+    connector: str
+    block_bytes: int
+    num_blocks: int
+    num_handoffs: int
+    num_samples: int
+    p50_s: float  # handoff latency
+    p99_s: float
+    ways: dict[Mode, Way]
+    share_of_bare: float  # of its bandwidth: median over pairs of runs
+    own_s: float  # ours less the bare medium: median over pairs of runs
+    digest_share: float | None  # of the handoff; None: not measured
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all handoffs of a run."""
+        return self.block_bytes * self.num_blocks * self.num_handoffs
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Memory that handoffs took beside the KV caches."""
+
+    connector: str
+    block_bytes: int
+    num_blocks: int
+    producer_bytes: int
+    consumer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All of it."""
+
+    cells: list[Cell]
+    staging: list[Staging]
+    skipped: list[str]
+
+
+def measure(plan: Plan, tell: Callable[[Cell], None]) -> Results:
+    """Run everything; `tell` gets each cell when it is done."""
+    results = Results([], [], [])
+    for connector in plan.connectors:
+        for block_bytes in plan.block_bytes:
+            fitting = _fitting(plan, connector, block_bytes, results.skipped)
+            if fitting:
+                _measure_pair(plan, connector, block_bytes, fitting, results, tell)
+    return results
+
+
+def _fitting(plan: Plan, connector: str, block_bytes: int, skipped: list[str]) -> list[tuple[int, int]]:
+    """(blocks, handoffs at once) that fit into the memory bound; the others are noted."""
+    shapes = [(blocks, 1) for blocks in plan.num_blocks]
+    shapes += [(plan.concurrent_blocks, handoffs) for handoffs in plan.concurrency]
+    fitting = []
+    for blocks, handoffs in shapes:
+        needed = _CACHES * block_bytes * blocks * handoffs
+        if needed <= plan.memory_bytes:
+            fitting.append((blocks, handoffs))
+        else:
+            skipped.append(
+                f"{connector}: {handoffs} x {blocks} blocks of {block_bytes >> 10} KiB need {needed / GIB:.1f} GiB"
+            )
+    return fitting
+
+
+def _measure_pair(
+    plan: Plan,
+    connector: str,
+    block_bytes: int,
+    shapes: Sequence[tuple[int, int]],
+    results: Results,
+    tell: Callable[[Cell], None],
+) -> None:
+    num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
+    with open_pair(connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous) as pair:
+        for blocks in sorted({min(_MEMORY_BLOCKS, num_blocks - 1), max(blocks for blocks, _ in shapes)}):
+            results.staging.append(_measure_staging(pair, connector, block_bytes, blocks))
+        pair.open_bare()
+        for mode in MODES[1:3]:
+            _check(pair, mode, shapes[0][0])
+        for blocks, handoffs in shapes:
+            cell = _measure_cell(plan, pair, connector, block_bytes, blocks, handoffs)
+            results.cells.append(cell)
+            tell(cell)
+
+
+def _measure_staging(pair: Pair, connector: str, block_bytes: int, num_blocks: int) -> Staging:
+    checked = pair.check(Run("ours", pair.next_seed(), num_blocks, check=True))
+    if not checked.is_right:
+        raise SystemExit(f"{connector}: the consumer has other bytes than the producer")
+    return Staging(connector, block_bytes, num_blocks, checked.producer_growth, checked.consumer_growth)
+
+
+def _check(pair: Pair, mode: Mode, num_blocks: int) -> None:
+    if not pair.check(Run(mode, pair.next_seed(), num_blocks, check=True)).is_right:
+        raise SystemExit(f"{mode}: the consumer has other bytes than the producer")
+
+
+def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_blocks: int, num_handoffs: int) -> Cell:
+    """All modes in turn, each round in another order; the first round warms up."""
+    modes = MODES if num_handoffs == 1 else MODES[:2]
+    samples: dict[Mode, list[Sample]] = {mode: [] for mode in modes}
+    give_up = time.monotonic() + plan.cell_s
+    for repeat in range(plan.repeats + 1):
+        if repeat > _MIN_REPEATS and time.monotonic() > give_up:
+            break
+        first = repeat % len(modes)
+        for mode in modes[first:] + modes[:first]:
+            sample = pair.run(Run(mode, pair.next_seed(), num_blocks, num_handoffs))
+            if repeat:
+                samples[mode].append(sample)
+    ours, bare = samples["ours"], samples["bare"]
+    latencies = sorted(latency for sample in ours for latency in sample.latencies)
+    total_bytes = block_bytes * num_blocks * num_handoffs
+    return Cell(
+        connector=connector,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        num_handoffs=num_handoffs,
+        num_samples=len(latencies),
+        p50_s=statistics.median(latencies),
+        p99_s=latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        ways={mode: _way(taken, total_bytes) for mode, taken in samples.items()},
+        share_of_bare=statistics.median(b.seconds / o.seconds for o, b in zip(ours, bare, strict=True)),
+        own_s=statistics.median(o.seconds - b.seconds for o, b in zip(ours, bare, strict=True)),
+        digest_share=_digest_share(ours, samples.get("undigested", [])),
+    )
+
+
+def _way(samples: Sequence[Sample], total_bytes: int) -> Way:
+    seconds = statistics.median(sample.seconds for sample in samples)
+    cpu_s = statistics.fmean(sample.cpu_s for sample in samples)  # the kernel counts it too coarsely for a median
+    return Way(seconds, total_bytes / seconds, cpu_s * GIB / total_bytes)
+
+
+def _digest_share(ours: Sequence[Sample], undigested: Sequence[Sample]) -> float | None:
+    """Part of a handoff that is saved if digests cost nothing; None if none was left out after all."""
+    if not undigested or not undigested[0].num_stubbed:
+        return None
+    return statistics.median(1 - u.seconds / o.seconds for o, u in zip(ours, undigested, strict=True))

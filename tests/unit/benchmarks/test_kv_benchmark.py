@@ -1,0 +1,92 @@
+"""The benchmark of the KV plane runs, and its figures say what they claim. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.kv.__main__ import main
+from benchmarks.kv.measure import MIB, Cell, Results, Staging, Way
+from benchmarks.kv.report import Verdict, format_markdown, verdicts
+
+WAY = Way(seconds=0.01, bytes_per_s=2e9, cpu_s_per_gib=0.5)
+CELL = Cell(
+    connector="nixl",
+    block_bytes=MIB,
+    num_blocks=16,
+    num_handoffs=1,
+    num_samples=100,
+    p50_s=0.01,
+    p99_s=0.02,
+    ways={"ours": WAY, "bare": WAY, "memcpy": WAY},
+    share_of_bare=0.9,
+    own_s=0.0005,
+    digest_share=0.05,
+)
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+def test_quick_run_writes_its_tables(connector, tmp_path):
+    """Each process checks that the bytes that arrive are those that left, so this is also a test of the bare media."""
+    page, figures = tmp_path / "kv.md", tmp_path / "kv.json"
+    assert main(["--quick", "--connectors", connector, "--markdown", str(page), "--json", str(figures)]) == 0
+    cells = json.loads(figures.read_text())["cells"]
+    assert [(cell["num_blocks"], cell["num_handoffs"]) for cell in cells] == [(1, 1), (16, 1), (16, 2)]
+    assert all(cell["ways"]["ours"]["bytes_per_s"] > 0 for cell in cells)
+    assert all(cell["digest_share"] is not None for cell in cells[:2]), "digests are taken where the benchmark looks"
+    assert f"## {connector}" in page.read_text()
+
+
+def test_unknown_connector_is_named(capsys):
+    with pytest.raises(SystemExit, match="tape"):
+        main(["--connectors", "tape"])
+
+
+def test_what_needs_too_much_memory_is_left_out_and_said(capsys):
+    assert main(["--quick", "--connectors", "nixl", "--memory-mib", "0"]) == 0
+    assert "1 x 16 blocks of 64 KiB need" in capsys.readouterr().out
+
+
+def verdict_of(cell: Cell, words: str) -> Verdict:
+    (verdict,) = (v for v in verdicts(Results([cell], [], [])) if words in v.target)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("words", "good", "bad"),
+    [
+        ("bandwidth", {"share_of_bare": 0.85}, {"share_of_bare": 0.84}),
+        ("our own code", {"own_s": 0.001}, {"own_s": 0.0011}),
+        ("digest", {"digest_share": 0.10}, {"digest_share": 0.11}),
+    ],
+)
+def test_targets(words, good, bad):
+    assert verdict_of(replace(CELL, **good), words).is_met
+    assert not verdict_of(replace(CELL, **bad), words).is_met
+
+
+def test_small_handoffs_have_no_target_of_bandwidth():
+    small = replace(CELL, num_blocks=15, share_of_bare=0.1)
+    assert not [v for v in verdicts(Results([small], [], [])) if "bandwidth" in v.target]
+
+
+def test_memory_may_not_grow_with_the_prompt():
+    few = Staging("redis", MIB, 16, 3 * MIB, 3 * MIB)
+    bounded, growing = replace(few, num_blocks=1024, producer_bytes=11 * MIB), replace(few, consumer_bytes=12 * MIB)
+    (good,) = verdicts(
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, bounded], [])
+    )[1:]
+    (bad,) = verdicts(
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, growing], [])
+    )[1:]
+    assert (good.is_met, bad.is_met) == (True, False)
+
+
+def test_page_marks_what_fails():
+    results = Results([replace(CELL, share_of_bare=0.5)], [], ["nixl: too much"])
+    page = format_markdown({"cores": "2"}, results, verdicts(results), note="A remark.")
+    assert "| 50% at worst (16 x 1024 KiB) | **FAIL** |" in page
+    assert "A remark." in page
+    assert "- nixl: too much" in page
