@@ -4,12 +4,13 @@ that the blocks are there.
 The life of a job:
 
 1. `start_load` or `start_save` puts it into the queue. From then on its deadline runs.
-2. A transfer thread takes it and moves its blocks, a batch after the other, through the frames of the thread's staging.
-   A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is not
-   saved again.
-3. It settles once: with all blocks moved, at the first block that fails, when cancelled, at its deadline, or when the
-   connector closes. Its leading blocks moved until then count. Settling and touching the KV cache exclude each
-   other: a thread that returns from a hanging medium finds its job settled and leaves the cache alone.
+2. Transfer threads take its blocks, batch by batch, several threads at once, and move them through the frames of their
+   staging. A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is
+   not saved again. After a batch that fails no other is begun.
+3. It settles once: when all batches up to its last, or up to the first that failed, are over; when cancelled, at its
+   deadline, or when the connector closes. Its leading blocks moved until then count. Settling and touching the KV
+   cache exclude each other: a thread that returns from a hanging medium finds its job settled and leaves the cache
+   alone.
 4. Its result can be polled, then `on_settled` is called.
 """
 
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -48,19 +49,6 @@ _CLOSE_TIMEOUT_S = 5.0
 JobKind = Literal["load", "save", "lookup"]
 
 
-class _Job:
-    """One transfer. `lock` is held while a batch of it is copied from or to the KV cache and while it settles."""
-
-    def __init__(self, kind: JobKind, transfer: BlockTransfer, fence: Fence, due: float) -> None:
-        self.kind = kind
-        self.transfer = transfer
-        self.fence = fence
-        self.due = due  # monotonic seconds
-        self.lock = threading.Lock()
-        self.num_blocks_ok = 0
-        self.settled = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
     """One block of a job."""
@@ -68,6 +56,58 @@ class _Block:
     block_id: int
     key: BlockHash
     num_tokens: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A run of a job's blocks that one thread moves."""
+
+    index: int
+    blocks: Sequence[_Block]
+    num_ok: int = 0  # leading blocks moved
+    error: str = ""  # why it ended before its last block
+
+
+class _Job:
+    """One transfer. `lock` guards what is named after it; it is held while a batch of the job is copied from or to the
+    KV cache and while the job settles."""
+
+    def __init__(self, kind: JobKind, transfer: BlockTransfer, fence: Fence, due: float, batch_size: int) -> None:
+        self.kind = kind
+        self.transfer = transfer
+        self.fence = fence
+        self.due = due  # monotonic seconds
+        self.batch_size = batch_size
+        self.num_batches = max(1, -(-len(transfer.block_ids) // batch_size))  # with no block to move, an empty one
+        self.num_taken = 0  # batches that threads have begun; guarded by the connector's lock
+        self.lock = threading.Lock()
+        self.num_blocks_ok = 0
+        self.settled = False
+        self._ended: dict[int, _Batch] = {}  # those after one that has not
+        self._num_counted = 0  # batches in `num_blocks_ok`
+
+    def blocks_of(self, index: int, block_size: int) -> list[_Block]:
+        """The blocks of one batch."""
+        transfer = self.transfer
+        span = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        blocks = [
+            _Block(block_id, key, block_size)
+            for block_id, key in zip(transfer.block_ids[span], transfer.block_hashes[span], strict=True)
+        ]
+        if blocks and index == self.num_batches - 1:
+            blocks[-1] = replace(blocks[-1], num_tokens=transfer.num_tokens_in_last)
+        return blocks
+
+    def count(self, batch: _Batch) -> str | None:
+        """Count a batch that is over, and those after it that were over before. What the job is to settle with: "" when
+        all is moved, an error, or None while earlier batches are under way."""
+        self._ended[batch.index] = batch
+        while (ended := self._ended.pop(self._num_counted, None)) is not None:
+            self.num_blocks_ok += ended.num_ok
+            if ended.error:
+                return ended.error
+            self._num_counted += 1
+        return "" if self._num_counted == self.num_batches else None
 
 
 class StoreWorkerConnector:
@@ -85,7 +125,7 @@ class StoreWorkerConnector:
         # In the order of submission, which is also that of the deadlines. A job pins blocks of the KV cache until it
         # settles, so the number of blocks bounds both.
         self._unsettled: OrderedDict[int, _Job] = OrderedDict()
-        self._queued: OrderedDict[int, _Job] = OrderedDict()  # those that no thread has taken
+        self._queued: OrderedDict[int, _Job] = OrderedDict()  # those with batches that no thread has taken
         self._results: list[TransferResult] = []
         self._closed = False
 
@@ -98,9 +138,10 @@ class StoreWorkerConnector:
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         stagings = [create_staging(kv_cache, self._options.staging_bytes) for _ in range(self._options.threads)]
+        self._batch_size = len(stagings[0].frames)
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):
-            self._start_thread(str(index), partial(self._run_jobs, staging))
+            self._start_thread(str(index), partial(self._run_batches, staging))
         return ConnectorFacts(keeps_blocks=True)
 
     def start_load(self, transfer: BlockTransfer) -> None:
@@ -156,12 +197,15 @@ class StoreWorkerConnector:
     def _submit(self, kind: JobKind, transfer: BlockTransfer) -> None:
         if self._kv_cache is None:
             raise RuntimeError("the connector is not open")
-        job = _Job(kind, transfer, record_fence(self._kv_cache), time.monotonic() + self._options.timeout_s)
+        due = time.monotonic() + self._options.timeout_s
+        job = _Job(kind, transfer, record_fence(self._kv_cache), due, self._batch_size)
         with self._lock:
             if not self._unsettled:
                 self._deadlines.notify()
             self._unsettled[transfer.job_id] = self._queued[transfer.job_id] = job
-            self._work.notify()
+            if kind == "lookup":
+                self._queued.move_to_end(transfer.job_id, last=False)  # it is short, and its request waits for it
+            self._work.notify(job.num_batches)
 
     def _settle(self, job: _Job, error: str = "") -> bool:
         """End the job with what it moved so far; False if it has ended before."""
@@ -195,56 +239,51 @@ class StoreWorkerConnector:
                     return job
         return None
 
-    def _next_queued(self) -> _Job | None:
-        """Wait for a job to do; None when closed."""
+    def _run_batches(self, staging: Staging) -> None:
+        while (taken := self._next_batch()) is not None:
+            self._run(*taken, staging)
+
+    def _next_batch(self) -> tuple[_Job, _Batch] | None:
+        """Wait for a batch to move; None when closed."""
         with self._lock:
             self._work.wait_for(lambda: self._queued or self._closed)
             if self._closed:
                 return None
-            _, job = self._queued.popitem(last=False)
-            return job
+            job = next(iter(self._queued.values()))
+            index = job.num_taken
+            job.num_taken += 1
+            if job.num_taken == job.num_batches:
+                del self._queued[job.transfer.job_id]
+        return job, _Batch(index, job.blocks_of(index, self._format.layout.block_size))
 
-    def _run_jobs(self, staging: Staging) -> None:
-        while (job := self._next_queued()) is not None:
-            self._run(job, staging)
-
-    def _run(self, job: _Job, staging: Staging) -> None:
-        if job.kind == "lookup":
-            self._look_up(job)
-            return
-        move = self._load if job.kind == "load" else self._save
-        blocks = _blocks(job.transfer, self._format.layout.block_size)
+    def _run(self, job: _Job, batch: _Batch, staging: Staging) -> None:
+        run = {"load": self._load, "save": self._save, "lookup": self._look_up}[job.kind]
         try:
-            for start in range(0, len(blocks), len(staging.frames)):
-                if job.settled:
-                    return
-                move(job, blocks[start : start + len(staging.frames)], staging)
+            run(job, batch, staging)
         except TransferError as error:
-            logger.warning("%s of request %s stopped at a block: %s", job.kind, job.transfer.request_id, error)
-            self._settle(job, error.reason)
+            logger.warning("%s of request %s stopped: %s", job.kind, job.transfer.request_id, error)
+            batch.error = error.reason
         except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
             logger.exception("%s of request %s failed", job.kind, job.transfer.request_id)
-            self._settle(job, TransferError.reason)
-        else:
-            self._settle(job)
+            batch.error = TransferError.reason
+        if batch.error:
+            with self._lock:
+                self._queued.pop(job.transfer.job_id, None)
+        with job.lock:
+            outcome = None if job.settled else job.count(batch)
+        if outcome is not None:
+            self._settle(job, outcome)
 
-    def _look_up(self, job: _Job) -> None:
-        """Count the leading blocks that are there. A medium that fails has none: the request is computed."""
-        try:
-            present = self._store.touch(job.transfer.block_hashes)
-        except TransferError as error:
-            logger.warning("lookup for request %s failed: %s", job.transfer.request_id, error)
-            self._settle(job, error.reason)
-            return
-        job.num_blocks_ok = [*present, False].index(False)
-        self._settle(job)
+    def _look_up(self, job: _Job, batch: _Batch, _: Staging) -> None:
+        """Count the leading blocks that are there, all in one round trip."""
+        present = self._store.touch(job.transfer.block_hashes)
+        batch.num_ok = [*present, False].index(False)
 
-    def _save(self, job: _Job, blocks: Sequence[_Block], staging: Staging) -> None:
+    def _save(self, job: _Job, batch: _Batch, staging: Staging) -> None:
         """Store those of a batch that are not there yet."""
-        present = self._store.touch([block.key for block in blocks])
-        absent = [block for block, is_there in zip(blocks, present, strict=True) if not is_there]
-        num_leading = present.index(False) if absent else len(blocks)
-        job.num_blocks_ok += num_leading
+        present = self._store.touch([block.key for block in batch.blocks])
+        absent = [block for block, is_there in zip(batch.blocks, present, strict=True) if not is_there]
+        batch.num_ok = present.index(False) if absent else len(batch.blocks)
         if not absent:
             return
         with job.lock:
@@ -255,22 +294,21 @@ class StoreWorkerConnector:
         for block, frame in zip(absent, frames, strict=True):
             self._format.seal(frame, block.key, block.num_tokens)
         self._store.write([block.key for block in absent], frames)
-        job.num_blocks_ok += len(blocks) - num_leading
+        batch.num_ok = len(batch.blocks)
 
-    def _load(self, job: _Job, blocks: Sequence[_Block], staging: Staging) -> None:
+    def _load(self, job: _Job, batch: _Batch, staging: Staging) -> None:
         """Fill the leading blocks of a batch whose frames are right. Raises what is wrong with the next one."""
+        blocks = batch.blocks
         frames = staging.frames[: len(blocks)]
         sizes = self._store.read_into([block.key for block in blocks], frames)
-        good = 0
         try:
             for block, frame, size in zip(blocks, frames, sizes, strict=True):
                 self._verify(block, frame, size)
-                good += 1
+                batch.num_ok += 1
         finally:
             with job.lock:
                 if not job.settled:
-                    staging.scatter([block.block_id for block in blocks[:good]], job.fence)
-                    job.num_blocks_ok += good
+                    staging.scatter([block.block_id for block in blocks[: batch.num_ok]], job.fence)
 
     def _verify(self, block: _Block, frame: Buffer, size: int | None) -> None:
         if size is None:
@@ -280,11 +318,3 @@ class StoreWorkerConnector:
         except BlockCorruptError:
             self._store.discard(block.key)
             raise
-
-
-def _blocks(transfer: BlockTransfer, block_size: int) -> list[_Block]:
-    last = len(transfer.block_ids) - 1
-    return [
-        _Block(block_id, key, transfer.num_tokens_in_last if index == last else block_size)
-        for index, (block_id, key) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True))
-    ]
