@@ -7,7 +7,9 @@ that was not checked is ever read, every request ends with the right tokens, and
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -16,8 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStarted, TransferTarget, TransferUpdate
+from common.errors import InvalidRequestError
 from common.types import FinishReason, RequestId
 from tests.unit.common.engine.scheduler_factories import (
+    BLOCK_SIZE,
     FakeEngine,
     create_request,
     create_scheduler,
@@ -27,6 +31,10 @@ from tests.unit.common.engine.scheduler_factories import (
 )
 
 MAX_MODEL_LEN = 24
+MAX_STEPS = 1000  # to the end of all
+MAX_ATTEMPTS = 3  # at once; with more, most would wait for blocks and little would move
+PROMPTS = st.integers(1, 14).flatmap(lambda size: st.lists(st.integers(10, 11), min_size=size, max_size=size))
+T = TypeVar("T")
 GARBAGE = [-9, -9, -9, -9]
 
 
@@ -57,6 +65,11 @@ class Write:
     content: list[int]  # when it started
     is_orphan: bool = False  # its sender died
     has_landed: bool = False
+
+
+def drawn(data, candidates: list[T]) -> list[T]:
+    """One of them, if there are any."""
+    return [candidates[data.draw(st.integers(0, len(candidates) - 1))]] if candidates else []
 
 
 class DirectHandoffMachine(RuleBasedStateMachine):
@@ -99,8 +112,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.alive(producers=False)) < MAX_ATTEMPTS)
     @rule(
-        prompt=st.lists(st.integers(10, 11), min_size=1, max_size=14),
+        prompt=PROMPTS,
         output=st.lists(st.integers(10, 11), max_size=2),
         max_tokens=st.integers(1, 6),
         is_alike=st.booleans(),
@@ -111,7 +125,8 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         name = f"r{len(self.attempts)}"
         self._attempt(create_request(name, prompt, output=output, max_tokens=max_tokens + len(output)), epoch=1)
 
-    @rule(prompt=st.lists(st.integers(10, 11), min_size=1, max_size=14), max_tokens=st.integers(1, 6))
+    @precondition(lambda self: len(self.decode.scheduler._live) < MAX_ATTEMPTS)
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 6))
     def add_plain(self, prompt, max_tokens):
         """One that decode serves alone."""
         request = create_request(f"p{len(self.plain)}", prompt, max_tokens=max_tokens)
@@ -169,13 +184,42 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def step_decode(self):
-        self.decode.step()
+        for load in self.decode.step().loads:
+            assert len(load.digests) == len(load.block_ids), "blocks are used that nothing can be compared with"
         self._hear_consumers()
 
-    @rule()
-    def reset_prefix_caches(self):
-        self.prefill.scheduler.reset_prefix_cache()
-        self.decode.scheduler.reset_prefix_cache()
+    @rule(num_moves=st.integers(1, 30))
+    def go_on(self, num_moves):
+        """Nothing goes wrong for a while. Without this hardly any history would come to a write."""
+        moves = itertools.cycle(
+            [
+                self.step_prefill,
+                self._deliver_all_to_prefill,
+                self.step_prefill,
+                self._settle_saves,
+                self.step_prefill,
+                self._deliver_all_to_decode,
+                self.step_decode,
+                self.decode.settle_all,
+                self.step_decode,
+            ]
+        )
+        for move in itertools.islice(moves, num_moves):
+            move()
+
+    def _deliver_all_to_prefill(self) -> None:
+        targets, self.to_prefill = self.to_prefill, []
+        for target in targets:
+            self.prefill.scheduler.set_transfer_target(target)
+
+    def _deliver_all_to_decode(self) -> None:
+        updates, self.to_decode = self.to_decode, []
+        for update in updates:
+            self._update_decode(update)
+
+    def _settle_saves(self) -> None:
+        for job_id in list(self.prefill.jobs):
+            self._settle_save(job_id)
 
     def _hear_producers(self) -> None:
         for request_id, attempt in self.attempts.items():
@@ -268,37 +312,6 @@ class DirectHandoffMachine(RuleBasedStateMachine):
             self.to_prefill.remove(target)
         self.prefill.scheduler.set_transfer_target(target)
 
-    @precondition(lambda self: self.to_decode)
-    @rule(index=st.integers(0, 9))
-    def lose_on_the_way_to_decode(self, index):
-        """What is lost breaks the stream: a pod notices, and asks until it knows that the producer is quiet."""
-        update = self.to_decode.pop(index % len(self.to_decode))
-        attempt = self.attempts[update.request_id]
-        if attempt.epoch == update.epoch:
-            self._tell_consumer(attempt, final=True, failure="prefill_gone")
-            attempt.quiet_is_owed |= update.is_quiet
-
-    @precondition(lambda self: self.to_prefill)
-    @rule(index=st.integers(0, 9))
-    def lose_on_the_way_to_prefill(self, index):
-        self.to_prefill.pop(index % len(self.to_prefill))
-
-    @precondition(lambda self: self.attempts)
-    @rule(data=st.data(), num_ready=st.integers(0, 14), final=st.booleans())
-    def stale_news(self, data, num_ready, final):
-        request_id = data.draw(st.sampled_from(sorted(self.attempts)))
-        attempt = self.attempts[request_id]
-        self.decode.update_transfer(
-            request_id,
-            num_ready,
-            epoch=attempt.epoch - 1,
-            final=final,
-            failure="stale" if final else "",
-            digests=[b"stale"],
-            is_quiet=True,
-        )
-        self.prefill.set_target(request_id, [1, 2, 3], epoch=attempt.epoch - 1)
-
     # -- the transport ----------------------------------------------------------------------------------------------
 
     @property
@@ -331,10 +344,12 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         self.writes.remove(orphans[index % len(orphans)])
 
     @precondition(lambda self: self.prefill.jobs)
-    @rule(data=st.data(), hurried=st.booleans())
+    @rule(data=st.data(), hurried=st.sampled_from([False, False, True]))
     def settle_save(self, data, hurried):
+        self._settle_save(data.draw(st.sampled_from(sorted(self.prefill.jobs))), hurried=hurried)
+
+    def _settle_save(self, job_id: int, *, hurried: bool = False) -> None:
         """A job ends: all its writes have landed, or the transport has called back what has not."""
-        job_id = data.draw(st.sampled_from(sorted(self.prefill.jobs)))
         writes = [write for write in self.writes if write.job_id == job_id and not write.is_orphan]
         if not hurried:
             for write in writes:
@@ -356,34 +371,70 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         job_id = data.draw(st.sampled_from(sorted(self.decode.jobs)))
         self.decode.settle(job_id, num_blocks_ok=num_blocks_ok, error="" if num_blocks_ok == 99 else "block_corrupt")
 
-    # -- endings ----------------------------------------------------------------------------------------------------
+    # -- mishaps ----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.alive(producers=True))
     @rule(data=st.data())
+    def mishap(self, data):
+        """One rule for all of them, so that they do not crowd out the rest."""
+        mishap = data.draw(
+            st.sampled_from(
+                [
+                    self.lose_on_the_way_to_decode,
+                    self.lose_on_the_way_to_prefill,
+                    self.hear_stale_news,
+                    self.abort_producer,
+                    self.abort_consumer,
+                    self.expire_consumer,
+                    self.crash_prefill,
+                    self.reset_prefix_caches,
+                    self.spoil,
+                    self.retry_too_early,
+                ]
+            )
+        )
+        mishap(data)
+
+    def lose_on_the_way_to_decode(self, data):
+        """What is lost breaks the stream: a pod notices, and asks until it knows that the producer is quiet."""
+        for update in drawn(data, self.to_decode):
+            self.to_decode.remove(update)
+            attempt = self.attempts[update.request_id]
+            if attempt.epoch == update.epoch:
+                self._tell_consumer(attempt, final=True, failure="prefill_gone")
+                attempt.quiet_is_owed |= update.is_quiet
+
+    def lose_on_the_way_to_prefill(self, data):
+        for target in drawn(data, self.to_prefill):
+            self.to_prefill.remove(target)
+
+    def hear_stale_news(self, data):
+        """Of an attempt before the present one."""
+        for attempt in drawn(data, [*self.attempts.values()]):
+            request, epoch = attempt.request, attempt.epoch - 1
+            news = {"final": True, "failure": "stale"} if data.draw(st.booleans()) else {"digests": [b"stale"]}
+            self.decode.update_transfer(request.request_id, 0, epoch=epoch, is_quiet=True, **news)
+            num_blocks = -(-len(request.prompt_token_ids) // BLOCK_SIZE)
+            self.prefill.set_target(request.request_id, range(1, 1 + num_blocks), epoch=epoch, address=b"stale")
+
     def abort_producer(self, data):
         """The client went away, the lease ran out, or the consumer cancelled."""
-        attempt = data.draw(st.sampled_from(self.alive(producers=True)))
-        self.prefill.abort(attempt.request.request_id)
-        self._hear_producers()
+        for attempt in drawn(data, self.alive(producers=True)):
+            self.prefill.abort(attempt.request.request_id)
+            self._hear_producers()
 
-    @precondition(lambda self: self.alive(producers=False))
-    @rule(data=st.data())
     def abort_consumer(self, data):
-        attempt = data.draw(st.sampled_from(self.alive(producers=False)))
-        self.decode.abort(attempt.request.request_id)
-        self._hear_consumers()
+        for attempt in drawn(data, self.alive(producers=False)):
+            self.decode.abort(attempt.request.request_id)
+            self._hear_consumers()
 
-    @precondition(lambda self: self.alive(producers=False))
-    @rule(data=st.data())
     def expire_consumer(self, data):
         """The decode pod waits no longer for the KV; who knows what the producer does."""
-        attempt = data.draw(st.sampled_from(self.alive(producers=False)))
-        self.decode.update_transfer(
-            attempt.request.request_id, 0, epoch=attempt.epoch, final=True, failure="transfer_timeout"
-        )
+        for attempt in drawn(data, self.alive(producers=False)):
+            self.decode.update_transfer(
+                attempt.request.request_id, 0, epoch=attempt.epoch, final=True, failure="transfer_timeout"
+            )
 
-    @rule()
-    def crash_prefill(self):
+    def crash_prefill(self, data):
         """Its writes under way may still arrive, as whatever they are by then."""
         for attempt in self.alive(producers=True):
             attempt.producer_ended = attempt.quiet_is_owed = True
@@ -392,6 +443,25 @@ class DirectHandoffMachine(RuleBasedStateMachine):
             write.is_orphan = True
         self.writes = self.pending
         self.prefill = self.start_prefill()
+
+    def reset_prefix_caches(self, data):
+        self.prefill.scheduler.reset_prefix_cache()
+        self.decode.scheduler.reset_prefix_cache()
+
+    def spoil(self, data):
+        """Something damages a block that was written and not read yet."""
+        written = [write.target for write in self.writes if write.has_landed]
+        loading = [block_id for _, load in self.decode.jobs.values() for block_id in load.block_ids]
+        for block_id in drawn(data, written + loading):
+            self.decode.write_block(block_id, GARBAGE)
+
+    def retry_too_early(self, data):
+        """While blocks of an attempt may still be written to, its id is taken."""
+        finished = self.decode.finished
+        names = [name for name in finished if self.decode.scheduler._transfers.has_window(name)]
+        for name in drawn(data, names):
+            with pytest.raises(InvalidRequestError):
+                self.decode.scheduler.add_request(self.attempts[name].request, self.decode.now)
 
     @precondition(lambda self: self.owing())
     @rule(data=st.data())
@@ -434,7 +504,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         for attempt in self.alive(producers=True):
             self.prefill.abort(attempt.request.request_id)
         self._hear_producers()
-        while self.prefill.scheduler.has_unfinished or self.prefill.scheduler.has_work or self.prefill._settled:
+        for _ in range(MAX_STEPS):
+            if not (self.prefill.scheduler.has_unfinished or self.prefill.scheduler.has_work or self.prefill._settled):
+                break
             for job_id in list(self.prefill.jobs):
                 self.prefill.settle_as(TransferResult(job_id, 0, "transfer_cancelled"))
             self.writes = [write for write in self.writes if write.is_orphan]
@@ -471,10 +543,12 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         for kind in (RequestStarted, KVReceived):
             num_events = sum(isinstance(event, kind) for event in attempt.consumer_events)
             assert num_events == 1 or (is_aborted and num_events == 0)
+        reasons = [event.recompute_reason for event in attempt.consumer_events if isinstance(event, KVReceived)]
+        assert "stale" not in reasons, "news of another attempt count"
 
 
 TestDirectHandoffMachine = DirectHandoffMachine.TestCase
-TestDirectHandoffMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestDirectHandoffMachine.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow
