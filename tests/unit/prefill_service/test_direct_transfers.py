@@ -109,6 +109,10 @@ async def test_held_prefix_is_neither_written_nor_digested(pod: RunningPod) -> N
     assert written == BLOCKS[2:]
 
 
+def num_aborted(pod: RunningPod) -> float:
+    return pod.metric("baton_request_success_total", finished_reason="abort")
+
+
 @pytest.mark.parametrize("how", ["cancel", "router"])
 async def test_verdict_waits_for_the_last_write(pod: RunningPod, how: str) -> None:
     async with HandoffStream(pod, "t-a") as stream:
@@ -117,6 +121,7 @@ async def test_verdict_waits_for_the_last_write(pod: RunningPod, how: str) -> No
             await stream.cancel()
         else:
             call.cancel()
+            await wait_for(lambda: num_aborted(pod) == 1)  # before its first token, which would end it well
         verdict = asyncio.create_task(stream.events())
         pod.gate.open()
         await wait_for(lambda: bool(connector_of(pod).cancelled))
