@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -14,8 +14,15 @@ from common.config import Section, build
 from common.engine.kv_connector import WorkerConnector
 from common.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kv_store.base import BlockStore, StoreConnectorOptions
+    from kv_store.tiered_connector import NixlTierOptions
+
 OptionValue = str | int | float | bool
 Options = Mapping[str, OptionValue]
+
+_PATH = "connector_options"  # where the options are given
+_BELOW = "store."  # how the options of the store below a direct connector begin
 
 _OptionsT = TypeVar("_OptionsT", bound=msgspec.Struct)
 
@@ -25,57 +32,101 @@ def create_connector(name: str, options: Options) -> WorkerConnector:
 
     Raises ConfigError for an unknown name or a bad option.
     """
-    if name not in _FACTORIES:
+    if name == "nixl":
+        return _nixl(options)
+    if name not in _STORES:
         known = ", ".join(CONNECTOR_NAMES)
         raise ConfigError(f"--connector: unknown connector {name!r}; known are {known}", param="connector")
-    return _FACTORIES[name](options)
+    return _STORES[name](options, _PATH)
 
 
-def _memory(options: Options) -> WorkerConnector:
+def _memory(options: Options, path: str) -> WorkerConnector:
     from kv_store.memory_store import InMemoryStore, MemoryStoreOptions
-    from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = parse_options("memory", options, MemoryStoreOptions)
-    return StoreWorkerConnector(InMemoryStore(parsed), parsed)
+    parsed = parse_options("memory", options, MemoryStoreOptions, path)
+    return _over_store(InMemoryStore(parsed), parsed)
 
 
-def _shared_storage(options: Options) -> WorkerConnector:
+def _shared_storage(options: Options, path: str) -> WorkerConnector:
     from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
-    from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = parse_options("shared-storage", options, SharedStorageOptions)
-    return StoreWorkerConnector(SharedStorageStore(parsed), parsed)
+    parsed = parse_options("shared-storage", options, SharedStorageOptions, path)
+    return _over_store(SharedStorageStore(parsed), parsed)
 
 
-def _redis(options: Options) -> WorkerConnector:
+def _redis(options: Options, path: str) -> WorkerConnector:
     try:
         from kv_store.redis_store import RedisOptions, RedisStore
     except ModuleNotFoundError as error:
         raise ConfigError(f"--connector: redis needs the extra 'redis' ({error})", param="connector") from error
+
+    parsed = parse_options("redis", options, RedisOptions, path)
+    return _over_store(RedisStore(parsed), parsed)
+
+
+def _over_store(store: BlockStore, options: StoreConnectorOptions) -> WorkerConnector:
+    """A connector over a store, with the host's memory above it if there is to be any."""
     from kv_store.store_connector import StoreWorkerConnector
 
-    parsed = parse_options("redis", options, RedisOptions)
-    return StoreWorkerConnector(RedisStore(parsed), parsed)
+    if not options.host_bytes:
+        return StoreWorkerConnector(store, options)
+    from kv_store.host_pool import HostPool
+    from kv_store.tiered_store import TieredStore
+
+    tiers = TieredStore(HostPool(options.host_bytes), store)
+    return StoreWorkerConnector(tiers, options, for_handoffs=tiers.shared)
 
 
 def _nixl(options: Options) -> WorkerConnector:
-    from kv_store.nixl.connector import NixlOptions, NixlWorkerConnector
+    from kv_store.nixl.connector import NixlWorkerConnector
+    from kv_store.tiered_connector import NixlTierOptions, TieredWorkerConnector
 
-    return NixlWorkerConnector(parse_options("nixl", options, NixlOptions))
+    below = {name.removeprefix(_BELOW): value for name, value in options.items() if name.startswith(_BELOW)}
+    own = {name: value for name, value in options.items() if not name.startswith(_BELOW)}
+    parsed = parse_options("nixl", own, NixlTierOptions)
+    tiers = _tiers_of(parsed, below)
+    direct = NixlWorkerConnector(parsed)
+    return direct if tiers is None else TieredWorkerConnector(direct, tiers)
 
 
-_FACTORIES: dict[str, Callable[[Options], WorkerConnector]] = {
+def _tiers_of(options: NixlTierOptions, below: Options) -> WorkerConnector | None:
+    """What keeps blocks beside a direct connector, if anything is to. Raises ConfigError."""
+    place = f"connector nixl: {_PATH}"
+    if options.store and options.store not in _STORES:
+        known = ", ".join(_STORES)
+        raise ConfigError(f"{place}.store: unknown store {options.store!r}; known are {known}", param="store")
+    if below and not options.store:
+        name = _BELOW + next(iter(below))
+        raise ConfigError(f"{place}.{name}: there is no store; name one with store=", param=name)
+    if not options.store and not options.host_bytes:
+        if options.offload:
+            raise ConfigError(f"{place}.offload: nowhere to; give host_bytes or store", param="offload")
+        return None
+    offload = options.offload is not False
+    if options.store:
+        for name in {"host_bytes", "offload"} & below.keys():
+            raise ConfigError(f"{place}.{_BELOW}{name}: is {name}, without {_BELOW}", param=_BELOW + name)
+        below = {**below, "host_bytes": options.host_bytes, "offload": offload}
+        return _STORES[options.store](below, f"{_PATH}.store")
+    from kv_store.base import StoreConnectorOptions
+    from kv_store.host_pool import HostPool
+    from kv_store.store_connector import StoreWorkerConnector
+
+    alone = StoreConnectorOptions(host_bytes=options.host_bytes, offload=offload)
+    return StoreWorkerConnector(HostPool(options.host_bytes), alone)
+
+
+_STORES: dict[str, Callable[[Options, str], WorkerConnector]] = {
     "memory": _memory,
-    "nixl": _nixl,
     "redis": _redis,
     "shared-storage": _shared_storage,
 }
-
-CONNECTOR_NAMES = tuple(_FACTORIES)
 DIRECT_CONNECTOR_NAMES = ("nixl",)
-STORE_CONNECTOR_NAMES = tuple(name for name in CONNECTOR_NAMES if name not in DIRECT_CONNECTOR_NAMES)
+STORE_CONNECTOR_NAMES = tuple(_STORES)
+CONNECTOR_NAMES = tuple(sorted(DIRECT_CONNECTOR_NAMES + STORE_CONNECTOR_NAMES))
 
 
-def parse_options(connector: str, options: Options, options_type: type[_OptionsT]) -> _OptionsT:
-    """The options as a struct; texts are understood as on a command line. Raises ConfigError naming the option."""
-    return build(options_type, None, Section(options, source=f"connector {connector}", path="connector_options"))
+def parse_options(connector: str, options: Options, options_type: type[_OptionsT], path: str = _PATH) -> _OptionsT:
+    """The options as a struct; texts are understood as on a command line. Raises ConfigError naming the option, which
+    is given below `path`."""
+    return build(options_type, None, Section(options, source=f"connector {connector}", path=path))

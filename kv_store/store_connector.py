@@ -3,7 +3,8 @@ that the blocks are there.
 
 The life of a job:
 
-1. `start_load` or `start_save` puts it into the queue. From then on its deadline runs.
+1. `start_load`, `start_save` or `start_lookup` puts it into the queue. From then on its deadline runs. The queue is
+   one of batches, by urgency: a burst of saves for a tier holds up a handoff by no more than the batch under way.
 2. Transfer threads take its blocks, batch by batch, several threads at once, and move them through the frames of their
    staging. A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is
    not saved again. After a batch that fails no other is begun.
@@ -17,6 +18,7 @@ The life of a job:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -34,7 +36,7 @@ from common.errors import (
     TransferTimeoutError,
 )
 from common.types import BlockHash
-from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
+from kv_store.base import BlockSink, BlockStore, Buffer, StoreConnectorOptions
 from kv_store.block_format import BlockFormat
 from kv_store.staging import Fence, Staging, create_staging, layout_of, record_fence
 
@@ -47,6 +49,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 JobKind = Literal["load", "save", "lookup"]
+_NUM_URGENCIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,14 @@ class _Job:
         self._ended: dict[int, _Batch] = {}  # those after one that has not
         self._num_counted = 0  # batches in `num_blocks_ok`
 
+    @property
+    def urgency(self) -> int:
+        """The less, the sooner: by who waits for it. A request cannot be computed, or not for less; a peer's request
+        waits; nobody waits."""
+        if self.kind == "save":
+            return 3 if self.transfer.is_for_tier else 2
+        return 0 if self.kind == "lookup" else 1
+
     def blocks_of(self, index: int, block_size: int) -> list[_Block]:
         """The blocks of one batch."""
         transfer = self.transfer
@@ -111,10 +122,14 @@ class _Job:
 
 
 class StoreWorkerConnector:
-    """Moves blocks between a KV cache and a BlockStore on `options.threads` threads."""
+    """Moves blocks between a KV cache and a BlockStore on `options.threads` threads. Saves of handoffs go to
+    `for_handoffs`, if there is such a part of the store."""
 
-    def __init__(self, store: BlockStore, options: StoreConnectorOptions) -> None:
+    def __init__(
+        self, store: BlockStore, options: StoreConnectorOptions, *, for_handoffs: BlockSink | None = None
+    ) -> None:
         self._store = store
+        self._for_handoffs = for_handoffs or store
         self._options = options
         self._kv_cache: torch.Tensor | None = None
         self._threads: list[threading.Thread] = []
@@ -122,10 +137,11 @@ class StoreWorkerConnector:
         self._work = threading.Condition(lock)  # a job was queued, or we close
         self._deadlines = threading.Condition(lock)  # there is a first deadline to watch, or we close
         self._lock = lock
-        # In the order of submission, which is also that of the deadlines. A job pins blocks of the KV cache until it
-        # settles, so the number of blocks bounds both.
-        self._unsettled: OrderedDict[int, _Job] = OrderedDict()
-        self._queued: OrderedDict[int, _Job] = OrderedDict()  # those with batches that no thread has taken
+        # A job pins blocks of the KV cache until it settles or is the lookup of a request, so these are bounded.
+        self._unsettled: dict[int, _Job] = {}
+        # Those with batches that no thread has taken, by urgency, each in the order of submission.
+        self._queued: list[OrderedDict[int, _Job]] = [OrderedDict() for _ in range(_NUM_URGENCIES)]
+        self._watching_until = math.inf  # monotonic seconds; the first deadline, as far as its watcher knows
         self._results: list[TransferResult] = []
         self._closed = False
 
@@ -142,7 +158,7 @@ class StoreWorkerConnector:
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):
             self._start_thread(str(index), partial(self._run_batches, staging))
-        return ConnectorFacts(keeps_blocks=True)
+        return ConnectorFacts(keeps_blocks=True, wants_offloads=self._options.wants_offloads)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""
@@ -197,14 +213,13 @@ class StoreWorkerConnector:
     def _submit(self, kind: JobKind, transfer: BlockTransfer) -> None:
         if self._kv_cache is None:
             raise RuntimeError("the connector is not open")
-        due = time.monotonic() + self._options.timeout_s
+        timeout_s = self._options.lookup_timeout_s if kind == "lookup" else self._options.timeout_s
+        due = time.monotonic() + timeout_s
         job = _Job(kind, transfer, record_fence(self._kv_cache), due, self._batch_size)
         with self._lock:
-            if not self._unsettled:
+            if due < self._watching_until:
                 self._deadlines.notify()
-            self._unsettled[transfer.job_id] = self._queued[transfer.job_id] = job
-            if kind == "lookup":
-                self._queued.move_to_end(transfer.job_id, last=False)  # it is short, and its request waits for it
+            self._unsettled[transfer.job_id] = self._queued[job.urgency][transfer.job_id] = job
             self._work.notify(job.num_batches)
 
     def _settle(self, job: _Job, error: str = "") -> bool:
@@ -216,7 +231,7 @@ class StoreWorkerConnector:
             result = TransferResult(job.transfer.job_id, job.num_blocks_ok, error)
         with self._lock:
             del self._unsettled[result.job_id]
-            self._queued.pop(result.job_id, None)
+            self._queued[job.urgency].pop(result.job_id, None)
             self._results.append(result)
         self._on_settled()
         return True
@@ -227,10 +242,11 @@ class StoreWorkerConnector:
                 logger.warning("%s of request %s took too long", job.kind, job.transfer.request_id)
 
     def _next_expired(self) -> _Job | None:
-        """Wait until the oldest job is past its deadline; None when closed."""
+        """Wait until a job is past its deadline; None when closed."""
         with self._lock:
             while not self._closed:
-                job = next(iter(self._unsettled.values()), None)
+                job = min(self._unsettled.values(), key=lambda job: job.due, default=None)
+                self._watching_until = job.due if job is not None else math.inf
                 if job is None:
                     self._deadlines.wait()
                 elif (left_s := job.due - time.monotonic()) > 0:
@@ -246,14 +262,15 @@ class StoreWorkerConnector:
     def _next_batch(self) -> tuple[_Job, _Batch] | None:
         """Wait for a batch to move; None when closed."""
         with self._lock:
-            self._work.wait_for(lambda: self._queued or self._closed)
+            self._work.wait_for(lambda: any(self._queued) or self._closed)
             if self._closed:
                 return None
-            job = next(iter(self._queued.values()))
+            queued = next(filter(None, self._queued))
+            job = next(iter(queued.values()))
             index = job.num_taken
             job.num_taken += 1
             if job.num_taken == job.num_batches:
-                del self._queued[job.transfer.job_id]
+                del queued[job.transfer.job_id]
         return job, _Batch(index, job.blocks_of(index, self._format.layout.block_size))
 
     def _run(self, job: _Job, batch: _Batch, staging: Staging) -> None:
@@ -268,7 +285,7 @@ class StoreWorkerConnector:
             batch.error = TransferError.reason
         if batch.error:
             with self._lock:
-                self._queued.pop(job.transfer.job_id, None)
+                self._queued[job.urgency].pop(job.transfer.job_id, None)
         with job.lock:
             outcome = None if job.settled else job.count(batch)
         if outcome is not None:
@@ -281,7 +298,8 @@ class StoreWorkerConnector:
 
     def _save(self, job: _Job, batch: _Batch, staging: Staging) -> None:
         """Store those of a batch that are not there yet."""
-        present = self._store.touch([block.key for block in batch.blocks])
+        store = self._store if job.transfer.is_for_tier else self._for_handoffs
+        present = store.touch([block.key for block in batch.blocks])
         absent = [block for block, is_there in zip(batch.blocks, present, strict=True) if not is_there]
         batch.num_ok = present.index(False) if absent else len(batch.blocks)
         if not absent:
@@ -293,7 +311,7 @@ class StoreWorkerConnector:
         frames = staging.frames[: len(absent)]
         for block, frame in zip(absent, frames, strict=True):
             self._format.seal(frame, block.key, block.num_tokens)
-        self._store.write([block.key for block in absent], frames)
+        store.write([block.key for block in absent], frames)
         batch.num_ok = len(batch.blocks)
 
     def _load(self, job: _Job, batch: _Batch, staging: Staging) -> None:

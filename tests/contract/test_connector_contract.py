@@ -27,6 +27,7 @@ from tests.contract.connector_rig import (
     create_kv_cache,
     gated_connector,
 )
+from tests.contract.tiered_rig import TieredRig
 from tests.redis_server import RedisServer, running_redis
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE))
@@ -34,10 +35,19 @@ HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
 OTHER_FINGERPRINT = bytes(reversed(range(32)))
 
 
-@pytest.fixture(params=STORE_CONNECTOR_NAMES)
+BELOW_HOST_MEMORY = " below host memory"
+
+
+@pytest.fixture(params=[name + tier for tier in ("", BELOW_HOST_MEMORY) for name in STORE_CONNECTOR_NAMES])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
+    name = request.param.removesuffix(BELOW_HOST_MEMORY)
+    lower = plain_medium(name, request, tmp_path)
+    return TieredRig(lower) if name != request.param else lower
+
+
+def plain_medium(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
     namespace = BlockFormat(FINGERPRINT, layout_of(create_kv_cache())).namespace
-    match request.param:
+    match name:
         case "memory":
             return MemoryMediumRig(namespace)
         case "redis":

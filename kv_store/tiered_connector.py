@@ -1,0 +1,89 @@
+"""A direct connector with tiers: two connectors as one, one for handoffs between pods and one for what a pod keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
+from common.errors import ConfigError
+from kv_store.nixl.connector import NixlOptions
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NixlTierOptions(NixlOptions, frozen=True, kw_only=True):
+    """Options of the nixl connector and of its tiers."""
+
+    host_bytes: Annotated[int, Meta(ge=0, description="Host memory of each pod in which it keeps blocks; 0: none.")] = 0
+    store: Annotated[
+        str, Meta(description="Store that keeps blocks: redis or shared-storage; its options as store.NAME=VALUE.")
+    ] = ""
+    offload: Annotated[
+        bool | None, Meta(description="Keep every full block; default: if there is host_bytes or a store.")
+    ] = None
+
+
+_OWN_OPTIONS = ("host_bytes", "offload")  # of the tiers; all others stand below `store.`
+
+
+class TieredWorkerConnector:
+    """Hands each job to the connector that it is meant for. Job ids are the engine's, so no two jobs share one."""
+
+    def __init__(self, direct: WorkerConnector, tiers: WorkerConnector) -> None:
+        self._direct = direct
+        self._tiers = tiers
+
+    def register_kv_cache(
+        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+    ) -> ConnectorFacts:
+        """See WorkerConnector. The tiers first: they know within moments that they cannot be used."""
+        try:
+            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, on_settled)
+        except ConfigError as error:
+            raise _named_below_store(error) from error
+        facts = self._direct.register_kv_cache(kv_cache, fingerprint, on_settled)
+        return replace(facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._connector_of(transfer).start_load(transfer)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._connector_of(transfer).start_save(transfer)
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """See WorkerConnector."""
+        self._tiers.start_lookup(transfer)
+
+    def cancel(self, job_id: int) -> None:
+        """See WorkerConnector. The one that does not know the job ignores it."""
+        self._direct.cancel(job_id)
+        self._tiers.cancel(job_id)
+
+    def poll(self) -> list[TransferResult]:
+        """See WorkerConnector."""
+        return [*self._direct.poll(), *self._tiers.poll()]
+
+    def close(self) -> None:
+        """See WorkerConnector."""
+        try:
+            self._direct.close()
+        finally:
+            self._tiers.close()
+
+    def _connector_of(self, transfer: BlockTransfer) -> WorkerConnector:
+        return self._tiers if transfer.is_for_tier else self._direct
+
+
+def _named_below_store(error: ConfigError) -> ConfigError:
+    """The same problem, by the name that the setting has here."""
+    if error.param is None or error.param in _OWN_OPTIONS:
+        return error
+    setting = f"store.{error.param}"
+    return ConfigError(f"{setting}: {error.message.partition(': ')[2] or error.message}", param=setting)
