@@ -4,7 +4,8 @@ The life of a save:
 
 1. `start_save` queues it. From then on its deadline runs; until step 3 it can be cancelled at once.
 2. The saving thread checks the destination's address and waits for the compute stream.
-3. It posts one write for all blocks and takes their digests while that is under way.
+3. It posts one write for all blocks. Over shared memory that moves the bytes, over a network it only begins to; either
+   way another thread takes the blocks' digests meanwhile.
 4. It settles when NIXL says that the write is complete or has failed. A cancelled one also waits for that, since
    nothing but the end of the sending agent stops a write (see `kv_store.nixl.sender`).
 5. A write that is under way at its deadline ends the sending agent, and with it all other writes: it settles as
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +39,7 @@ from common.errors import (
 )
 from kv_store.nixl.address import NixlAddress, Region, check_block_ids, check_fits, decode_address
 from kv_store.nixl.agent import Agent, load_nixl
-from kv_store.nixl.digests import SlabReader, create_slab_reader, digests_of
+from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, digests_of
 from kv_store.nixl.jobs import Job, JobTable
 from kv_store.nixl.sender import Sender, Transfer
 from kv_store.staging import layout_of, record_fence
@@ -155,7 +157,7 @@ class _Posted:
 
     job: Job
     transfer: Transfer
-    digests: tuple[bytes, ...] | None = None  # None until taken, empty if that failed
+    digests: Future[tuple[bytes, ...]]
 
 
 class _Sending:
@@ -173,7 +175,7 @@ class _Sending:
     def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
         """Serve the inbox until it is closed. Sleeps while there is nothing to do, and ever longer between looks at
         what is under way."""
-        self._reader = create_slab_reader(kv_cache)
+        self._digester = Digester(kv_cache, self._block_size)
         pause_s = _MIN_PAUSE_S
         while True:
             try:
@@ -203,7 +205,8 @@ class _Sending:
         try:
             address, to_ids = self._checked(job.transfer)
             if to_ids:
-                self._posted.append(_Posted(job, self._sender.post(address, job.transfer.block_ids, to_ids)))
+                digests = self._digester.start(job.transfer)
+                self._posted.append(_Posted(job, self._sender.post(address, job.transfer.block_ids, to_ids), digests))
             else:
                 self._jobs.settle(job)
         except TransferError as error:
@@ -236,8 +239,6 @@ class _Sending:
 
     def _is_over(self, posted: _Posted) -> bool:
         job = posted.job
-        if posted.digests is None:
-            posted.digests = self._digests(job.transfer)
         try:
             if not self._sender.is_done(posted.transfer):
                 return False
@@ -246,19 +247,19 @@ class _Sending:
             return True
         if job.is_unwanted:
             self._jobs.settle(job, TransferCancelledError.reason)
-        elif not posted.digests:
-            self._jobs.settle(job, TransferError.reason)
         else:
-            self._jobs.settle(job, num_blocks_ok=len(posted.digests), digests=posted.digests)
+            self._settle_written(job, posted.digests)
         return True
 
-    def _digests(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
-        """Of all blocks; none if that fails, which must not keep the write from being watched."""
+    def _settle_written(self, job: Job, pending: Future[tuple[bytes, ...]]) -> None:
+        """Waits for the digests, which takes less than the write did or not much longer."""
         try:
-            return tuple(digests_of(transfer, self._reader, self._block_size))
-        except Exception:
+            digests = pending.result()
+        except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
             logger.exception("the digests of a save failed")
-            return ()
+            self._jobs.settle(job, TransferError.reason)
+        else:
+            self._jobs.settle(job, num_blocks_ok=len(digests), digests=digests)
 
     def _abandon(self) -> None:
         """A write does not end: end the agent, and so all of them."""
@@ -279,6 +280,7 @@ class _Sending:
             self._reap()
             time.sleep(_MAX_PAUSE_S)
         self._sender.abandon()
+        self._digester.close()
 
 
 class _Verifying:

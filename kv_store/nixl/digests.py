@@ -10,6 +10,7 @@ On a GPU the slabs are copied to pinned host memory for it, a few at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -79,3 +80,23 @@ def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> 
     for index, slab in enumerate(reader.slabs(transfer.block_ids)):
         num_tokens = transfer.num_tokens_in_last if index == last else block_size
         yield block_digest(slab, transfer.block_hashes[index], num_tokens)
+
+
+class Digester:
+    """Takes digests on a thread of its own."""
+
+    def __init__(self, kv_cache: torch.Tensor, block_size: int) -> None:
+        self._block_size = block_size
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl-digests")
+        self._reader = self._pool.submit(create_slab_reader, kv_cache)  # the first task of the only thread
+
+    def start(self, transfer: BlockTransfer) -> Future[tuple[bytes, ...]]:
+        """Begin to take the digests of all blocks, which must not change before the result is there."""
+        return self._pool.submit(self._take, transfer)
+
+    def close(self) -> None:
+        """Returns when the KV cache is no longer read."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _take(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
+        return tuple(digests_of(transfer, self._reader.result(), self._block_size))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+import kv_store.nixl.digests as digests
+from common.engine.kv_connector import BlockTransfer
+from common.types import RequestId, hash_prompt, root_hash
+from kv_store.nixl.digests import Digester, block_digest, create_slab_reader, digests_of
+from tests.contract.connector_rig import BLOCK_SIZE, create_kv_cache
+from tests.contract.direct_rig import nixl_rig
+
+HASHES = hash_prompt(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE, root_hash())
+SLAB = bytes(range(256))
+
+
+@pytest.fixture
+def transfer() -> BlockTransfer:
+    return BlockTransfer(1, RequestId("request"), (3, 1, 3), tuple(HASHES[:3]), BLOCK_SIZE - 1)
+
+
+def test_a_digest_tells_bytes_block_and_length_apart():
+    good = block_digest(SLAB, HASHES[0], 4)
+    assert good == block_digest(bytearray(SLAB), HASHES[0], 4)
+    assert len(good) == 16
+    others = {
+        block_digest(SLAB[::-1], HASHES[0], 4),
+        block_digest(SLAB, HASHES[1], 4),
+        block_digest(SLAB, HASHES[0], 3),
+    }
+    assert len(others | {good}) == 4
+
+
+def test_digests_are_of_the_blocks_in_order(transfer):
+    kv_cache = create_kv_cache()
+    found = list(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE))
+    slabs = [kv_cache[block_id].numpy().tobytes() for block_id in (3, 1, 3)]
+    lengths = (BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE - 1)
+    assert found == [block_digest(*block) for block in zip(slabs, HASHES, lengths, strict=False)]
+
+
+def test_the_digester_takes_the_same(transfer):
+    kv_cache = create_kv_cache()
+    digester = Digester(kv_cache, BLOCK_SIZE)
+    pending = [digester.start(transfer) for _ in range(3)]
+    expected = tuple(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE))
+    assert [digest.result() for digest in pending] == [expected] * 3
+    digester.close()
+    digester.close()
+
+
+def test_digests_that_cannot_be_taken_cost_one_transfer(monkeypatch):
+    producer, consumer = nixl_rig(), nixl_rig()
+    with monkeypatch.context() as patched:
+        patched.setattr(digests, "block_digest", lambda *_: 1 / 0)
+        assert producer.save([1], HASHES[:1], consumer.address, [1]).error == "transfer"
+    assert producer.save([1], HASHES[:1], consumer.address, [1]).error == ""
+    producer.close()
+    consumer.close()
