@@ -1,19 +1,21 @@
 """300 requests while prefill pods, decode pods and the store fail at random moments, and nobody's answer shows it.
 
-Moments are shares of a round's tokens, so that a slow machine sees the same run as a fast one. In each round one pod of
-each role is killed, and the next round begins when both are back: a decode pod is alive at any time.
+Moments are shares of a round's tokens, so that a slow machine sees the same run as a fast one. In each round one decode
+pod and one or both prefill pods are killed, these at once, and the next round begins when all are back: a decode pod is
+always alive. Blocks are so few that they are used again while a write of a killed pod could still be under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -22,21 +24,27 @@ import grpc
 import httpx
 import psutil
 import pytest
+import redis
+import torch
 
 from common.engine.llm import LLM
 from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
 from common.types import SamplingParams
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import PROMPTS, greedy_completion
+from tests.redis_server import RedisServer, running_redis
 
 SEED = 3
-NUM_ROUNDS = 4
-ROUND_SIZE = 75  # requests
+NUM_ROUNDS = 3
+ROUND_SIZE = 100  # requests
 NUM_CLIENTS = 25  # at once
-DAMAGES_PER_ROUND = 16  # of the store
+DAMAGES_PER_ROUND = 20  # of the store
 REQUEST_DEADLINE_S = 150.0
 RESTART_DEADLINE_S = 120.0
+NUM_BLOCKS = 256  # of a pod
+QUARANTINE_S = 3
 ANCHOR_EVERY = 15  # so many requests, one is also answered by `transformers`
+PREFILL_VICTIMS = [["prefill-0"], ["prefill-0", "prefill-1"], ["prefill-1"]]
 SENTENCES = ["The sun is a star. ", "Rain falls on the hills. ", "Tom has a red boat. "]
 
 
@@ -66,37 +74,77 @@ class SharedDirectory:
         self.options = ("--connector", "shared-storage", "--connector-path", str(path))
 
     def damage(self, rng: random.Random) -> None:
-        """Deletes all, or flips, cuts or exchanges every block."""
-        if rng.random() < 0.25:
+        """Deletes all, or spoils, cuts or exchanges every block."""
+        kind = rng.choice(["delete", *DAMAGES])
+        if kind == "delete":
             for child in self._path.iterdir():
                 shutil.rmtree(child, ignore_errors=True)
             return
-        spoil = rng.choice([self._flip, self._cut, self._exchange])
         files = sorted(path for path in self._path.rglob("*") if path.is_file())
         for path in files:
             with contextlib.suppress(FileNotFoundError):  # renamed or evicted meanwhile
-                spoil(path, rng, files)
-
-    @staticmethod
-    def _flip(path: Path, rng: random.Random, _: list[Path]) -> None:
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            offset = rng.randrange(max(1, size))
-            file.seek(offset)
-            byte = file.read(1)
-            file.seek(offset)
-            file.write(bytes(255 - value for value in byte))
-
-    @staticmethod
-    def _cut(path: Path, rng: random.Random, _: list[Path]) -> None:
-        os.truncate(path, rng.randrange(path.stat().st_size + 1))
-
-    @staticmethod
-    def _exchange(path: Path, rng: random.Random, files: list[Path]) -> None:
-        path.write_bytes(rng.choice(files).read_bytes())
+                path.write_bytes(damaged(kind, path.read_bytes(), lambda: rng.choice(files).read_bytes()))
 
 
-STORES: dict[str, Callable[[Path], Store]] = {"shared-storage": SharedDirectory}
+class Redis:
+    """A redis-server of the test's own."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self._server = server
+        self.options = ("--connector", "redis", "--connector-options", f"url={server.url}")
+
+    def damage(self, rng: random.Random) -> None:
+        """Kills the server, which comes up empty; or empties it; or spoils, cuts or exchanges every block."""
+        kind = rng.choice(["kill", "delete", *DAMAGES])
+        if kind == "kill":
+            self._server.kill()
+            self._server.start()
+            return
+        with redis.Redis(port=self._server.port) as client:
+            if kind == "delete":
+                client.flushall()
+                return
+            keys = sorted(client.keys())
+            for key in keys:
+                value = damaged(kind, client.get(key) or b"", lambda: client.get(rng.choice(keys)) or b"")
+                client.set(key, value, keepttl=True)
+
+
+DAMAGES = ("spoil", "cut", "exchange")
+
+
+def damaged(kind: str, block: bytes, another: Callable[[], bytes]) -> bytes:
+    """What a broken store returns instead of `block`."""
+    match kind:
+        case "spoil":  # so much that nobody could overlook it in the answer
+            middle = len(block) // 2
+            return block[:middle] + bytes(value ^ 0xFF for value in block[middle:])
+        case "cut":
+            return block[: len(block) // 2]
+        case _:
+            return another()
+
+
+class NoStore:
+    """A direct connector's: pods write into each other, so that only they can fail."""
+
+    options = ("--connector", "nixl")
+
+    def damage(self, rng: random.Random) -> None:
+        """Nothing is there to be damaged."""
+
+
+@contextlib.contextmanager
+def open_store(connector: str, path: Path) -> Iterator[Store]:
+    """A store for the connector; `path` is an empty directory."""
+    match connector:
+        case "redis":
+            with running_redis() as server:
+                yield Redis(server)
+        case "shared-storage":
+            yield SharedDirectory(path)
+        case _:
+            yield NoStore()
 
 
 @dataclass
@@ -189,16 +237,36 @@ class Pods:
         return ready in self.router_metrics()
 
 
-@pytest.mark.parametrize("connector", STORES)
-async def test_three_hundred_requests_among_faults(connector: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """All requests of a run."""
+    return _jobs(random.Random(SEED))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """A --config file. A killed pod's writes are over at once, or the answers tell."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"decode: {{handoff_quarantine_s: {QUARANTINE_S}}}\n")
+    return path
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+async def test_three_hundred_requests_among_faults(
+    connector: str, jobs: list[Job], settings: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     rng = random.Random(SEED)
-    jobs = _jobs(rng)
-    store = STORES[connector](tmp_path)
-    with running_cluster("--prefill", "2", "--decode", "2", *store.options) as cluster:
+    options = ("--config", str(settings), "--prefill", "2", "--decode", "2", "--num-blocks", str(NUM_BLOCKS))
+    with (
+        open_store(connector, tmp_path_factory.mktemp("store")) as store,
+        running_cluster(*options, *store.options) as cluster,
+    ):
         pods = Pods(cluster)
+        prefill_victims_of_round = itertools.cycle(PREFILL_VICTIMS)
         for start in range(0, len(jobs), ROUND_SIZE):
-            victims = [f"{role}-{rng.randrange(2)}" for role in ("prefill", "decode")]
-            faults = [_kill(pods, name, rng) for name in victims]
+            decode_victim, prefill_victims = f"decode-{rng.randrange(2)}", next(prefill_victims_of_round)
+            victims = [decode_victim, *prefill_victims]
+            faults = [_kill(pods, [decode_victim], rng), _kill(pods, prefill_victims, rng)]
             faults += [Fault(rng.random(), lambda: store.damage(rng)) for _ in range(DAMAGES_PER_ROUND)]
             round_ = Round(jobs[start : start + ROUND_SIZE], faults)
             await round_.run(cluster.grpc_address)
@@ -211,9 +279,15 @@ async def test_three_hundred_requests_among_faults(connector: str, tmp_path: Pat
         assert counter in metrics, "the faults have hit nobody"
 
 
-def _kill(pods: Pods, name: str, rng: random.Random) -> Fault:
+def _kill(pods: Pods, names: Sequence[str], rng: random.Random) -> Fault:
+    """All of them at one moment."""
     engine_only = rng.random() < 0.5
-    return Fault(rng.uniform(0.05, 0.85), lambda: pods.kill(name, engine_only=engine_only))
+
+    def strike() -> None:
+        for name in names:
+            pods.kill(name, engine_only=engine_only)
+
+    return Fault(rng.uniform(0.05, 0.85), strike)
 
 
 def _jobs(rng: random.Random) -> list[Job]:
@@ -230,6 +304,7 @@ def _jobs(rng: random.Random) -> list[Job]:
             ignore_eos=True,
         )
         asked.append((shared + own + rng.choice(PROMPTS), params))
+    torch.set_num_threads(1)  # several would wait for each other where the cores are busy
     with LLM() as llm:
         answers = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
     jobs = [
