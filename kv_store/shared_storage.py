@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import itertools
 import logging
 import os
@@ -141,10 +140,13 @@ class SharedStorageStore:
         target = self._file_of(key)
         temp = f"{target}.{self._writer}-{next(self._temp_count)}{_TEMP_SUFFIX}"
         try:
-            with _create(temp) as file:
-                written = 0
+            file = _create(temp)
+            try:
+                written = os.write(file, frame)
                 while written < len(frame):
-                    written += file.write(frame[written:])
+                    written += os.write(file, frame[written:])
+            finally:
+                os.close(file)  # where a network file system may say that it is full
             os.replace(temp, target)
         except OSError:
             with contextlib.suppress(OSError):
@@ -224,29 +226,33 @@ def _mark_used(path: str) -> bool:
 def _read_file(path: str, buffer: Buffer) -> int | None:
     """Fill `buffer` from a file and mark it as used; its size in bytes, None if it is not there."""
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
+        file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    with file:
-        os.utime(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-        filled = 0
-        while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
-            filled += count
-    return size if filled == len(buffer) else filled
-
-
-def _create(path: str) -> io.FileIO:
-    """A new file, readable by this user alone; its directory is made if need be."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, mode=0o600)
-
     try:
-        return io.FileIO(path, "x", opener=opener)
+        os.utime(file)
+        return _fill(buffer, file)
+    finally:
+        os.close(file)
+
+
+def _fill(buffer: Buffer, file: int) -> int:
+    """Read from the start of a file. Its size in bytes."""
+    beyond = bytearray(1)
+    filled = os.readv(file, [buffer, beyond])
+    while filled < len(buffer) and (count := os.readv(file, [buffer[filled:], beyond])):
+        filled += count
+    return filled if filled <= len(buffer) else os.fstat(file).st_size
+
+
+def _create(path: str) -> int:
+    """Open a new file, readable by this user alone; its directory is made if need be."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags, mode=0o600)
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        return io.FileIO(path, "x", opener=opener)
+        return os.open(path, flags, mode=0o600)
 
 
 def _directories(path: str) -> list[str]:
