@@ -120,9 +120,19 @@ class BlockFormat:
 
     def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
         """Write the header of a frame whose payload is in place."""
-        _HEADER.pack_into(
-            frame,
-            0,
+        frame[:HEADER_BYTES] = self._header(block_hash, num_tokens, _digest(frame))
+
+    def verify(self, frame: Buffer, size: int, block_hash: BlockHash, num_tokens: int) -> None:
+        """Raises BlockCorruptError, `param` naming the field, unless `frame`, which a store filled and says to hold
+        `size` bytes, is exactly the frame of this block."""
+        if size != self.frame_bytes:
+            raise BlockCorruptError(f"{size} bytes, not {self.frame_bytes}", param="length")
+        digest = _digest(frame)
+        if bytes(frame[:HEADER_BYTES]) != self._header(block_hash, num_tokens, digest):
+            raise self._difference(parse_header(frame), block_hash, num_tokens)
+
+    def _header(self, block_hash: BlockHash, num_tokens: int, digest: bytes) -> bytes:
+        return _HEADER.pack(
             _MAGIC,
             FORMAT_VERSION,
             _DTYPE_CODES[self.layout.dtype],
@@ -131,16 +141,12 @@ class BlockFormat:
             self.layout.payload_bytes,
             self.fingerprint,
             block_hash,
-            xxhash.xxh3_128_digest(frame[HEADER_BYTES:]),
+            digest,
             b"",
         )
 
-    def verify(self, frame: Buffer, size: int, block_hash: BlockHash, num_tokens: int) -> None:
-        """Raises BlockCorruptError, `param` naming the field, unless `frame`, which a store filled and says to hold
-        `size` bytes, is exactly the frame of this block."""
-        if size != self.frame_bytes:
-            raise BlockCorruptError(f"{size} bytes, not {self.frame_bytes}", param="length")
-        header = parse_header(frame)
+    def _difference(self, header: BlockHeader, block_hash: BlockHash, num_tokens: int) -> BlockCorruptError:
+        """What is wrong with a frame that is not what it should be."""
         expected = BlockHeader(
             dtype=self.layout.dtype,
             shape=self.layout.shape,
@@ -152,9 +158,13 @@ class BlockFormat:
         )
         for field, found, wanted in zip(header._fields, header, expected, strict=True):
             if found != wanted:
-                raise BlockCorruptError(f"{field} is {_show(found)}, not {_show(wanted)}", param=field)
-        if xxhash.xxh3_128_digest(frame[HEADER_BYTES:]) != header.digest:
-            raise BlockCorruptError("the payload does not have the header's digest", param="digest")
+                return BlockCorruptError(f"{field} is {_show(found)}, not {_show(wanted)}", param=field)
+        return BlockCorruptError("the payload does not have the header's digest", param="digest")
+
+
+def _digest(frame: Buffer) -> bytes:
+    """Of the payload."""
+    return xxhash.xxh3_128_digest(frame[HEADER_BYTES:])
 
 
 def _show(value: object) -> str:

@@ -7,7 +7,7 @@ that hangs in its medium does not touch the KV cache, so its job can be given up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -68,18 +68,28 @@ class HostStaging:
     def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
         self._slabs = slabs.numpy()
         frames = np.empty(shape, dtype=np.uint8)
-        self._payloads = list(frames[:, HEADER_BYTES:])
+        self._payloads = frames[:, HEADER_BYTES:]
         self.frames: Sequence[Buffer] = [frame.data for frame in frames]
 
     def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
         """See Staging."""
-        for payload, block_id in zip(self._payloads, block_ids, strict=False):
-            np.copyto(payload, self._slabs[block_id])
+        for frames, blocks in _runs(block_ids):
+            np.copyto(self._payloads[frames], self._slabs[blocks])
 
     def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
         """See Staging."""
-        for payload, block_id in zip(self._payloads, block_ids, strict=False):
-            np.copyto(self._slabs[block_id], payload)
+        for frames, blocks in _runs(block_ids):
+            np.copyto(self._slabs[blocks], self._payloads[frames])
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Frames, counted from 0, and the blocks that belong to them, in runs that are adjacent in both. A run is one copy:
+    Python's lock, for which threads queue, is taken once for all of it."""
+    start = 0
+    for stop in range(1, len(block_ids) + 1):
+        if stop == len(block_ids) or block_ids[stop] != block_ids[stop - 1] + 1:
+            yield slice(start, stop), slice(block_ids[start], block_ids[stop - 1] + 1)
+            start = stop
 
 
 class CudaStaging:

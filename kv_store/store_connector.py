@@ -23,9 +23,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.errors import (
@@ -52,8 +52,7 @@ JobKind = Literal["load", "save", "lookup"]
 _NUM_URGENCIES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """One block of a job."""
 
     block_id: int
@@ -106,7 +105,7 @@ class _Job:
             for block_id, key in zip(transfer.block_ids[span], transfer.block_hashes[span], strict=True)
         ]
         if blocks and index == self.num_batches - 1:
-            blocks[-1] = replace(blocks[-1], num_tokens=transfer.num_tokens_in_last)
+            blocks[-1] = blocks[-1]._replace(num_tokens=transfer.num_tokens_in_last)
         return blocks
 
     def count(self, batch: _Batch) -> str | None:

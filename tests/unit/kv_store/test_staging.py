@@ -23,17 +23,20 @@ def test_another_layout_is_a_defect():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_go_out_and_in(device, dtype):
+@pytest.mark.parametrize(
+    ("sources", "targets"), [([2, 4], [5, 0]), ([1, 2, 3], [4, 5, 0]), ([3, 2, 1], [3, 4, 5]), ([4], [4]), ([], [])]
+)
+def test_blocks_go_out_and_in(device, dtype, sources, targets):
     cache = torch.arange(torch.Size(SHAPE).numel(), device=device).to(dtype).view(SHAPE)
     expected = cache.clone()
-    expected[5], expected[0] = expected[2], expected[4]
+    expected[targets] = cache[sources]
     staging = create_staging(cache, 1 << 20)
     assert {len(frame) for frame in staging.frames} == {HEADER_BYTES + layout_of(cache).payload_bytes}
 
-    staging.gather([2, 4], record_fence(cache))
-    for block_id, frame in zip([2, 4], staging.frames, strict=False):
+    staging.gather(sources, record_fence(cache))
+    for block_id, frame in zip(sources, staging.frames, strict=False):
         assert bytes(frame[HEADER_BYTES:]) == cache[block_id].flatten().view(torch.uint8).cpu().numpy().tobytes()
-    staging.scatter([5, 0], record_fence(cache))
+    staging.scatter(targets, record_fence(cache))
 
     assert torch.equal(cache, expected)
 
