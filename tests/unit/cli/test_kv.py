@@ -22,6 +22,7 @@ from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout
 from kv_store.redis_store import RedisOptions, RedisStore
 from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
 from tests.redis_server import RedisServer, running_redis
+from tests.tls_front import create_authority, tls_front
 
 LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=1, block_size=16, head_dim=8)
 MODEL = BlockFormat(bytes(range(32)), LAYOUT)
@@ -270,6 +271,16 @@ def test_a_store_that_needs_a_password():
         medium.arguments[-1] = f"url={medium.url}"
         fill(medium, 1)
         assert kv("verify", medium) == 0
+
+
+def test_a_store_behind_tls(tmp_path, capsys):
+    authority = create_authority(tmp_path / "authority")
+    with running_redis() as server, tls_front(authority, server.port) as port:
+        fill(Redis(server), 1)
+        options = ["--connector", "redis", "--connector-options", f"url=rediss://localhost:{port}"]
+        assert main(["kv", "verify", *options]) == 2
+        assert "certificate verify failed" in capsys.readouterr().err
+        assert main(["kv", "verify", *options, "--connector-options", f"tls_ca_file={authority.ca_file}"]) == 0
 
 
 @pytest.fixture(scope="module")
