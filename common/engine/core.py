@@ -81,7 +81,7 @@ class EngineCore:
                 max_model_len=self.spec.max_model_len,
                 eos_token_ids=facts.eos_token_ids,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
-                is_direct=connector.is_direct,
+                connector=connector,
             )
         except BaseException:
             executor.close()

@@ -91,7 +91,7 @@ class RequestStarted(msgspec.Struct, frozen=True, tag=True):
     """The request was scheduled, or its blocks were reserved, for the first time."""
 
     queue_s: float  # seconds since the core received it
-    num_cached_tokens: int  # prompt tokens found in the local prefix cache
+    num_cached_tokens: int  # prompt tokens found in the local prefix cache or restored from a tier below
     reserved_block_ids: list[int] = []  # consumer of a direct connector: its blocks for the rest of the prompt
 
 
@@ -143,6 +143,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefix_cache_hits: int = 0  # prompt tokens found
     num_prompt_tokens: int = 0  # computed here
     num_generation_tokens: int = 0
+    tier_queries: int = 0  # tokens asked for in the tiers below the device
+    tier_hits: int = 0  # tokens restored from them
+    num_offloaded_blocks: int = 0
+    num_offload_failures: int = 0  # blocks that were offered and not saved
+    num_offloads_skipped: int = 0  # blocks never offered, since too many offloads were under way
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):

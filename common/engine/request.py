@@ -1,12 +1,14 @@
 """One request as the scheduler sees it.
 
-1. WAITING: for blocks and a seat in the batch.
-2. WAITING_FOR_REMOTE_KV, consumers only: it holds blocks and its KV is in flight. When the handoff is over, well or
-   badly, it is WAITING for a seat only and keeps its blocks; unless the handoff failed and somebody may still write
-   to them (see `common.engine.scheduler.transfers`): then it waits for others, back in 1 as an ordinary request.
-3. RUNNING: it gets tokens at each step.
-4. PREEMPTED: it lost its blocks and waits for its turn again; then 3.
-5. FINISHED: from any state. A producer keeps its blocks until its saves have settled, one with a direct connector
+1. LOOKING_UP, with tiers below the device only: it asks what they keep of it before it waits.
+2. WAITING: for blocks and a seat in the batch.
+3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that is
+   over, well or badly, it is WAITING for a seat only and keeps its blocks; unless a handoff failed and somebody may
+   still write to them (see `common.engine.scheduler.transfers`): then it waits for others, back in 1 as an ordinary
+   request.
+4. RUNNING: it gets tokens at each step.
+5. PREEMPTED: it lost its blocks and waits for its turn again, as in 2; with tiers it goes back to 1.
+6. FINISHED: from any state. A producer keeps its blocks until its saves have settled, one with a direct connector
    also until it knows where to save to.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import enum
 
 from common.engine.messages import AddRequest
+from common.engine.scheduler.tiers import Lookup, Restore
 from common.engine.scheduler.transfers import Incoming, Outgoing
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
 
@@ -22,6 +25,7 @@ from common.types import BlockHash, FinishReason, SampledToken, hash_partial_blo
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
 
+    LOOKING_UP = enum.auto()  # no blocks; waits to be told what is kept of it
     WAITING = enum.auto()  # for its turn
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
     RUNNING = enum.auto()  # in the batch
@@ -40,12 +44,15 @@ class Request:
         "incoming",
         "is_in_batch",
         "is_started",
+        "lookup",
         "max_num_tokens",
         "num_computed_tokens",
+        "num_offered_blocks",
         "num_prompt_tokens",
         "order",
         "outgoing",
         "request_id",
+        "restore",
         "sampling",
         "status",
         "stop_token_ids",
@@ -84,6 +91,10 @@ class Request:
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
 
+        self.lookup: Lookup | None = None  # the last one since it lost its blocks
+        self.restore: Restore | None = None  # while it is under way
+        self.num_offered_blocks = 0  # leading blocks that are or will be below, as far as the engine cares
+
         transfer = message.transfer
         self.incoming: Incoming | None = None
         self.outgoing: Outgoing | None = None
@@ -111,6 +122,12 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_kept_blocks(self) -> int:
+        """Leading blocks that are kept below or were found here when it asked; 0 if nothing is kept."""
+        lookup = self.lookup
+        return lookup.first + lookup.num_found if lookup is not None and lookup.num_found else 0
+
+    @property
     def is_finished(self) -> bool:
         """True once a finish reason was given."""
         return self.status is RequestStatus.FINISHED
@@ -131,6 +148,11 @@ class Request:
             parent = self.block_hashes[-1] if known else self._root_hash
             tokens = self.token_ids[known * block_size : num_blocks * block_size]
             self.block_hashes += hash_prompt(tokens, block_size, parent)
+
+    def full_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
+        """Hashes of blocks [start, stop) of prompt and output, all of which must be full."""
+        self.complete_block_hashes(block_size, stop)
+        return tuple(self.block_hashes[start:stop])
 
     def prompt_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
         """Hashes of prompt blocks [start, stop); the last block of the prompt may be partial."""

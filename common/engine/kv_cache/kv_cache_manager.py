@@ -47,15 +47,19 @@ class KVCacheManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find_cached_prefix(self, request: Request) -> list[Block]:
-        """The longest run of cached blocks that `request` starts with.
+    def num_shareable_blocks(self, request: Request) -> int:
+        """Leading blocks of `request` that need not be computed if somebody has them.
 
-        It never covers the last token: one token must be computed to sample the next, and a shared block must
+        They never cover the last token: one token must be computed to sample the next, and a shared block must
         not be written to.
         """
+        return (request.num_tokens - 1) // self.block_size
+
+    def find_cached_prefix(self, request: Request) -> list[Block]:
+        """The longest run of cached blocks that `request` starts with, among its shareable ones."""
         if not self._enable_prefix_caching:
             return []
-        max_blocks = (request.num_tokens - 1) // self.block_size
+        max_blocks = self.num_shareable_blocks(request)
         request.complete_block_hashes(self.block_size, max_blocks)
         prefix: list[Block] = []
         for block_hash in request.block_hashes[:max_blocks]:

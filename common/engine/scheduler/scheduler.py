@@ -11,11 +11,12 @@ A step:
 2. running requests get tokens, those that decode first, so that no prefill chunk delays a token. Who finds no free
    block preempts the last in order, itself at worst;
 3. waiting requests are admitted in order while blocks for all their tokens, seats and budget last. A consumer needs
-   neither seat nor budget: it reserves blocks and waits for its KV;
-4. loads and saves that became possible are started.
+   neither seat nor budget: it reserves blocks and waits for its KV; nor does a request of which a tier below keeps more
+   than is here, see `common.engine.scheduler.tiers`;
+4. lookups, loads and saves that became possible are started.
 
 No deadlock: the first request in order can preempt all others of the batch; what else holds blocks depends on nobody's
-blocks and ends by itself: handoffs, jobs, and windows, which end with the word that the producer is quiet. No
+blocks and ends by itself: handoffs, restores, jobs, and windows, which end with the word that the producer is quiet. No
 starvation: admission is strictly in order, and a step's budget is never smaller than the batch.
 """
 
@@ -26,8 +27,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from common.engine.config import SchedulerConfig
-from common.engine.kv_cache import KVCacheManager
-from common.engine.kv_connector import TransferResult
+from common.engine.kv_cache import Block, KVCacheManager
+from common.engine.kv_connector import ConnectorFacts, TransferResult
 from common.engine.messages import (
     AddRequest,
     EngineStats,
@@ -42,6 +43,7 @@ from common.engine.messages import (
 from common.engine.request import Request, RequestStatus
 from common.engine.scheduler.outbox import Outbox
 from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.scheduler.tiers import AHEAD_SHARE, Lookup, Restore, Tiers
 from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
 from common.engine.scheduler.waiting_queue import WaitingQueue
 from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
@@ -83,10 +85,10 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         enable_prefix_caching: bool,
-        is_direct: bool = False,
+        connector: ConnectorFacts | None = None,
     ) -> None:
-        """`num_blocks` counts the null block; `is_direct`: the connector is one, see
-        `common.engine.kv_connector`. Raises ConfigError if one request may outgrow the KV cache."""
+        """`num_blocks` counts the null block. Tiers are used with prefix caching only. Raises ConfigError if one
+        request may outgrow the KV cache."""
         if max_model_len > (num_blocks - 1) * block_size:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more than the {num_blocks - 1} KV blocks of {block_size} tokens",
@@ -97,13 +99,14 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._enable_prefix_caching = enable_prefix_caching
-        self._is_direct = is_direct
+        connector = connector or ConnectorFacts()
+        self._is_direct = connector.is_direct
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self._watermark_blocks = int(config.watermark * self._kv.num_blocks)
 
-        # Every live request is in exactly one of the four places below.
+        # Every live request is in exactly one of the four places below, or waits for an answer of the tiers.
         self._live: dict[RequestId, Request] = {}
         self._waiting = WaitingQueue()  # no blocks
         self._remote: dict[RequestId, Request] = {}  # blocks reserved, KV in flight
@@ -112,7 +115,13 @@ class Scheduler:
         self._settling: dict[RequestId, Request] = {}  # finished producers whose saves go on or are to come
 
         self._transfers = TransferLedger(self._kv)
-        self._loadable: dict[Request, None] = {}  # consumers with loads to start; a dict keeps the order
+        self._tiers = Tiers(
+            self._kv,
+            self._transfers,
+            keeps_blocks=connector.keeps_blocks and enable_prefix_caching,
+            wants_offloads=connector.wants_offloads and enable_prefix_caching,
+        )
+        self._loadable: dict[Request, None] = {}  # requests with loads to start; a dict keeps the order
         self._savable: dict[Request, None] = {}  # producers that have just learnt where to save to
         self._outbox = Outbox()
         self._has_urgent_news = False  # the other side of a handoff can go on while the step runs
@@ -149,8 +158,15 @@ class Scheduler:
             )
         self._num_arrivals += 1
         self._live[request.request_id] = request
-        self._waiting.push(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request that has no blocks, or first ask what is kept of it."""
         self._is_stalled = False
+        if self._tiers.ask(request):
+            request.status = RequestStatus.LOOKING_UP
+        else:
+            self._waiting.push(request)
 
     def _check_admissible(self, message: AddRequest) -> None:
         request_id, num_outputs = message.request_id, len(message.output_token_ids)
@@ -171,8 +187,9 @@ class Scheduler:
             )
         if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
             raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
-        if len(self._waiting) >= self._config.max_num_waiting:
-            raise OverloadedError(f"{len(self._waiting)} requests are waiting already")
+        num_waiting = len(self._waiting) + len(self._tiers.waiting)
+        if num_waiting >= self._config.max_num_waiting:
+            raise OverloadedError(f"{num_waiting} requests are waiting already")
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
         """End requests now; one output with FinishReason.ABORT for each that was live. Their transfers are hurried,
@@ -265,24 +282,34 @@ class Scheduler:
         plan.take_back(request)
         self._running.remove(request)
         self._forget(request)
-        self._kv.free(request)
-        request.num_computed_tokens = 0
+        self._release_blocks(request)
         request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request)
+        self._enqueue(request)
         self._num_preemptions += 1
 
     def _admit_waiting(self, plan: _Plan, now: float) -> None:
         self._is_stalled = False
         while self._waiting:
             request = self._waiting.head
-            needs_seat = request.incoming is None
-            if needs_seat and (not plan.budget or len(self._running) >= self._max_num_running):
+            has_seat = plan.budget > 0 and len(self._running) < self._max_num_running
+            if not has_seat and request.incoming is None and not request.num_kept_blocks:
                 break
-            if not self._claim_blocks(request):
+            prefix = self._kv.find_cached_prefix(request)
+            is_kept = request.num_kept_blocks > len(prefix)
+            if not has_seat and request.incoming is None and not is_kept:
+                break
+            if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
                 self._is_stalled = True
                 break
+            self._waiting.pop()
+            if self._tiers.ask_again(request, len(prefix)):
+                request.status = RequestStatus.LOOKING_UP
+                continue
+            self._claim_blocks(request, prefix)
             if request.incoming is not None:
                 self._reserve(request, request.incoming, now)
+            elif is_kept:
+                self._restore(request)
             else:
                 if not request.is_started:
                     self._announce_start(request, now)
@@ -290,15 +317,15 @@ class Scheduler:
                 self._running.append(request)
                 plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
 
-    def _claim_blocks(self, request: Request) -> bool:
-        """Take the head of the queue out with blocks for all its tokens; False if they are not free now."""
-        prefix = self._kv.find_cached_prefix(request)
-        if not self._kv.can_allocate(request, prefix, self._num_held_back):
-            return False
-        self._waiting.pop()
+    def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
         self._kv.allocate(request, prefix)
         request.num_computed_tokens = len(prefix) * self._block_size
-        return True
+        request.num_offered_blocks = len(prefix)
+
+    def _release_blocks(self, request: Request) -> None:
+        self._tiers.forgo(request)
+        self._kv.free(request)
+        request.num_computed_tokens = 0
 
     @property
     def _num_held_back(self) -> int:
@@ -307,10 +334,19 @@ class Scheduler:
         num_holders = len(self._running) + len(self._ready) + len(self._remote)
         return max(num_holders, self._watermark_blocks) if num_holders else 0
 
-    def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
+    @property
+    def _may_restore(self) -> bool:
+        num_restoring = sum(request.restore is not None for request in self._remote.values())
+        num_seated = len(self._running) + len(self._ready) + num_restoring
+        return num_seated < self._max_num_running + max(1, self._max_num_running // AHEAD_SHARE)
+
+    def _announce_start(
+        self, request: Request, now: float, *, num_restored: int = 0, reserved_block_ids: Sequence[int] = ()
+    ) -> None:
+        """`num_restored` of the computed tokens came from a tier."""
         request.is_started = True
         num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._prefix_cache_hits += num_cached
+        self._prefix_cache_hits += min(request.num_computed_tokens - num_restored, request.num_prompt_tokens)
         self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
         started = RequestStarted(
             queue_s=now - request.added_at,
@@ -326,10 +362,12 @@ class Scheduler:
             total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,
             dropped_request_ids=self._dropped,
             cancelled_job_ids=self._transfers.take_cancelled(),
+            lookups=self._tiers.take_lookups(),
         )
         self._dropped = []
         self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
         self._start_loads(step)
+        wants_offloads = self._tiers.offloads is not None
         for request, num_tokens in plan.scheduled.items():
             start = request.num_computed_tokens
             request.num_computed_tokens = start + num_tokens
@@ -343,6 +381,9 @@ class Scheduler:
                 self._num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
             if request.outgoing is not None:
                 self._start_saves(request, request.outgoing, step)
+            if wants_offloads:
+                self._tiers.offer(request)
+        step.saves.extend(self._tiers.take_saves())
         for request in self._savable:
             assert request.outgoing is not None
             self._start_saves(request, request.outgoing, step)  # what was computed before the target came
@@ -403,7 +444,7 @@ class Scheduler:
         reserved: list[int] = []
         if self._is_direct and not incoming.is_quiet and incoming.final_at is None:
             reserved = self._transfers.open_window(request, incoming.epoch, incoming.num_local)
-        self._announce_start(request, now, reserved)
+        self._announce_start(request, now, reserved_block_ids=reserved)
         self._advance_handoff(request, incoming, now)
 
     def _advance_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
@@ -417,11 +458,32 @@ class Scheduler:
 
     def _start_loads(self, step: SchedulerOutput) -> None:
         for request in self._loadable:
-            assert request.incoming is not None
-            stop = request.incoming.num_loadable(request.num_prompt_tokens, self._block_size)
-            if stop > request.incoming.num_started:
-                step.loads.append(self._transfers.start(request, request.incoming, stop))
+            stream = request.incoming or request.restore
+            assert stream is not None
+            stop = stream.num_loadable(request.num_prompt_tokens, self._block_size)
+            if stop > stream.num_started:
+                step.loads.append(self._transfers.start(request, stream, stop))
         self._loadable.clear()
+
+    def _restore(self, request: Request) -> None:
+        """The request holds blocks for all its tokens; those that a tier keeps come from there."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        request.restore = Restore(request.num_offered_blocks, request.num_kept_blocks)
+        self._remote[request.request_id] = request
+        self._loadable[request] = None
+
+    def _conclude_restore(self, request: Request, restore: Restore, now: float) -> None:
+        num_restored = restore.num_moved * self._block_size - request.num_computed_tokens
+        request.restore = None
+        request.num_computed_tokens += num_restored
+        request.num_offered_blocks = restore.num_moved
+        self._tiers.num_restored_tokens += num_restored
+        self._kv.cache_computed(request)
+        del self._remote[request.request_id]
+        request.status = RequestStatus.WAITING
+        self._ready.append(request)
+        if not request.is_started:
+            self._announce_start(request, now, num_restored=num_restored)
 
     def _conclude_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
         """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
@@ -441,6 +503,9 @@ class Scheduler:
         known = request.num_tokens if incoming.first_token is not None else request.num_tokens - 1
         request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
+        if not incoming.is_direct:
+            request.num_offered_blocks = request.num_computed_tokens // self._block_size  # a store has them already
+        self._tiers.offer(request)
         request.status = RequestStatus.WAITING
         if self._transfers.has_window(request.request_id):
             self._start_over(request, incoming.first_token)
@@ -452,11 +517,9 @@ class Scheduler:
     def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
         """Back to the queue as an ordinary request: its blocks may still be written to. What was verified of them is
         complete, so the prefix cache may give it back."""
-        self._kv.free(request)
-        request.num_computed_tokens = 0
+        self._release_blocks(request)
         reason = self._add_token(request, first_token) if first_token is not None else None
-        self._waiting.push(request)
-        self._is_stalled = False
+        self._enqueue(request)
         if reason is not None:
             self._finish(request, reason)
 
@@ -473,17 +536,28 @@ class Scheduler:
             step.saves.append(self._transfers.start(request, outgoing, stop))
 
     def _settle(self, result: TransferResult, now: float) -> None:
-        request = self._transfers.settle(result)
-        if request is None:
+        job = self._transfers.settle(result)
+        if job is None:
             logger.warning("connector settled job %d, which is not under way; ignored", result.job_id)
             return
         self._is_stalled = False
-        if request.outgoing is not None:
-            if request.outgoing.is_direct and request.outgoing.is_broken:
-                self._transfers.cancel(request)  # the failure is said when nothing is written any more
+        request = job.request
+        if request is None:
+            return  # an offload: nobody waits for it
+        if isinstance(job.owner, Outgoing):
+            if job.owner.is_direct and job.owner.is_broken:
+                self._transfers.cancel(request, job.owner)  # the failure is said when nothing is written any more
             self._report_saved(request)
             self._release_settled(request)
-        elif request.incoming is not None and not request.is_finished:
+        elif request.is_finished:
+            return
+        elif isinstance(job.owner, Lookup):
+            self._tiers.withdraw(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+        elif isinstance(job.owner, Restore):
+            self._conclude_restore(request, job.owner, now)
+        elif request.incoming is not None:
             self._advance_handoff(request, request.incoming, now)
 
     def _give_up_saves(self, request: Request) -> None:
@@ -526,6 +600,8 @@ class Scheduler:
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             del self._remote[request.request_id]
             self._loadable.pop(request, None)
+        elif request.status is RequestStatus.LOOKING_UP:
+            self._tiers.withdraw(request)
         elif request in self._ready:
             self._ready.remove(request)
         else:
@@ -539,6 +615,7 @@ class Scheduler:
         self._forget(request)
         num_blocks = self._kv.num_blocks_for(request.num_prompt_tokens)
         is_settled = request.outgoing is None or request.outgoing.is_settled(num_blocks)
+        self._tiers.forgo(request)
         if is_settled or reason is FinishReason.ABORT:
             self._savable.pop(request, None)
             self._kv.free(request)
@@ -565,6 +642,7 @@ class Scheduler:
             or self._savable
             or self._dropped
             or self._outbox
+            or self._tiers.has_work
             or self._transfers.has_cancellations
             or (self._waiting and not self._is_stalled)
         )
@@ -572,25 +650,32 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is live, a transfer has not settled, or a producer may still write here."""
-        return bool(self._live or self._settling or self._transfers)
+        return bool(self._live or self._settling or self._transfers or self._tiers.has_work)
 
     def stats(self) -> EngineStats:
         """Current figures; those of the step's duration are the core's."""
+        offloads = self._tiers.offloads
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._ready),
+            num_waiting=len(self._waiting) + len(self._ready) + len(self._tiers.waiting),
             num_waiting_for_remote_kv=len(self._remote),
             num_free_blocks=self._kv.num_free_blocks,
             num_blocks=self._kv.num_blocks,
             num_queued_tokens=self._waiting.num_tokens
             + sum(request.num_uncomputed_tokens for request in self._running)
-            + sum(request.num_uncomputed_tokens for request in self._ready),
+            + sum(request.num_uncomputed_tokens for request in self._ready)
+            + sum(request.num_tokens for request in self._tiers.waiting),
             last_step_tokens=self._last_step_tokens,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            tier_queries=self._tiers.num_queried_tokens,
+            tier_hits=self._tiers.num_restored_tokens,
+            num_offloaded_blocks=offloads.num_saved if offloads is not None else 0,
+            num_offload_failures=offloads.num_failed if offloads is not None else 0,
+            num_offloads_skipped=offloads.num_skipped if offloads is not None else 0,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -600,8 +685,9 @@ class Scheduler:
     def check_integrity(self) -> IntegrityReport:
         """State the invariants: each block has one owner or is free, each request is in one place and each place
         holds blocks or not as it should."""
-        violations = self._kv.check_integrity(self._transfers.pinned_blocks)
+        violations = self._kv.check_integrity([*self._transfers.pinned_blocks, *self._tiers.offered_blocks])
         places = {
+            RequestStatus.LOOKING_UP: list(self._tiers.waiting),
             RequestStatus.RUNNING: self._running,
             RequestStatus.WAITING_FOR_REMOTE_KV: list(self._remote.values()),
             RequestStatus.WAITING: [*self._ready, *(r for r in self._waiting if r.status is RequestStatus.WAITING)],

@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.types import RequestId, SampledToken
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 class BlockStream:
-    """A request's prompt blocks on the move: blocks [0, num_started) were handed to the connector, in order."""
+    """A request's blocks on the move: blocks [0, num_started) were handed to the connector, in order."""
 
     __slots__ = ("_broken_at", "_in_flight", "error", "num_started")
+    is_for_tier: ClassVar[bool] = False  # True: full blocks of prompt and output; False: the prompt's, for a handoff
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -234,11 +235,20 @@ class Outgoing(BlockStream):
         return Destination(self._target.address, tuple(self._target.block_ids[start - held : stop - held]))
 
 
+class JobOwner(Protocol):
+    """Who started a job and learns how it ended, once."""
+
+    def settle(self, result: TransferResult, num_blocks: int) -> None:
+        """A job of `num_blocks` blocks ended."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Job:
-    request: Request
-    stream: BlockStream
-    blocks: Sequence[Block]
+class Job:
+    """Something that the connector was asked to do."""
+
+    request: Request | None  # None: it has blocks of several requests
+    owner: JobOwner
+    blocks: Sequence[Block]  # pinned; empty for a lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +262,7 @@ class TransferLedger:
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._windows: dict[RequestId, _Window] = {}
         self._cancelled: set[int] = set()
         self._next_job_id = 1
@@ -268,7 +278,7 @@ class TransferLedger:
     @property
     def pinned_blocks(self) -> Iterator[Block]:
         """Blocks under transfer, once per job or window."""
-        holders: list[_Job | _Window] = [*self._jobs.values(), *self._windows.values()]
+        holders: list[Job | _Window] = [*self._jobs.values(), *self._windows.values()]
         return (block for holder in holders for block in holder.blocks)
 
     @property
@@ -297,39 +307,54 @@ class TransferLedger:
         self._kv.unpin(self._windows.pop(request_id).blocks)
         return True
 
+    def open(self, request: Request | None, owner: JobOwner, blocks: Sequence[Block]) -> int:
+        """Enter a job whose blocks are pinned already. Its id."""
+        job_id = self._next_job_id
+        self._next_job_id += 1
+        self._jobs[job_id] = Job(request, owner, blocks)
+        return job_id
+
     def start(self, request: Request, stream: BlockStream, stop: int) -> BlockTransfer:
-        """Begin to move blocks [stream.num_started, stop) of the prompt and pin them."""
+        """Begin to move blocks [stream.num_started, stop) of `request` and pin them."""
         block_size = self._kv.block_size
         start = stream.num_started
         blocks = self._kv.blocks(request)[start:stop]
-        job_id = self._next_job_id
-        self._next_job_id += 1
         self._kv.pin(blocks)
-        self._jobs[job_id] = _Job(request, stream, blocks)
+        job_id = self.open(request, stream, blocks)
         stream.start(job_id, len(blocks))
+        if stream.is_for_tier:
+            hashes, num_in_last = request.full_block_hashes(block_size, start, stop), block_size
+        else:
+            hashes = request.prompt_block_hashes(block_size, start, stop)
+            num_in_last = min(block_size, request.num_prompt_tokens - (stop - 1) * block_size)
         return BlockTransfer(
             job_id=job_id,
             request_id=request.request_id,
             block_ids=tuple(block.block_id for block in blocks),
-            block_hashes=request.prompt_block_hashes(block_size, start, stop),
-            num_tokens_in_last=min(block_size, request.num_prompt_tokens - (stop - 1) * block_size),
+            block_hashes=hashes,
+            num_tokens_in_last=num_in_last,
             destination=stream.destination(start, stop),
             digests=stream.expected_digests(start, stop),
+            is_for_tier=stream.is_for_tier,
         )
 
-    def settle(self, result: TransferResult) -> Request | None:
-        """End a job and unpin its blocks. Its request, which may have ended; None for an unknown job."""
+    def settle(self, result: TransferResult) -> Job | None:
+        """End a job and unpin its blocks. Its request may have ended. None for an unknown job."""
         job = self._jobs.pop(result.job_id, None)
         if job is None:
             return None
         self._cancelled.discard(result.job_id)
         self._kv.unpin(job.blocks)
-        job.stream.settle(result, len(job.blocks))
-        return job.request
+        job.owner.settle(result, len(job.blocks))
+        return job
 
-    def cancel(self, request: Request) -> None:
-        """Hurry the jobs of `request`. Their blocks stay pinned until they settle."""
-        self._cancelled.update(job_id for job_id, job in self._jobs.items() if job.request is request)
+    def cancel(self, request: Request, owner: JobOwner | None = None) -> None:
+        """Hurry the jobs of `request`, or those of one owner. Their blocks stay pinned until they settle."""
+        self._cancelled.update(
+            job_id
+            for job_id, job in self._jobs.items()
+            if job.request is request and (owner is None or job.owner is owner)
+        )
 
     def take_cancelled(self) -> list[int]:
         """Jobs cancelled since the last call that have not settled."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.engine.config import SchedulerConfig
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.messages import (
     AddRequest,
     KVTransferParams,
@@ -52,6 +52,8 @@ def create_scheduler(
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
     is_direct: bool = False,
+    keeps_blocks: bool = False,
+    wants_offloads: bool = False,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
@@ -63,7 +65,7 @@ def create_scheduler(
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=enable_prefix_caching,
-        is_direct=is_direct,
+        connector=ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
     )
 
 
@@ -177,7 +179,7 @@ class FakeEngine:
         self.settle_at_once = settle_at_once
         self.now = 0.0
         self.medium: dict[BlockHash, list[int]] = {}
-        self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load" or "save"
+        self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load", "save" or "lookup"
         self.epochs: dict[RequestId, int] = {}
         self.outputs: dict[RequestId, list[int]] = {}  # token by index
         self.finished: dict[RequestId, FinishReason] = {}
@@ -248,6 +250,11 @@ class FakeEngine:
         kind, transfer = self.jobs.pop(job_id)
         if transfer.destination is not None or transfer.digests:
             self._settled.append(self._settle_directly(transfer, num_blocks_ok, error))
+            return
+        if kind == "lookup":
+            kept = [block_hash in self.medium for block_hash in transfer.block_hashes]
+            num_kept = min([*kept, False].index(False), num_blocks_ok)
+            self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=int(num_kept), error=error))
             return
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
@@ -324,6 +331,10 @@ class FakeEngine:
             del self._running[request_id]
         for transfer in step.loads:
             self.jobs[transfer.job_id] = ("load", transfer)
+        for transfer in step.lookups:
+            assert not transfer.block_ids
+            assert transfer.is_for_tier
+            self.jobs[transfer.job_id] = ("lookup", transfer)
         self.cancelled.update(step.cancelled_job_ids)
         self._take_membership(step)
         starts = {new.request_id: new.num_computed_tokens for new in step.new_requests}

@@ -3,7 +3,7 @@ import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.core import EngineCore
-from common.engine.executor.fake import FakeExecutor, expected_tokens
+from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.messages import (
     AddRequest,
     Call,
@@ -196,3 +196,39 @@ def test_longest_request_fits_the_smallest_cache() -> None:
     outputs = run(core)
     assert tokens_of(outputs["a"]) == expected_tokens([1] * 10, 6)
     assert outputs["a"][-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("is_tier", [False, True])
+def test_answers_from_a_tiny_pool_are_right(is_tier: bool) -> None:
+    core = _run_out_of_blocks(is_tier=is_tier)
+    assert core.stats().num_preemptions
+    assert core.check_integrity().violations == []
+    assert core.check_integrity().num_blocks_in_use == 0
+    assert bool(core.stats().tier_hits) == is_tier
+
+
+def test_a_tier_saves_computing() -> None:
+    without, with_tier = (_run_out_of_blocks(is_tier=is_tier).stats() for is_tier in (False, True))
+    assert with_tier.num_prompt_tokens < without.num_prompt_tokens
+    assert with_tier.num_offloaded_blocks
+    assert with_tier.num_offload_failures == 0
+
+
+def _run_out_of_blocks(*, is_tier: bool) -> EngineCore:
+    """Conversations of two turns each, in turn, in a cache that holds few of them. All answers are right."""
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4, num_blocks=25),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+    )
+    core = EngineCore(config, FakeExecutor(block_size=4, connector=MemoryConnector(is_tier=is_tier)))
+    prompts = {f"r{index}": [index, 1, 2, 3, *range(20)] for index in range(8)}
+    for turn in range(2):
+        for request_id, prompt in prompts.items():
+            core.add_request(request(f"{request_id}-{turn}", prompt, max_tokens=16))
+        outputs = run(core)
+        for request_id, prompt in prompts.items():
+            answer = tokens_of(outputs[f"{request_id}-{turn}"])
+            assert answer == expected_tokens(prompt, 16)
+            prompts[request_id] = [*prompt, *answer, 7, 8, 9]
+        assert not core.has_unfinished
+    return core

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from common.engine.kv_connector import TransferResult
 from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStarted
 from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
@@ -33,8 +34,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         watermark=st.sampled_from([0.0, 0.3]),
         prefix_caching=st.booleans(),
+        tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
     )
-    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching):
+    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers):
         scheduler = create_scheduler(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -43,6 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             watermark=watermark,
             enable_prefix_caching=prefix_caching,
+            keeps_blocks=tiers != "none",
+            wants_offloads=tiers == "offloaded",
         )
         self.engine = FakeEngine(scheduler)
         self.requests = {}
@@ -122,6 +126,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def settle(self, data, num_blocks_ok):
         job_id = data.draw(st.sampled_from(sorted(self.engine.jobs)))
         self.engine.settle(job_id, num_blocks_ok=num_blocks_ok, error="" if num_blocks_ok == 99 else "store_failed")
+
+    @precondition(lambda self: any(kind == "lookup" for kind, _ in self.engine.jobs.values()))
+    @rule(data=st.data(), num_blocks_ok=st.integers(-1, 9), error=st.sampled_from(["", "store_failed"]))
+    def answer_wrongly(self, data, num_blocks_ok, error):
+        lookups = [job_id for job_id, (kind, _) in self.engine.jobs.items() if kind == "lookup"]
+        self.engine.settle_as(TransferResult(data.draw(st.sampled_from(lookups)), num_blocks_ok, error))
+
+    @precondition(lambda self: self.engine.medium)
+    @rule(data=st.data())
+    def lose_what_was_kept(self, data):
+        del self.engine.medium[data.draw(st.sampled_from(list(self.engine.medium)))]
 
     @rule()
     def reset_prefix_cache(self):
