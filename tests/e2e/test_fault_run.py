@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import shutil
 import signal
@@ -43,6 +42,7 @@ REQUEST_DEADLINE_S = 150.0
 RESTART_DEADLINE_S = 120.0
 NUM_BLOCKS = 256  # of a pod
 QUARANTINE_S = 3
+HANG_SHARE = 0.1  # of a round's tokens that are received while a pod hangs
 ANCHOR_EVERY = 15  # so many requests, one is also answered by `transformers`
 PREFILL_VICTIMS = [["prefill-0"], ["prefill-0", "prefill-1"], ["prefill-1"]]
 SENTENCES = ["The sun is a star. ", "Rain falls on the hills. ", "Tom has a red boat. "]
@@ -205,12 +205,12 @@ class Pods:
         self._cluster = cluster
         self._incarnations = {name: self._incarnation(name) for name in cluster.addresses}
 
-    def kill(self, name: str, *, engine_only: bool) -> None:
-        """SIGKILL to the pod, or to its engine process, which the pod does not survive."""
-        pid = self._cluster.pid_of(name)
-        if engine_only:
-            (pid,) = (child.pid for child in psutil.Process(pid).children())
-        os.kill(pid, signal.SIGKILL)
+    def send(self, number: signal.Signals, name: str, *, to_engine: bool) -> None:
+        """A signal to the pod, or to its engine process: neither survives the other."""
+        process = psutil.Process(self._cluster.pid_of(name))
+        if to_engine:
+            (process,) = process.children()
+        process.send_signal(number)
 
     def wait_restarted(self, name: str) -> None:
         """Returns when a new incarnation of the pod is up, and the router will use it."""
@@ -266,7 +266,7 @@ async def test_three_hundred_requests_among_faults(
         for start in range(0, len(jobs), ROUND_SIZE):
             decode_victim, prefill_victims = f"decode-{rng.randrange(2)}", next(prefill_victims_of_round)
             victims = [decode_victim, *prefill_victims]
-            faults = [_kill(pods, [decode_victim], rng), _kill(pods, prefill_victims, rng)]
+            faults = [*_death(pods, [decode_victim], rng), *_death(pods, prefill_victims, rng)]
             faults += [Fault(rng.random(), lambda: store.damage(rng)) for _ in range(DAMAGES_PER_ROUND)]
             round_ = Round(jobs[start : start + ROUND_SIZE], faults)
             await round_.run(cluster.grpc_address)
@@ -279,15 +279,16 @@ async def test_three_hundred_requests_among_faults(
         assert counter in metrics, "the faults have hit nobody"
 
 
-def _kill(pods: Pods, names: Sequence[str], rng: random.Random) -> Fault:
-    """All of them at one moment."""
-    engine_only = rng.random() < 0.5
+def _death(pods: Pods, names: Sequence[str], rng: random.Random) -> list[Fault]:
+    """Of all of them at one moment. They hang first, so that some requests are sure to wait for them when they die."""
+    to_engine = rng.random() < 0.5
+    at = rng.uniform(0.05, 0.75)
 
-    def strike() -> None:
+    def send(number: signal.Signals) -> None:
         for name in names:
-            pods.kill(name, engine_only=engine_only)
+            pods.send(number, name, to_engine=to_engine)
 
-    return Fault(rng.uniform(0.05, 0.85), strike)
+    return [Fault(at, lambda: send(signal.SIGSTOP)), Fault(at + HANG_SHARE, lambda: send(signal.SIGKILL))]
 
 
 def _jobs(rng: random.Random) -> list[Job]:
