@@ -76,9 +76,8 @@ class InMemoryStore:
     def open(self, namespace: str, frame_bytes: int) -> None:
         """See BlockStore."""
         if frame_bytes > self._options.max_bytes:
-            raise ConfigError(
-                f"max_bytes is {self._options.max_bytes}, less than one block of {frame_bytes}", param="max_bytes"
-            )
+            message = f"max_bytes: {self._options.max_bytes} bytes cannot hold a block of {frame_bytes}"
+            raise ConfigError(message, param="max_bytes")
         self._namespace = namespace
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:

@@ -97,7 +97,9 @@ class _Job:
         return 0 if self.kind == "lookup" else 1
 
     def blocks_of(self, index: int, block_size: int) -> list[_Block]:
-        """The blocks of one batch."""
+        """The blocks of one batch; a lookup moves none."""
+        if self.kind == "lookup":
+            return []
         transfer = self.transfer
         span = slice(index * self.batch_size, (index + 1) * self.batch_size)
         blocks = [
