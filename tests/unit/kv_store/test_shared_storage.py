@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -118,6 +121,21 @@ def test_one_writer_keeps_the_bound(tmp_path):
     assert len(block_files(tmp_path)) >= 15
 
 
+def test_a_large_bound_is_kept_part_by_part(tmp_path):
+    """And so that no part is looked through for what was written to another."""
+    store = open_store(tmp_path, max_bytes=8 * 64 * FRAME_BYTES)
+    hashes = [BlockHash(hashlib.sha256(bytes([index % 256, index // 256])).digest()[:16]) for index in range(3000)]
+    for index, block_hash in enumerate(hashes):
+        store.write([block_hash], [frame(index)])
+    kept = {BlockHash(bytes.fromhex(file.stem)) for file in block_files(tmp_path)}
+    assert 8 * 64 * 0.8 <= len(kept) <= 8 * 64
+    for part in range(8):
+        written = [block_hash for block_hash in hashes if block_hash[0] % 8 == part]
+        num_kept = sum(block_hash in kept for block_hash in written)
+        assert kept.issuperset(written[-num_kept:])
+        assert num_kept <= 64
+
+
 def test_the_smallest_bound_holds_one_block(tmp_path):
     store = open_store(tmp_path, max_bytes=FRAME_BYTES)
     for index in range(3):
@@ -184,6 +202,78 @@ def test_files_of_dead_writers_are_cleaned_and_of_living_ones_kept(tmp_path):
     assert not dead.exists()
     assert living.exists()
     assert foreign.exists()
+
+
+DIES_IN_MID_WRITE = """
+import os, sys
+from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
+
+path, moment = sys.argv[1:]
+write = os.write
+
+def stop_half_way(file, data):
+    write(file, data[: len(data) // 2])
+    stop()
+
+def stop(*_):
+    print("stopped", flush=True)
+    sys.stdin.read()
+
+store = SharedStorageStore(SharedStorageOptions(path=path, max_bytes=1 << 20))
+store.open("model", 1000)
+store.write([bytes(15) + bytes([1])], [memoryview(bytes([1]) * 1000)])
+if moment == "write":
+    os.write = stop_half_way
+else:
+    os.replace = stop
+store.write([bytes(15) + bytes([2])], [memoryview(bytes([2]) * 1000)])
+"""
+
+
+@pytest.mark.parametrize("moment", ["write", "replace"])
+def test_a_writer_killed_in_mid_write_leaves_no_half_block(tmp_path, moment):
+    command = [sys.executable, "-c", DIES_IN_MID_WRITE, str(tmp_path), moment]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline() == b"stopped\n"
+        writer.kill()
+
+    store = open_store(tmp_path)
+    assert store.touch([key(1), key(2)]) == [True, False]
+    assert read(store, 1) == bytes(frame(1))
+    (left_behind,) = tmp_path.rglob("*.tmp")
+    store.write([key(2)], [frame(2)])
+    assert read(store, 2) == bytes(frame(2))
+    two_hours_ago = time.time() - 7200
+    os.utime(left_behind, (two_hours_ago, two_hours_ago))
+    open_store(tmp_path)
+    assert not left_behind.exists()
+
+
+@pytest.mark.parametrize("call", ["open", "utime", "readv"])
+def test_a_file_that_a_network_file_system_has_lost_is_not_there(tmp_path, monkeypatch, call):
+    store = open_store(tmp_path)
+    store.write([key(1)], [frame(1)])
+
+    def is_stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(kv_store.shared_storage.os, call, is_stale)
+    assert store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))]) == [None]
+    assert store.touch([key(1)]) == [call != "utime"]
+
+
+@pytest.mark.parametrize("call", ["unlink", "scandir"])
+def test_evicting_what_a_network_file_system_has_lost(tmp_path, monkeypatch, call):
+    store = open_store(tmp_path, max_bytes=4 * FRAME_BYTES)
+
+    def is_stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(kv_store.shared_storage.os, call, is_stale)
+    for index in range(8):
+        store.write([key(index)], [frame(index)])
+        assert read(store, index) == bytes(frame(index))
+    store.discard(key(7))
 
 
 @pytest.fixture
