@@ -310,11 +310,15 @@ def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: 
     options = dict(config.connector_options)
     stores: list[RedisPlan] = []
     files: dict[Path, str] = {}
-    if config.connector == "redis" and not options.get("url"):
+    store = options.get("store") if config.connector == "nixl" else None  # which keeps blocks beside it
+    url = "store.url" if store == "redis" else "url"
+    if "redis" in (config.connector, store) and not options.get(url):
         redis = plan_redis(redis_port, config.redis_memory, scratch, env)
-        options["url"] = redis.url
+        options[url] = redis.url
         stores.append(redis)
         files[redis.settings_file] = redis.settings
+    if store == "shared-storage":
+        options.setdefault("store.path", str(scratch))
     if options:  # in a file, because any user of the machine can see command lines
         pod_settings = scratch / "pods.yaml"
         files[pod_settings] = yaml.safe_dump({role: {"connector_options": options} for role in POD_ROLES})

@@ -99,6 +99,21 @@ def test_redis_without_a_url_gets_a_server_of_its_own(tmp_path: Path) -> None:
     assert not plan_cluster(ClusterConfig(prefill=0, connector="redis"), 8000, 9000, tmp_path, None).stores
 
 
+def test_a_store_below_nixl_is_started_too(tmp_path: Path) -> None:
+    pytest.importorskip("nixl")
+    options: dict[str, str | int | float | bool] = {"store": "redis", "host_bytes": "1GiB"}
+    planned = plan_cluster(ClusterConfig(connector="nixl", connector_options=options), 8000, 9000, tmp_path, None)
+    (redis,) = planned.stores
+    wanted = {**options, "store.url": redis.url}
+    assert [pod.connector_options for pod in pod_configs(planned, tmp_path)] == [wanted, wanted]
+    running = {**options, "store.url": "redis://10.0.0.9"}
+    config = ClusterConfig(connector="nixl", connector_options=running)
+    assert not plan_cluster(config, 8000, 9000, tmp_path, None).stores
+    on_files = ClusterConfig(connector="nixl", connector_options={"store": "shared-storage"})
+    pods = pod_configs(plan_cluster(on_files, 8000, 9000, tmp_path, None), tmp_path)
+    assert {pod.connector_options["store.path"] for pod in pods} == {str(tmp_path)}
+
+
 def test_colocated_pods_need_no_connector() -> None:
     planned = plan(ClusterConfig(prefill=0, decode=1))
     assert [pod.role for pod in planned.pods] == ["decode"]
