@@ -85,8 +85,26 @@ class _EngineFigures(Collector):
         counters: tuple[tuple[str, str, int], ...] = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("tier_queries", "Tokens asked for in the tiers below the device.", stats.tier_queries),
+            ("tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
+            ("num_offloaded_blocks", "Blocks saved to the tiers below the device.", stats.num_offloaded_blocks),
+            ("num_offload_failures", "Blocks that the tiers below did not take.", stats.num_offload_failures),
+            (
+                "num_offloads_skipped",
+                "Blocks never offered to the tiers below, since too many offloads were under way.",
+                stats.num_offloads_skipped,
+            ),
             ("prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
             ("generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
+            ("tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
+            ("tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
+            ("offloaded_blocks", "KV blocks saved to the tiers below the device.", stats.num_offloaded_blocks),
+            ("offload_failures", "KV blocks that a tier did not take.", stats.num_offload_failures),
+            (
+                "offloads_skipped",
+                "KV blocks not offered to a tier, since too many were under way.",
+                stats.num_offloads_skipped,
+            ),
             ("num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
         )
         for name, documentation, value in gauges:
