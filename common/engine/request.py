@@ -49,6 +49,7 @@ class Request:
         "num_computed_tokens",
         "num_offered_blocks",
         "num_prompt_tokens",
+        "num_restored_tokens",
         "order",
         "outgoing",
         "request_id",
@@ -93,6 +94,7 @@ class Request:
 
         self.lookup: Lookup | None = None  # the last one since it lost its blocks
         self.restore: Restore | None = None  # while it is under way
+        self.num_restored_tokens = 0  # by the last one
         self.num_offered_blocks = 0  # leading blocks that are or will be below, as far as the engine cares
 
         transfer = message.transfer

@@ -7,7 +7,7 @@ other numbers.
 
 A step:
 
-1. requests whose blocks are filled already (by a handoff) take a seat in the batch;
+1. requests whose blocks are filled already, by a handoff or from a tier below, take a seat in the batch;
 2. running requests get tokens, those that decode first, so that no prefill chunk delays a token. Who finds no free
    block preempts the last in order, itself at worst;
 3. waiting requests are admitted in order while blocks for all their tokens, seats and budget last. A consumer needs
@@ -41,8 +41,10 @@ from common.engine.messages import (
     TransferUpdate,
 )
 from common.engine.request import Request, RequestStatus
+from common.engine.scheduler.integrity import misplaced, overwritten
 from common.engine.scheduler.outbox import Outbox
 from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.scheduler.plan import Plan
 from common.engine.scheduler.tiers import AHEAD_SHARE, Lookup, Restore, Tiers
 from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
 from common.engine.scheduler.waiting_queue import WaitingQueue
@@ -50,25 +52,6 @@ from common.errors import ConfigError, InvalidRequestError, OverloadedError, Pro
 from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken
 
 logger = logging.getLogger(__name__)
-
-
-class _Plan:
-    """A step in the making."""
-
-    __slots__ = ("budget", "new_block_ids", "scheduled")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
-        self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
-
-    def give(self, request: Request, num_tokens: int) -> None:
-        self.scheduled[request] = num_tokens
-        self.budget -= num_tokens
-
-    def take_back(self, request: Request) -> None:
-        self.budget += self.scheduled.pop(request, 0)
-        self.new_block_ids.pop(request, None)
 
 
 class Scheduler:
@@ -243,19 +226,17 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = _Plan(self._config.max_num_batched_tokens)
-        self._seat_ready()
+        plan = Plan(self._config.max_num_batched_tokens)
+        self._seat_ready(now)
         self._schedule_running(plan)
         self._admit_waiting(plan, now)
         return self._build(plan)
 
-    def _seat_ready(self) -> None:
+    def _seat_ready(self, now: float) -> None:
         while self._ready and len(self._running) < self._max_num_running:
-            request = self._ready.popleft()
-            request.status = RequestStatus.RUNNING
-            self._running.append(request)
+            self._seat(self._ready.popleft(), now)
 
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _schedule_running(self, plan: Plan) -> None:
         prefilling: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
             if request.num_uncomputed_tokens > 1:
@@ -267,7 +248,7 @@ class Scheduler:
             if num_tokens and request.status is RequestStatus.RUNNING and self._grow(request, num_tokens, plan):
                 plan.give(request, num_tokens)
 
-    def _grow(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+    def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Make room for the next `num_tokens` of `request`, preempting from the end of the order. False: itself."""
         while (added := self._kv.grow(request, request.num_computed_tokens + num_tokens)) is None:
             victim = max(self._running, key=lambda running: running.order)
@@ -278,7 +259,7 @@ class Scheduler:
             plan.new_block_ids[request] = added
         return True
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def _preempt(self, request: Request, plan: Plan) -> None:
         plan.take_back(request)
         self._running.remove(request)
         self._forget(request)
@@ -287,35 +268,42 @@ class Scheduler:
         self._enqueue(request)
         self._num_preemptions += 1
 
-    def _admit_waiting(self, plan: _Plan, now: float) -> None:
+    def _admit_waiting(self, plan: Plan, now: float) -> None:
         self._is_stalled = False
-        while self._waiting:
-            request = self._waiting.head
-            has_seat = plan.budget > 0 and len(self._running) < self._max_num_running
-            if not has_seat and request.incoming is None and not request.num_kept_blocks:
-                break
-            prefix = self._kv.find_cached_prefix(request)
-            is_kept = request.num_kept_blocks > len(prefix)
-            if not has_seat and request.incoming is None and not is_kept:
-                break
-            if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
-                self._is_stalled = True
-                break
-            self._waiting.pop()
-            if self._tiers.ask_again(request, len(prefix)):
-                request.status = RequestStatus.LOOKING_UP
-                continue
-            self._claim_blocks(request, prefix)
-            if request.incoming is not None:
-                self._reserve(request, request.incoming, now)
-            elif is_kept:
-                self._restore(request)
-            else:
-                if not request.is_started:
-                    self._announce_start(request, now)
-                request.status = RequestStatus.RUNNING
-                self._running.append(request)
-                plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
+        while self._waiting and self._admit(self._waiting.head, plan, now):
+            pass
+
+    def _admit(self, request: Request, plan: Plan, now: float) -> bool:
+        """Take the head of the queue out, if its turn has come. False: not now."""
+        has_seat = plan.budget > 0 and len(self._running) < self._max_num_running
+        if not has_seat and request.incoming is None and not request.num_kept_blocks:
+            return False
+        prefix = self._kv.find_cached_prefix(request)
+        is_kept = request.num_kept_blocks > len(prefix)
+        if not has_seat and request.incoming is None and not is_kept:
+            return False
+        if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
+            self._is_stalled = True
+            return False
+        self._waiting.pop()
+        if self._tiers.ask_again(request, len(prefix)):
+            request.status = RequestStatus.LOOKING_UP
+            return True
+        self._claim_blocks(request, prefix)
+        if request.incoming is not None:
+            self._reserve(request, request.incoming, now)
+        elif is_kept:
+            self._restore(request)
+        else:
+            self._seat(request, now)
+            plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
+        return True
+
+    def _seat(self, request: Request, now: float) -> None:
+        if not request.is_started:
+            self._announce_start(request, now)
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
 
     def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
         self._kv.allocate(request, prefix)
@@ -340,13 +328,12 @@ class Scheduler:
         num_seated = len(self._running) + len(self._ready) + num_restoring
         return num_seated < self._max_num_running + max(1, self._max_num_running // AHEAD_SHARE)
 
-    def _announce_start(
-        self, request: Request, now: float, *, num_restored: int = 0, reserved_block_ids: Sequence[int] = ()
-    ) -> None:
-        """`num_restored` of the computed tokens came from a tier."""
+    def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
         request.is_started = True
         num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._prefix_cache_hits += min(request.num_computed_tokens - num_restored, request.num_prompt_tokens)
+        self._prefix_cache_hits += min(
+            request.num_computed_tokens - request.num_restored_tokens, request.num_prompt_tokens
+        )
         self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
         started = RequestStarted(
             queue_s=now - request.added_at,
@@ -356,7 +343,7 @@ class Scheduler:
         self._outbox.add_event(request, started)
         self._has_urgent_news |= request.outgoing is not None or (self._is_direct and request.incoming is not None)
 
-    def _build(self, plan: _Plan) -> SchedulerOutput:
+    def _build(self, plan: Plan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
         step = SchedulerOutput(
             total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,
@@ -444,7 +431,7 @@ class Scheduler:
         reserved: list[int] = []
         if self._is_direct and not incoming.is_quiet and incoming.final_at is None:
             reserved = self._transfers.open_window(request, incoming.epoch, incoming.num_local)
-        self._announce_start(request, now, reserved_block_ids=reserved)
+        self._announce_start(request, now, reserved)
         self._advance_handoff(request, incoming, now)
 
     def _advance_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
@@ -472,9 +459,10 @@ class Scheduler:
         self._remote[request.request_id] = request
         self._loadable[request] = None
 
-    def _conclude_restore(self, request: Request, restore: Restore, now: float) -> None:
+    def _conclude_restore(self, request: Request, restore: Restore) -> None:
         num_restored = restore.num_moved * self._block_size - request.num_computed_tokens
         request.restore = None
+        request.num_restored_tokens = num_restored
         request.num_computed_tokens += num_restored
         request.num_offered_blocks = restore.num_moved
         self._tiers.num_restored_tokens += num_restored
@@ -482,8 +470,6 @@ class Scheduler:
         del self._remote[request.request_id]
         request.status = RequestStatus.WAITING
         self._ready.append(request)
-        if not request.is_started:
-            self._announce_start(request, now, num_restored=num_restored)
 
     def _conclude_handoff(self, request: Request, incoming: Incoming, now: float) -> None:
         """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
@@ -556,7 +542,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self._waiting.push(request)
         elif isinstance(job.owner, Restore):
-            self._conclude_restore(request, job.owner, now)
+            self._conclude_restore(request, job.owner)
         elif request.incoming is not None:
             self._advance_handoff(request, request.incoming, now)
 
@@ -685,7 +671,6 @@ class Scheduler:
     def check_integrity(self) -> IntegrityReport:
         """State the invariants: each block has one owner or is free, each request is in one place and each place
         holds blocks or not as it should."""
-        violations = self._kv.check_integrity([*self._transfers.pinned_blocks, *self._tiers.offered_blocks])
         places = {
             RequestStatus.LOOKING_UP: list(self._tiers.waiting),
             RequestStatus.RUNNING: self._running,
@@ -694,26 +679,15 @@ class Scheduler:
             RequestStatus.PREEMPTED: [r for r in self._waiting if r.status is RequestStatus.PREEMPTED],
             RequestStatus.FINISHED: list(self._settling.values()),
         }
-        for status, requests in places.items():
-            violations += [
-                f"{request} is kept with the {status.name}" for request in requests if request.status is not status
-            ]
-        placed = [request.request_id for requests in places.values() for request in requests]
-        expected = [*self._live, *self._settling]
-        if sorted(placed) != sorted(expected):
-            violations.append(f"requests {sorted(expected)} are in places {sorted(placed)}")
+        violations = self._kv.check_integrity([*self._transfers.pinned_blocks, *self._tiers.offered_blocks])
+        violations += misplaced(places, [*self._live, *self._settling])
         holders = {request.request_id for request in (*self._running, *self._remote.values(), *self._ready)}
         holders |= self._settling.keys()
         if holders != set(self._kv.holders):
             violations.append(f"blocks are held by {sorted(self._kv.holders)}, not by {sorted(holders)}")
-        written_to = {block.block_id for block in self._transfers.windowed_blocks if block.block_hash is None}
-        computing = (*self._running, *self._ready, *self._settling.values())
-        violations += [
-            f"{request} computes into block {block.block_id}, which a producer may write to"
-            for request in computing
-            for block in self._kv.blocks(request)
-            if block.block_id in written_to
-        ]
+        computing = {request: self._kv.blocks(request) for request in (*self._running, *self._ready)}
+        computing |= {request: self._kv.blocks(request) for request in self._settling.values()}
+        violations += overwritten(computing, self._transfers.windowed_blocks)
         if len(self._running) > self._max_num_running:
             violations.append(f"{len(self._running)} requests in a batch of {self._max_num_running}")
         return IntegrityReport(

@@ -174,8 +174,9 @@ class TestRestore:
         assert started(engine) == []
         engine.settle()
         engine.step()
-        assert started(engine) == [RequestStarted(queue_s=4.0, num_cached_tokens=8)]
+        assert started(engine) == []
         assert engine.step().num_scheduled_tokens == {"a": 2}
+        assert started(engine) == [RequestStarted(queue_s=4.0, num_cached_tokens=8)]
         engine.run()
         assert_answered(engine, request)
         stats = engine.scheduler.stats()
@@ -215,9 +216,9 @@ class TestRestore:
         engine.step()
         engine.assert_idle()
 
-    def test_it_needs_no_seat(self):
+    def test_it_needs_no_seat_and_is_started_when_it_gets_one(self):
         engine = create_engine(max_num_seqs=1)
-        running, request = create_request("b", 2, max_tokens=30), create_request("a", 10)
+        running, request = create_request("b", 2, max_tokens=12), create_request("a", 10)
         engine.medium = stored_prompt(request)
         engine.add(running, request)
         engine.step()
@@ -225,8 +226,13 @@ class TestRestore:
         engine.step()
         assert len(engine.step().loads) == 1
         engine.settle()
+        engine.step()
+        engine.step()
+        assert engine.scheduler.stats().num_running == 1
+        assert started(engine) == []
         engine.run()
         assert_answered(engine, running, request)
+        assert started(engine)[0].num_cached_tokens == 8
 
     def test_but_it_does_not_run_far_ahead_of_the_batch(self):
         engine = create_engine(max_num_seqs=4)
@@ -338,11 +344,10 @@ class TestRestore:
         assert started(engine) == []
         engine.settle()
         engine.step()
+        assert engine.step().num_scheduled_tokens == {"a": 2}
         assert len(started(engine)) == 1
         engine.set_target("a", [5, 6, 7])
-        step = engine.step()
-        (save,) = step.saves
-        assert step.num_scheduled_tokens == {"a": 2}
+        (save,) = engine.step().saves
         assert save.destination is not None
         assert len(save.block_ids) == 3
         engine.settle()

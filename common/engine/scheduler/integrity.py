@@ -1,0 +1,34 @@
+"""Invariants of the scheduler: each function returns the violations, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from common.engine.kv_cache import Block
+from common.engine.request import Request, RequestStatus
+from common.types import RequestId
+
+
+def misplaced(places: Mapping[RequestStatus, Sequence[Request]], expected: Sequence[RequestId]) -> list[str]:
+    """Every one of the `expected` requests is in exactly one place, that of its status."""
+    violations = [
+        f"{request} is kept with the {status.name}"
+        for status, requests in places.items()
+        for request in requests
+        if request.status is not status
+    ]
+    placed = [request.request_id for requests in places.values() for request in requests]
+    if sorted(placed) != sorted(expected):
+        violations.append(f"requests {sorted(expected)} are in places {sorted(placed)}")
+    return violations
+
+
+def overwritten(computing: Mapping[Request, Sequence[Block]], windowed: Iterable[Block]) -> list[str]:
+    """Nothing is computed into blocks that a producer may write to; what was verified of them is cached."""
+    written_to = {block.block_id for block in windowed if block.block_hash is None}
+    return [
+        f"{request} computes into block {block.block_id}, which a producer may write to"
+        for request, blocks in computing.items()
+        for block in blocks
+        if block.block_id in written_to
+    ]
