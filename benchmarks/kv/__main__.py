@@ -16,6 +16,8 @@ memory; all in turn, so that whatever else runs on the machine hits all of them.
     digest       part of the time that is saved when digests of blocks cost nothing
     memory       most bytes resident in each process during a handoff, less those before: the KV caches are in both
 
+    hidden       between real pods with a real model: see benchmarks/kv/pods.py
+
 nixl takes what UCX picks between processes of one machine, shared memory; nixl-tcp has to use TCP.
 """
 
@@ -23,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.kv.measure import MIB, Plan, measure
-from benchmarks.kv.pair import CONNECTORS
+from benchmarks.kv.medium import CONNECTORS
 from benchmarks.kv.report import describe_machine, format_markdown, format_row, format_verdict, verdicts
 
 KIB = 1 << 10
@@ -39,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
     plan = _plan(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is in memory is removed
     machine = describe_machine()
-    results = measure(plan, lambda cell: print(format_row(cell), flush=True))
+    results = measure(plan, lambda figures: print(format_row(figures), flush=True))
     found = verdicts(results)
     print("\n".join(["", *(f"left out for the memory bound: {what}" for what in results.skipped)]))
     print("\n".join(map(format_verdict, found)))
@@ -66,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-mib", type=int, default=6144, help="skip what needs more memory")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="directory in memory")  # noqa: S108
     parser.add_argument("--contiguous", action="store_true", help="neighbouring blocks; default: shuffled ones")
-    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it runs")
+    parser.add_argument("--pod-blocks", type=_numbers, default=(1, 16, 128), help="blocks that pods hand over")
+    parser.add_argument("--pod-repeats", type=int, help="handoffs of each kind between pods, 0 for none; default: 7")
+    parser.add_argument("--quick", action="store_true", help="little, and no pods, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--note", default="", help="a remark for the page of markdown")
@@ -79,6 +85,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise SystemExit(f"--connectors: {', '.join(sorted(unknown))} is none of {', '.join(CONNECTORS)}")
     if args.quick:
         args.block_kib, args.blocks, args.concurrency, args.repeats = (64,), (1, 16), (2,), 1
+    if args.pod_repeats is None:
+        args.pod_repeats = 0 if args.quick else 7
     return Plan(
         connectors=tuple(args.connectors),
         block_bytes=tuple(size * KIB for size in args.block_kib),
@@ -90,6 +98,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         memory_bytes=args.memory_mib * MIB,
         tmpfs=args.tmpfs,
         is_contiguous=args.contiguous,
+        pod_blocks=tuple(sorted(args.pod_blocks)),
+        pod_repeats=args.pod_repeats,
     )
 
 

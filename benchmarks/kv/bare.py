@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -59,9 +58,6 @@ class BareMedium(Protocol):
     def receive(self, move: Move, *, check: bool) -> None:
         """Consumer: take it out of the medium. `check`: into the target blocks, even if that is not the medium's."""
 
-    def clean(self) -> None:
-        """Producer: remove what is left in the medium."""
-
 
 def open_bare(setup: Setup, slabs: Slabs) -> BareMedium:
     """The medium of the connector `setup` names."""
@@ -106,7 +102,7 @@ class Files(_Threaded):
 
     def _put(self, move: Move) -> None:
         for key, block_id in zip(move.keys, move.block_ids, strict=True):
-            file = os.open(f"{self._directory}/{key.hex()}", os.O_CREAT | os.O_WRONLY, 0o600)
+            file = os.open(f"{self._directory}/{key.hex()}.kv", os.O_CREAT | os.O_WRONLY, 0o600)
             _expect(os.writev(file, [_HEADER, self._slabs[block_id]]), len(_HEADER) + self._slabs.shape[1])
             os.close(file)
 
@@ -114,14 +110,9 @@ class Files(_Threaded):
         """See BareMedium."""
         header = bytearray(_HEADER)
         for key, block_id in zip(move.keys, move.to_ids, strict=True):
-            file = os.open(f"{self._directory}/{key.hex()}", os.O_RDONLY)
+            file = os.open(f"{self._directory}/{key.hex()}.kv", os.O_RDONLY)
             _expect(os.readv(file, [header, self._slabs[block_id]]), len(header) + self._slabs.shape[1])
             os.close(file)
-
-    def clean(self) -> None:
-        """See BareMedium."""
-        shutil.rmtree(self._directory)
-        self._directory.mkdir()
 
 
 class RedisStrings(_Threaded):
@@ -155,10 +146,6 @@ class RedisStrings(_Threaded):
                 _expect(len(value), self._slabs.shape[1])
                 if check:
                     self._slabs[block_id] = np.frombuffer(value, dtype=np.uint8)
-
-    def clean(self) -> None:
-        """See BareMedium."""
-        self._client.flushall(asynchronous=False)
 
 
 class RawNixl:
@@ -211,9 +198,6 @@ class RawNixl:
     def receive(self, move: Move, *, check: bool) -> None:
         """See BareMedium."""
 
-    def clean(self) -> None:
-        """See BareMedium."""
-
     def _blocks(self, owner: Any, base: int) -> Any:
         count, size = self._slabs.shape
         strided = np.array([[base, size, 0, size, count]], dtype=np.uint64)
@@ -239,9 +223,6 @@ class SharedMemory(_Threaded):
         """See BareMedium."""
         if check:
             self._slabs[list(move.to_ids)] = self._shared[list(move.to_ids)]
-
-    def clean(self) -> None:
-        """See BareMedium."""
 
 
 class Receiver:

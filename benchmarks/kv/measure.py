@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kv.pair import GIB, Pair, Sample, open_pair
+from benchmarks.kv.pods import PodHandoffs, measure_pods
 from benchmarks.kv.wire import MODES, Mode, Run
 
 MIB = 1 << 20
@@ -31,6 +32,8 @@ class Plan:
     memory_bytes: int
     tmpfs: Path
     is_contiguous: bool
+    pod_blocks: tuple[int, ...]  # of prompts that real pods hand over, ascending
+    pod_repeats: int  # 0: none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,21 @@ class Results:
     cells: list[Cell]
     staging: list[Staging]
     skipped: list[str]
+    pods: list[PodHandoffs]
 
 
-def measure(plan: Plan, tell: Callable[[Cell], None]) -> Results:
-    """Run everything; `tell` gets each cell when it is done."""
-    results = Results([], [], [])
+def measure(plan: Plan, tell: Callable[[Cell | PodHandoffs], None]) -> Results:
+    """Run everything; `tell` gets each figure when it is done."""
+    results = Results([], [], [], [])
     for connector in plan.connectors:
         for block_bytes in plan.block_bytes:
             fitting = _fitting(plan, connector, block_bytes, results.skipped)
             if fitting:
                 _measure_pair(plan, connector, block_bytes, fitting, results, tell)
+        if plan.pod_repeats:
+            for handoffs in measure_pods(connector, plan.pod_blocks, plan.pod_repeats, plan.tmpfs):
+                results.pods.append(handoffs)
+                tell(handoffs)
     return results
 
 
@@ -117,7 +125,7 @@ def _measure_pair(
     block_bytes: int,
     shapes: Sequence[tuple[int, int]],
     results: Results,
-    tell: Callable[[Cell], None],
+    tell: Callable[[Cell | PodHandoffs], None],
 ) -> None:
     num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
     with open_pair(connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous) as pair:

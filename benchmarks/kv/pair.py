@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
-
-from benchmarks.kv.wire import Clean, Close, Done, Link, Meet, OpenBare, Ran, Ready, Run, Setup
-from deploy.redis_server import find_redis_server
+from benchmarks.kv.medium import Medium, open_medium
+from benchmarks.kv.wire import Close, Link, Meet, OpenBare, Ran, Ready, Run, Setup
 
 GIB = 1 << 30
-CONNECTORS = ("shared-storage", "redis", "nixl", "nixl-tcp")
-_START_ATTEMPTS = 5  # another process may take the free port first
-_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +41,9 @@ class Checked:
 class Pair:
     """A producer and a consumer of one connector and block size."""
 
-    def __init__(self, producer: Link, consumer: Link, server_pid: int | None) -> None:
+    def __init__(self, producer: Link, consumer: Link, medium: Medium) -> None:
         self._sides = (producer, consumer)
-        self._server_pid = server_pid
+        self._medium = medium
         self._seed = 0
         self._introduce(is_bare=False)
 
@@ -61,17 +55,17 @@ class Pair:
 
     def run(self, run: Run) -> Sample:
         """One run and the cleaning after it, which is not measured."""
-        server_cpu_s = self._server_cpu_s()
+        server_cpu_s = self._medium.server_cpu_s
         produced, consumed = self._both(run)
-        cpu_s = produced.cpu_s + consumed.cpu_s + self._server_cpu_s() - server_cpu_s
-        self._clean()
+        cpu_s = produced.cpu_s + consumed.cpu_s + self._medium.server_cpu_s - server_cpu_s
+        self._medium.clean()
         latencies = tuple(end - produced.times[0] for end in consumed.times)
         return Sample(max(latencies), latencies, cpu_s, produced.num_stubbed + consumed.num_stubbed)
 
     def check(self, run: Run) -> Checked:
         """One run, not for its time."""
         produced, consumed = self._both(run)
-        self._clean()
+        self._medium.clean()
         return Checked(produced.content == consumed.content, produced.rss_growth, consumed.rss_growth)
 
     def close(self) -> None:
@@ -97,20 +91,11 @@ class Pair:
             raise SystemExit(f"a handoff failed: {error}")
         return produced, consumed
 
-    def _clean(self) -> None:
-        self._sides[0].send(Clean())
-        _expect(self._sides[0], Done)
-
-    def _server_cpu_s(self) -> float:
-        if self._server_pid is None:
-            return 0.0
-        return time.clock_gettime((~self._server_pid << 3) | 2)  # the kernel's number of that process's CPU clock
-
 
 def _expect(side: Link, kind: type) -> Any:
     try:
         message = side.receive()
-    except EOFError:
+    except (EOFError, ConnectionError):
         raise SystemExit("a side of the benchmark died; its error is above") from None
     assert isinstance(message, kind), message
     return message
@@ -121,30 +106,23 @@ def open_pair(connector: str, block_bytes: int, num_blocks: int, *, tmpfs: Path,
     """Start the medium and both sides, each with a KV cache of `num_blocks`."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=tmpfs))
-        name = connector.removesuffix("-tcp")
-        options: dict[str, str | int | float | bool] = {"timeout_s": 120.0}
-        server_pid = None
-        if name == "shared-storage":
-            options |= {"path": f"{scratch}/kv", "max_bytes": 1 << 50}
-        elif name == "redis":
-            port, server_pid = stack.enter_context(_redis_server(scratch))
-            options |= {"url": f"redis://127.0.0.1:{port}/0"}
-        setup = Setup(name, options, block_bytes, num_blocks, scratch, is_contiguous)
-        env = dict(os.environ, UCX_TLS="tcp,self") if connector == "nixl-tcp" else dict(os.environ)
+        medium = stack.enter_context(open_medium(connector, Path(scratch)))
+        options = {"timeout_s": 120.0, **medium.options}
+        setup = Setup(medium.connector, options, block_bytes, num_blocks, scratch, is_contiguous)
         between = socket.socketpair()
         sides = [
-            stack.enter_context(_side(role, setup, end, env))
+            stack.enter_context(_side(role, setup, end, medium.env))
             for role, end in zip(("producer", "consumer"), between, strict=True)
         ]
         for end in between:
             end.close()  # so that a side sees the end of the other
-        pair = Pair(sides[0], sides[1], server_pid)
+        pair = Pair(sides[0], sides[1], medium)
         yield pair
         pair.close()
 
 
 @contextmanager
-def _side(role: str, setup: Setup, between: socket.socket, env: dict[str, str]) -> Iterator[Link]:
+def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str]) -> Iterator[Link]:
     ours, theirs = socket.socketpair()
     numbers = (theirs.fileno(), between.fileno())
     command = [sys.executable, "-m", "benchmarks.kv.side", role, *map(str, numbers)]
@@ -155,37 +133,7 @@ def _side(role: str, setup: Setup, between: socket.socket, env: dict[str, str]) 
         try:
             link.send(setup)
             yield link
-            process.wait(_START_TIMEOUT_S)
+            process.wait(_STOP_TIMEOUT_S)
         finally:
             process.kill()
             process.wait()
-
-
-@contextmanager
-def _redis_server(scratch: str) -> Iterator[tuple[int, int]]:
-    """Port and process id of a server that keeps everything in memory and evicts nothing."""
-    for _ in range(_START_ATTEMPTS):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [str(find_redis_server()), "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
-        process = subprocess.Popen([*command, "--dir", scratch], stdout=subprocess.DEVNULL)
-        try:
-            if _is_up(port, process):
-                yield port, process.pid
-                return
-        finally:
-            process.kill()
-            process.wait()
-    raise SystemExit("redis-server did not start")
-
-
-def _is_up(port: int, process: subprocess.Popen[bytes]) -> bool:
-    client = redis.Redis(port=port)
-    give_up = time.monotonic() + _START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < give_up:
-        try:
-            return bool(client.ping())
-        except redis.ConnectionError:
-            time.sleep(0.02)
-    return False

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.kv.measure import MIB, Cell, Results, Staging
+from benchmarks.kv.pods import BLOCK_BYTES, NUM_CHUNKS, PodHandoffs, hidden_share
 from deploy.redis_server import find_redis_server
 
 MIN_SHARE_OF_BARE = 0.85  # of the bandwidth, from LARGE_BYTES up
@@ -40,6 +41,7 @@ def verdicts(results: Results) -> list[Verdict]:
     found = [verdict for name in connectors for verdict in _bandwidth(name, results.cells)]
     found += _own_code(results.cells)
     found += [verdict for name in connectors for verdict in _digest(name, results.cells)]
+    found += [verdict for name in connectors for verdict in _hidden(name, results.pods)]
     found += [verdict for name in connectors for verdict in _memory(name, results.staging)]
     return found
 
@@ -88,6 +90,17 @@ def _memory(connector: str, stagings: Sequence[Staging]) -> list[Verdict]:
     return found
 
 
+def _hidden(connector: str, pods: Sequence[PodHandoffs]) -> list[Verdict]:
+    own = [handoffs for handoffs in pods if handoffs.connector == connector]
+    if not own:
+        return []
+    chunked = next(handoffs for handoffs in own if handoffs.num_chunks == NUM_CHUNKS)
+    whole = next(h for h in own if h.num_chunks == 1 and h.num_blocks == chunked.num_blocks)
+    share = hidden_share(own[0], whole, chunked)
+    target = f"{connector}: with {NUM_CHUNKS} chunks at least {MIN_HIDDEN:.0%} of the transfer hidden behind compute"
+    return [Verdict(target, f"{share:.0%} (at most {1 - 1 / NUM_CHUNKS:.1%} can be)", share >= MIN_HIDDEN)]
+
+
 def _single(connector: str, cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.connector == connector and cell.num_handoffs == 1]
 
@@ -96,8 +109,19 @@ def _shape(cell: Cell) -> str:
     return f"{cell.num_blocks} x {cell.block_bytes >> 10} KiB"
 
 
-def format_row(cell: Cell) -> str:
+def format_row(figures: Cell | PodHandoffs) -> str:
     """One line for the terminal."""
+    if isinstance(figures, Cell):
+        return _format_cell(figures)
+    latencies = sorted(figures.latencies)
+    return (
+        f"{figures.connector:<15}between pods, {figures.num_blocks:>4} x {BLOCK_BYTES >> 10:>4} KiB"
+        f" in {figures.num_chunks} chunks  p50 {figures.p50_s * 1e3:9.3f} ms"
+        f"  from {latencies[0] * 1e3:.3f} to {latencies[-1] * 1e3:.3f}  n {len(latencies)}"
+    )
+
+
+def _format_cell(cell: Cell) -> str:
     ours, bare = cell.ways["ours"], cell.ways["bare"]
     digest = "" if cell.digest_share is None else f"  digest {cell.digest_share:4.0%}"
     return (
@@ -134,6 +158,8 @@ def format_markdown(machine: dict[str, str], results: Results, found: Sequence[V
     for connector in connectors:
         lines += ["", f"## {connector}", "", *_cell_table(_single(connector, results.cells))]
         lines += _concurrency_table([cell for cell in results.cells if cell.connector == connector])
+    if results.pods:
+        lines += ["", "## Between pods", "", *_pod_table(results.pods)]
     lines += ["", "## Memory beside the KV caches", "", *_staging_table(results.staging)]
     if results.skipped:
         lines += ["", "Left out for the memory bound:", "", *(f"- {what}" for what in results.skipped)]
@@ -173,6 +199,23 @@ def _concurrency_table(cells: Sequence[Cell]) -> list[str]:
             f"| {cell.num_handoffs} | {_shape(cell)} | {cell.p50_s * 1e3:.3g} | {cell.p99_s * 1e3:.3g} "
             f"| {cell.num_samples} | {ours.bytes_per_s / 1e9:.2f} | {bare.bytes_per_s / 1e9:.2f} "
             f"| {ours.cpu_s_per_gib:.2f} | {bare.cpu_s_per_gib:.2f} |"
+        )
+    return lines
+
+
+def _pod_table(pods: Sequence[PodHandoffs]) -> list[str]:
+    lines = [
+        "From the end of the last forward in the prefill pod's engine to the first in the decode pod's, over gRPC;",
+        f"the model has much KV and little to compute; blocks of {BLOCK_BYTES >> 10} KiB.",
+        "",
+        "| connector | blocks | chunks | p50 ms | from | to | samples |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for handoffs in pods:
+        least, most = min(handoffs.latencies) * 1e3, max(handoffs.latencies) * 1e3
+        lines.append(
+            f"| {handoffs.connector} | {handoffs.num_blocks} | {handoffs.num_chunks} | {handoffs.p50_s * 1e3:.3g} "
+            f"| {least:.3g} | {most:.3g} | {len(handoffs.latencies)} |"
         )
     return lines
 

@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from benchmarks.kv.bare import BareMedium, Move, Receiver, SharedMemory, Slabs, open_bare
-from benchmarks.kv.wire import Clean, Close, Done, Go, Link, Meet, Moved, OpenBare, Ran, Ready, Run, Setup
+from benchmarks.kv.wire import Close, Go, Link, Meet, Moved, OpenBare, Ran, Ready, Run, Setup
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.types import BlockHash, RequestId
 from kv_store.registry import create_connector
@@ -75,9 +75,6 @@ class Side:
                     self._meet(message)
                 case Run():
                     self._control.send(self._run(message))
-                case Clean():
-                    self._clean()
-                    self._control.send(Done())
                 case Close():
                     self._connector.close()
                     return
@@ -129,14 +126,6 @@ class Side:
             self._bare["bare"].meet(peer.address)
         else:
             self._peer_address = peer.address
-
-    def _clean(self) -> None:
-        """Empty the medium, the connector's part included: what a medium deletes on its own is not what is measured."""
-        if self._setup.connector == "shared-storage":
-            for file in Path(str(self._setup.options["path"])).rglob("*.kv"):
-                file.unlink()
-        for medium in self._bare.values():
-            medium.clean()
 
     def _wait_settled(self) -> list[TransferResult]:
         """Jobs that have settled since; waits for the first."""

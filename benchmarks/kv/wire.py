@@ -66,14 +66,6 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     rss_growth: int = 0  # if checked: most bytes resident during the run, less those when the connector was opened
 
 
-class Clean(msgspec.Struct, frozen=True, tag=True):
-    """Remove from the medium what the last run left there; answered by Done."""
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """Done."""
-
-
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Exit."""
 
@@ -90,7 +82,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-Message = Setup | OpenBare | Ready | Meet | Run | Ran | Clean | Done | Close | Go | Moved
+Message = Setup | OpenBare | Ready | Meet | Run | Ran | Close | Go | Moved
 
 
 class Link:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.kv.__main__ import main
 from benchmarks.kv.measure import MIB, Cell, Results, Staging, Way
+from benchmarks.kv.pods import PodHandoffs
 from benchmarks.kv.report import Verdict, format_markdown, verdicts
 
 WAY = Way(seconds=0.01, bytes_per_s=2e9, cpu_s_per_gib=0.5)
@@ -39,6 +40,16 @@ def test_quick_run_writes_its_tables(connector, tmp_path):
     assert f"## {connector}" in page.read_text()
 
 
+@pytest.mark.slow
+def test_real_pods_hand_over(tmp_path):
+    figures = tmp_path / "kv.json"
+    options = ["--pod-repeats", "1", "--pod-blocks", "1,16", "--json", str(figures)]
+    assert main(["--quick", "--connectors", "nixl", *options]) == 0
+    pods = json.loads(figures.read_text())["pods"]
+    assert [(handoffs["num_blocks"], handoffs["num_chunks"]) for handoffs in pods] == [(1, 1), (16, 1), (16, 8)]
+    assert all(0 < latency < 60 for handoffs in pods for latency in handoffs["latencies"])
+
+
 def test_unknown_connector_is_named(capsys):
     with pytest.raises(SystemExit, match="tape"):
         main(["--connectors", "tape"])
@@ -50,7 +61,7 @@ def test_what_needs_too_much_memory_is_left_out_and_said(capsys):
 
 
 def verdict_of(cell: Cell, words: str) -> Verdict:
-    (verdict,) = (v for v in verdicts(Results([cell], [], [])) if words in v.target)
+    (verdict,) = (v for v in verdicts(Results([cell], [], [], [])) if words in v.target)
     return verdict
 
 
@@ -69,23 +80,31 @@ def test_targets(words, good, bad):
 
 def test_small_handoffs_have_no_target_of_bandwidth():
     small = replace(CELL, num_blocks=15, share_of_bare=0.1)
-    assert not [v for v in verdicts(Results([small], [], [])) if "bandwidth" in v.target]
+    assert not [v for v in verdicts(Results([small], [], [], [])) if "bandwidth" in v.target]
+
+
+@pytest.mark.parametrize(("chunked_ms", "is_met"), [(28, True), (29, False)])
+def test_hidden_is_what_remains_beyond_a_single_block(chunked_ms, is_met):
+    shapes = ((1, 1, 10), (16, 1, 100), (16, 8, chunked_ms))
+    pods = [PodHandoffs("nixl", blocks, chunks, (ms / 1e3,)) for blocks, chunks, ms in shapes]
+    (verdict,) = (v for v in verdicts(Results([CELL], [], [], pods)) if "hidden" in v.target)
+    assert verdict.is_met == is_met
 
 
 def test_memory_may_not_grow_with_the_prompt():
     few = Staging("redis", MIB, 16, 3 * MIB, 3 * MIB)
     bounded, growing = replace(few, num_blocks=1024, producer_bytes=11 * MIB), replace(few, consumer_bytes=12 * MIB)
     (good,) = verdicts(
-        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, bounded], [])
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, bounded], [], [])
     )[1:]
     (bad,) = verdicts(
-        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, growing], [])
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, growing], [], [])
     )[1:]
     assert (good.is_met, bad.is_met) == (True, False)
 
 
 def test_page_marks_what_fails():
-    results = Results([replace(CELL, share_of_bare=0.5)], [], ["nixl: too much"])
+    results = Results([replace(CELL, share_of_bare=0.5)], [], ["nixl: too much"], [])
     page = format_markdown({"cores": "2"}, results, verdicts(results), note="A remark.")
     assert "| 50% at worst (16 x 1024 KiB) | **FAIL** |" in page
     assert "A remark." in page

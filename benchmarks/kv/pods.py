@@ -1,0 +1,215 @@
+"""Handoffs between real pods with a real model: how long they take, and how much of the transfer hides behind compute.
+
+Two prefill pods and a decode pod, each with its engine process, joined by gRPC; the benchmark is their router. One
+prefill pod computes any prompt in one chunk, so that all of its KV travels after the forward. The other computes the
+longest prompt in `NUM_CHUNKS`, and its KV travels meanwhile. Transfer is what a handoff takes beyond one of a single
+block, which is all messages and hardly any bytes. So
+
+    hidden = 1 - (latency with 8 chunks - latency of one block) / (latency with one chunk - latency of one block)
+
+With 8 equal chunks the last cannot be hidden: 87.5 % is the most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import queue
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.kv.medium import Medium, open_medium, orphan_proof
+from benchmarks.kv.traced import TRACE_VARIABLE
+from common.pb import common_pb2, pods_pb2
+from common.pb.pods_pb2_grpc import DecodeStub, PrefillStub
+from common.rpc.convert import sampling_to_pb
+from common.types import SamplingParams
+from deploy.parent_death import PARENT_PID_VARIABLE
+
+NUM_CHUNKS = 8
+BLOCK_SIZE = 4
+BLOCK_BYTES = 1 << 20  # of the model below
+_VOCAB_SIZE = 1000
+_ANSWER_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PodHandoffs:
+    """Handoffs of one prompt length between pods."""
+
+    connector: str
+    num_blocks: int
+    num_chunks: int
+    latencies: tuple[float, ...]  # seconds from the end of the last forward to the first forward of decode
+
+    @property
+    def p50_s(self) -> float:
+        """Median."""
+        return statistics.median(self.latencies)
+
+
+def hidden_share(single: PodHandoffs, whole: PodHandoffs, chunked: PodHandoffs) -> float:
+    """See the module. NaN if the transfer of the whole prompt is lost in the noise."""
+    transfer_s = whole.p50_s - single.p50_s
+    return 1 - (chunked.p50_s - single.p50_s) / transfer_s if transfer_s > 0 else math.nan
+
+
+def measure_pods(connector: str, num_blocks: Sequence[int], repeats: int, tmpfs: Path) -> list[PodHandoffs]:
+    """Prompts of `num_blocks` in one chunk, and those of the most in `NUM_CHUNKS`; all in turn."""
+    most = max(num_blocks)
+    shapes = [(blocks, 1) for blocks in num_blocks] + [(most, NUM_CHUNKS)]
+    latencies: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    with _cluster(connector, most, tmpfs) as cluster:
+        for repeat in range(repeats + 1):
+            for shape in shapes:
+                latency = cluster.hand_over(*shape)
+                if repeat:  # the first warms up
+                    latencies[shape].append(latency)
+    return [PodHandoffs(connector, *shape, tuple(taken)) for shape, taken in latencies.items()]
+
+
+class _Pod:
+    """A pod and the notes of its forwards."""
+
+    def __init__(self, address: str, trace: Path) -> None:
+        self.channel = grpc.insecure_channel(address)
+        self.address = address
+        self._trace = trace
+
+    def forwards(self) -> list[tuple[float, float]]:
+        """Begin and end of each forward since the last call."""
+        lines = self._trace.read_text(encoding="ascii").splitlines()
+        os.truncate(self._trace, 0)
+        return [(float(begin), float(end)) for begin, _, end in (line.partition(" ") for line in lines)]
+
+
+class _Cluster:
+    """The router's part."""
+
+    def __init__(self, prefills: dict[int, _Pod], decode: _Pod, medium: Medium) -> None:
+        self._prefills = prefills  # by number of chunks
+        self._decode = decode
+        self._medium = medium
+        self._serial = itertools.count(1)
+        self._random = random.Random(0)
+        self._commands: queue.SimpleQueue[pods_pb2.DecodeCommand | None] = queue.SimpleQueue()
+        self._events = DecodeStub(decode.channel).Session(iter(self._commands.get, None))
+
+    def hand_over(self, num_blocks: int, num_chunks: int) -> float:
+        """Seconds from the end of prefill's last forward to decode's first."""
+        prefill = self._prefills[num_chunks]
+        request = self._request(num_blocks)
+        remote = pods_pb2.RemotePrefill(transfer_id=request.request_id, epoch=1, prefill_address=prefill.address)
+        submit = pods_pb2.Submit(request=request, remote_prefill=remote)
+        self._commands.put(pods_pb2.DecodeCommand(submit=submit))
+        PrefillStub(prefill.channel).Prefill(
+            pods_pb2.PrefillRequest(request=request, transfer_id=request.request_id, epoch=1), timeout=_ANSWER_TIMEOUT_S
+        )
+        self._wait_finished(request)
+        computed, decoded = prefill.forwards(), self._decode.forwards()
+        if len(computed) != num_chunks or len(decoded) != 1:
+            raise SystemExit(
+                f"{len(computed)} forwards of prefill and {len(decoded)} of decode, not {num_chunks} and 1"
+            )
+        self._medium.clean()
+        return decoded[0][0] - computed[-1][1]
+
+    def close(self) -> None:
+        """End the session."""
+        self._commands.put(None)
+        self._events.cancel()  # type: ignore[no-untyped-call]
+
+    def _request(self, num_blocks: int) -> common_pb2.EngineRequest:
+        prompt = [self._random.randrange(_VOCAB_SIZE) for _ in range(num_blocks * BLOCK_SIZE)]
+        sampling = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        return common_pb2.EngineRequest(
+            request_id=f"handoff-{next(self._serial)}", prompt_token_ids=prompt, sampling=sampling
+        )
+
+    def _wait_finished(self, request: common_pb2.EngineRequest) -> None:
+        for events in self._events:
+            for delta in events.deltas:
+                if delta.HasField("error"):
+                    raise SystemExit(f"a handoff between pods failed: {delta.error.message}")
+                if delta.HasField("report") and delta.report.num_external_tokens != len(request.prompt_token_ids):
+                    raise SystemExit(f"not all of the prompt was handed over: {delta.report.recompute_reason}")
+                if delta.finish_reason:
+                    return
+        raise SystemExit("the decode pod ended its session")
+
+
+@contextmanager
+def _cluster(connector: str, num_blocks: int, tmpfs: Path) -> Iterator[_Cluster]:
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=tmpfs)))
+        medium = stack.enter_context(open_medium(connector, scratch))
+        _make_model(scratch / "model", max_tokens=(num_blocks + 2) * BLOCK_SIZE)
+        settings = [f"--model={scratch}/model", f"--connector={medium.connector}", "--log-level=warning"]
+        settings += [f"--num-blocks={2 * num_blocks + 8}", f"--block-size={BLOCK_SIZE}"]
+        settings += [f"--connector-options={name}={value}" for name, value in medium.options.items()]
+        prompt_tokens = num_blocks * BLOCK_SIZE
+        pods = {}
+        for name, budget in (("decode", 512), ("prefill-1", prompt_tokens), ("prefill-8", prompt_tokens // NUM_CHUNKS)):
+            own = [*settings, f"--max-num-batched-tokens={budget}"]
+            pods[name] = stack.enter_context(_pod(name.partition("-")[0], own, medium, scratch / f"{name}.trace"))
+        cluster = _Cluster({1: pods["prefill-1"], NUM_CHUNKS: pods["prefill-8"]}, pods["decode"], medium)
+        stack.callback(cluster.close)
+        yield cluster
+
+
+@contextmanager
+def _pod(role: str, settings: Sequence[str], medium: Medium, trace: Path) -> Iterator[_Pod]:
+    command = orphan_proof(sys.executable, "-m", "benchmarks.kv.traced", role, *settings)
+    env = {**medium.env, TRACE_VARIABLE: str(trace), PARENT_PID_VARIABLE: str(os.getpid())}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        ready = next((line for line in process.stdout if line.startswith("ready ")), "")
+        if not ready:
+            raise SystemExit(f"a {role} pod did not start: exit code {process.wait()}")
+        pod = _Pod(dict(word.split("=", 1) for word in ready.split()[1:])["address"], trace)
+        with pod.channel:
+            yield pod
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _make_model(directory: Path, max_tokens: int) -> None:
+    """Little to compute and much KV: a block of 4 tokens takes 1 MiB."""
+    config = Qwen3Config(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=max_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

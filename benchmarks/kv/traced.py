@@ -1,0 +1,65 @@
+"""A pod whose engine notes when its forwards begin and end: `python -m benchmarks.kv.traced ROLE SETTINGS...`.
+
+The notes are lines of two monotonic times in seconds, in the file that the environment names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from common.config import parse
+from common.engine.client.mp import AsyncMPClient
+from common.engine.config import EngineConfig
+from common.engine.executor.inproc import InprocExecutor
+from common.engine.kv_connector import ConnectorFacts
+from common.pod.runtime import PodRuntime, run_pod
+from common.types import RequestId, SampledToken
+from decode_service.config import DecodeConfig
+from decode_service.front import DecodeFront
+from prefill_service.config import PrefillConfig
+from prefill_service.front import PrefillFront
+
+TRACE_VARIABLE = "BATON_BENCHMARK_TRACE"
+_EXECUTOR = "benchmarks.kv.traced:TracedExecutor"
+
+
+class TracedExecutor(InprocExecutor):
+    """The engine's own, with a watch on its model runner."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._trace = os.open(os.environ[TRACE_VARIABLE], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+
+    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
+        """See Executor."""
+        facts = super().initialize_kv_cache(num_blocks, on_transfer_settled)
+        runner = self._worker._runner  # noqa: SLF001 - nobody else needs to know when a forward ends
+        assert runner is not None
+        run = runner.run
+
+        def traced(num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken]:
+            started = time.monotonic()
+            sampled = run(num_scheduled_tokens)
+            os.write(self._trace, f"{started} {time.monotonic()}\n".encode())
+            return sampled
+
+        runner.run = traced  # type: ignore[method-assign]
+        return facts
+
+
+def build(role: str, settings: Sequence[str]) -> PodRuntime:
+    """The pod that these settings describe, as its own program builds it."""
+    if role == "prefill":
+        prefill = parse(PrefillConfig, settings, prog=role, section=role).named("prefill")
+        engine = AsyncMPClient(prefill.engine_config(), executor=_EXECUTOR, name=prefill.pod_id)
+        return PodRuntime("prefill", prefill, engine, lambda pod: PrefillFront(pod, prefill))
+    decode = parse(DecodeConfig, settings, prog=role, section=role).named("decode")
+    engine = AsyncMPClient(decode.engine_config(), executor=_EXECUTOR, name=decode.pod_id)
+    return PodRuntime("decode", decode, engine, lambda pod: DecodeFront(pod, decode))
+
+
+if __name__ == "__main__":
+    sys.exit(run_pod(build(sys.argv[1], sys.argv[2:])))
