@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -30,12 +31,16 @@ BLOCK_SIZE = 4
 FINGERPRINT = bytes(range(32))
 
 
-class Medium(Protocol):
+class Place(Protocol):
+    """Where a store can be opened."""
+
+    def store(self) -> BlockStore: ...
+
+
+class Medium(Place, Protocol):
     """What connectors put blocks on."""
 
     def connector(self) -> WorkerConnector: ...
-
-    def store(self) -> BlockStore: ...
 
     def frames(self) -> dict[BlockHash, bytes]: ...
 
@@ -43,6 +48,9 @@ class Medium(Protocol):
         """Replace what the medium holds under FINGERPRINT and `key`."""
 
     def remove(self, key: BlockHash) -> None: ...
+
+    def clear(self) -> None:
+        """Remove everything, as a restart of the medium does."""
 
 
 class MemoryMediumRig:
@@ -66,6 +74,10 @@ class MemoryMediumRig:
     def remove(self, key: BlockHash) -> None:
         self._medium.remove((self._namespace, key))
 
+    def clear(self) -> None:
+        for key in list(self._medium.frames):
+            self._medium.remove(key)
+
 
 class SharedStorageRig:
     def __init__(self, namespace: str, path: Path) -> None:
@@ -88,6 +100,9 @@ class SharedStorageRig:
 
     def remove(self, key: BlockHash) -> None:
         self._file_of(key).unlink()
+
+    def clear(self) -> None:
+        shutil.rmtree(self._path)
 
     def _file_of(self, key: BlockHash) -> Path:
         return self._path / self._namespace / key.hex()[:2] / f"{key.hex()}.kv"
@@ -118,6 +133,10 @@ class RedisRig:
 
     def remove(self, key: BlockHash) -> None:
         assert self._client.delete(self._prefix + key.hex()) == 1
+
+    def clear(self) -> None:
+        self._client.client_kill_filter(_type="normal", skipme=True)
+        self._client.flushall()
 
 
 def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -191,7 +210,7 @@ class EngineRig:
 
 
 def gated_connector(
-    medium: Medium, *, threads: int = 1, timeout_s: float = DEADLINE_S, frames: int = 100
+    medium: Place, *, threads: int = 1, timeout_s: float = DEADLINE_S, frames: int = 100
 ) -> tuple[StoreWorkerConnector, FaultyStore]:
     """A connector on the medium that moves `frames` blocks at a time, and the store in between, which stalls and fails
     on demand."""

@@ -175,6 +175,17 @@ def test_missing_block_ends_a_load_with_what_came_before_it(engine, medium):
     assert bits(consumer.kv_cache, [3, 4]) == before
 
 
+def test_a_medium_that_comes_back_empty_is_filled_again(engine, medium):
+    producer, consumer = engine(create_kv_cache(seed=1)), engine(create_kv_cache(seed=2))
+    producer.save([1, 2], HASHES[:2])
+    medium.clear()
+    lost = consumer.load([1, 2], HASHES[:2])
+    assert lost == TransferResult(lost.job_id, 0, "block_missing")
+    assert ok(producer.save([1, 2], HASHES[:2]), 2)
+    assert ok(consumer.load([1, 2], HASHES[:2]), 2)
+    assert bits(consumer.kv_cache, [1, 2]) == bits(producer.kv_cache, [1, 2])
+
+
 TAMPERINGS: dict[str, Callable[[bytes, bytes], bytes]] = {
     "empty": lambda frame, other: b"",
     "header only": lambda frame, other: frame[:128],
@@ -285,16 +296,25 @@ def test_cancelled_load_settles_while_the_medium_stalls_and_writes_nothing_later
     rig.close()
 
 
-def test_cancelled_save_reads_no_block_afterwards(medium):
+@pytest.mark.parametrize("operation", ["touch", "write"])
+def test_cancelled_save_settles_while_the_medium_stalls_and_reads_no_block_afterwards(medium, operation):
     connector, store = gated_connector(medium)
     rig = EngineRig(connector)
-    with store.gate("touch") as gate:
-        job = rig.start_save([1, 2], HASHES[:2])
+    with store.gate(operation) as gate:
+        running = rig.start_save([1, 2], HASHES[:2])
+        waiting = rig.start_save([3], HASHES[2:3])
         gate.wait_for_arrival()
-        connector.cancel(job)
-        assert rig.wait(job).error == "transfer_cancelled"
-    assert ok(rig.save([3], HASHES[3:4]), 1)
-    assert set(medium.frames()) == {HASHES[3]}
+        connector.cancel(running)
+        connector.cancel(waiting)
+        assert rig.wait(running) == TransferResult(running, 0, "transfer_cancelled")
+        assert rig.wait(waiting) == TransferResult(waiting, 0, "transfer_cancelled")
+        rig.kv_cache[1:4] = 7.0  # somebody else's now
+    assert ok(rig.save([4], HASHES[3:4]), 1)  # the thread is back from the stalled operation
+    stalled_write = HASHES[:2] if operation == "write" else []
+    assert set(medium.frames()) == {*stalled_write, HASHES[3]}
+    if stalled_write:  # it was of the old content
+        assert ok(rig.load([1, 2], stalled_write), 2)
+        assert bits(rig.kv_cache, [1, 2]) == bits(create_kv_cache(), [1, 2])
     rig.close()
 
 
@@ -314,6 +334,36 @@ def test_cancelling_between_batches_keeps_the_leading_blocks(medium):
             gate.let_one_through()
         assert ok(rig.wait(next_job), 1)
     assert bits(rig.kv_cache, [5]) == bits(rig.kv_cache, [1])
+    rig.close()
+
+
+def test_several_threads_move_one_transfer(medium):
+    connector, store = gated_connector(medium, threads=3, frames=1)
+    rig = EngineRig(connector)
+    with store.gate("write") as gate:
+        save = rig.start_save([1, 2, 3], HASHES[:3])
+        for _ in range(3):
+            gate.wait_for_arrival()
+    assert ok(rig.wait(save), 3)
+    with store.gate("read_into") as gate:
+        load = rig.start_load([4, 5, 6], HASHES[:3])
+        for _ in range(3):
+            gate.wait_for_arrival()
+    assert ok(rig.wait(load), 3)
+    assert bits(rig.kv_cache, [4, 5, 6]) == bits(rig.kv_cache, [1, 2, 3])
+    rig.close()
+
+
+@pytest.mark.parametrize("missing", range(6))
+def test_a_batch_that_fails_waits_for_those_before_it(medium, missing):
+    connector, _ = gated_connector(medium, threads=4, frames=1)
+    rig = EngineRig(connector)
+    rig.save([0, 1, 2, 3, 4, 5], HASHES)
+    medium.remove(HASHES[missing])
+    for _ in range(20):  # the threads come in any order
+        result = rig.load([6, 7, 8, 9, 10, 11], HASHES)
+        assert result == TransferResult(result.job_id, missing, "block_missing")
+    assert bits(rig.kv_cache, list(range(6, 6 + missing))) == bits(rig.kv_cache, list(range(missing)))
     rig.close()
 
 

@@ -39,6 +39,12 @@ class TieredRig:
         self._lower.remove(key)
         self._forget(key)
 
+    def clear(self) -> None:
+        keys = list(self.frames())
+        self._lower.clear()
+        for key in keys:
+            self._forget(key)
+
     def _forget(self, key: BlockHash) -> None:
         for pool in self._pools:
             pool.discard(key)
