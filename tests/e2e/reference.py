@@ -39,12 +39,13 @@ def greedy_completion(prompt: str, max_tokens: int, *, ignore_eos: bool = False)
 
 
 @functools.cache
-def greedy_chat(message: str, max_tokens: int) -> str:
-    """The greedy answer to one user message."""
+def greedy_chat(message: str, max_tokens: int, *later: str) -> str:
+    """The greedy answer to one user message, or to the last of `later`: answers and further messages in turn."""
     tokenizer, _ = _model()
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    turns = [
+        {"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate((message, *later))
+    ]
+    inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return _greedy(inputs["input_ids"], max_tokens, ignore_eos=False)
 
 
