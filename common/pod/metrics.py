@@ -96,15 +96,6 @@ class _EngineFigures(Collector):
             ),
             ("prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
             ("generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
-            ("tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
-            ("tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
-            ("offloaded_blocks", "KV blocks saved to the tiers below the device.", stats.num_offloaded_blocks),
-            ("offload_failures", "KV blocks that a tier did not take.", stats.num_offload_failures),
-            (
-                "offloads_skipped",
-                "KV blocks not offered to a tier, since too many were under way.",
-                stats.num_offloads_skipped,
-            ),
             ("num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
         )
         for name, documentation, value in gauges:

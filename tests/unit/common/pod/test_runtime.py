@@ -82,7 +82,10 @@ async def test_metrics_are_served_over_http() -> None:
         assert f"metrics_port={pod.runtime.metrics_port}" in pod.runtime.ready_line
         url = f"http://127.0.0.1:{pod.runtime.metrics_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=DEADLINE_S).read().decode())
-    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    figures = dict(lines)
+    assert len(figures) == len(lines), "a metric is exported twice"
+    assert float(figures["baton_tier_queries_total"]) == 0
     assert float(figures["baton_prompt_tokens_total"]) == 20
     assert float(figures["baton_generation_tokens_total"]) == 3
     assert float(figures["baton_num_requests_running"]) == 0
