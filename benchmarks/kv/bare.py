@@ -6,6 +6,8 @@ interface goes in plain code.
                      GET returns is left where it is
     nixl             one write of the same descriptors through NIXL's bindings, its status polled
     memcpy           one copy of each block into memory that both processes see: what no medium can beat
+
+On one thread; the stores also on as many as their connectors have, each with its part of the blocks.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.kv.wire import Setup
+from benchmarks.kv.wire import Mode, Setup
 
 _HEADER = bytes(128)  # as many bytes as our frames have, so that both write the same
 _PIPELINE_BYTES = 2 << 20  # measured: faster than one by one, and than less
 # Measured: with NIXL's own zero the progress thread takes a core for itself, and writes are six times slower.
 _PROGRESS_DELAY_US = 100_000
 _POLL_S = 20e-6  # measured: as fast as without a pause in shared memory, faster over TCP
-_THREADS = 2  # of concurrent handoffs, as many as our store connectors have
+_THREADS = 2  # as many as our store connectors have
 
 Slabs = npt.NDArray[np.uint8]  # [num_blocks, bytes per block]
 
@@ -59,13 +61,17 @@ class BareMedium(Protocol):
         """Consumer: take it out of the medium. `check`: into the target blocks, even if that is not the medium's."""
 
 
-def open_bare(setup: Setup, slabs: Slabs) -> BareMedium:
-    """The medium of the connector `setup` names."""
-    if setup.connector == "shared-storage":
-        return Files(Path(setup.scratch, "bare"), slabs)
+def open_bare(setup: Setup, slabs: Slabs) -> dict[Mode, BareMedium]:
+    """The media to compare the connector that `setup` names with."""
+    memcpy = SharedMemory(Path(setup.scratch, "memcpy"), slabs)
+    if setup.connector == "nixl":
+        return {"bare": RawNixl(slabs), "memcpy": memcpy}
+    store: _Threaded
     if setup.connector == "redis":
-        return RedisStrings(str(setup.options["url"]), slabs)
-    return RawNixl(slabs)
+        store = RedisStrings(str(setup.options["url"]), slabs)
+    else:
+        store = Files(Path(setup.scratch, "bare"), slabs)
+    return {"bare": store, "threaded": Divided(store), "memcpy": memcpy}
 
 
 class _Threaded:
@@ -79,16 +85,21 @@ class _Threaded:
     def send(self, moves: Sequence[Move]) -> Iterator[int]:
         """See BareMedium."""
         if len(moves) == 1:
-            self._put(moves[0])
+            self.put(moves[0])
             yield moves[0].index
             return
         with ThreadPoolExecutor(_THREADS) as pool:
-            futures = {pool.submit(self._put, move): move.index for move in moves}
+            futures = {pool.submit(self.put, move): move.index for move in moves}
             for future in as_completed(futures):
                 future.result()
                 yield futures[future]
 
-    def _put(self, move: Move) -> None:
+    def put(self, move: Move) -> None:
+        """Move one handoff's blocks into the medium."""
+        raise NotImplementedError
+
+    def receive(self, move: Move, *, check: bool) -> None:
+        """See BareMedium."""
         raise NotImplementedError
 
 
@@ -100,7 +111,8 @@ class Files(_Threaded):
         self._slabs = slabs
         directory.mkdir(exist_ok=True)
 
-    def _put(self, move: Move) -> None:
+    def put(self, move: Move) -> None:
+        """See _Threaded."""
         for key, block_id in zip(move.keys, move.block_ids, strict=True):
             file = os.open(f"{self._directory}/{key.hex()}.kv", os.O_CREAT | os.O_WRONLY, 0o600)
             _expect(os.writev(file, [_HEADER, self._slabs[block_id]]), len(_HEADER) + self._slabs.shape[1])
@@ -126,7 +138,8 @@ class RedisStrings(_Threaded):
         self._batch = max(1, _PIPELINE_BYTES // slabs.shape[1])
         self._client.ping()
 
-    def _put(self, move: Move) -> None:
+    def put(self, move: Move) -> None:
+        """See _Threaded."""
         for start in range(0, len(move.keys), self._batch):
             end = min(start + self._batch, len(move.keys))
             with self._client.pipeline(transaction=False) as pipeline:
@@ -146,6 +159,28 @@ class RedisStrings(_Threaded):
                 _expect(len(value), self._slabs.shape[1])
                 if check:
                     self._slabs[block_id] = np.frombuffer(value, dtype=np.uint8)
+
+
+class Divided(_Threaded):
+    """A store to which each handoff's blocks go on several threads."""
+
+    def __init__(self, store: _Threaded) -> None:
+        self._store = store
+
+    def put(self, move: Move) -> None:
+        """See _Threaded."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self._store.put, _divide(move)))
+
+    def receive(self, move: Move, *, check: bool) -> None:
+        """See BareMedium."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda part: self._store.receive(part, check=check), _divide(move)))
+
+
+def _divide(move: Move) -> list[Move]:
+    parts = [slice(start, None, _THREADS) for start in range(_THREADS)]
+    return [Move(move.index, move.keys[part], move.block_ids[part], move.to_ids[part]) for part in parts]
 
 
 class RawNixl:
@@ -215,7 +250,8 @@ class SharedMemory(_Threaded):
         self._shared: Slabs = np.frombuffer(self._map, dtype=np.uint8).reshape(slabs.shape)
         self._shared[:] = 0  # so that no page is missing when it is measured
 
-    def _put(self, move: Move) -> None:
+    def put(self, move: Move) -> None:
+        """See _Threaded."""
         for block_id, to_id in zip(move.block_ids, move.to_ids, strict=True):
             np.copyto(self._shared[to_id], self._slabs[block_id])
 

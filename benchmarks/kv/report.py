@@ -122,7 +122,7 @@ def format_row(figures: Cell | PodHandoffs) -> str:
 
 
 def _format_cell(cell: Cell) -> str:
-    ours, bare = cell.ways["ours"], cell.ways["bare"]
+    ours, bare = cell.ways["ours"], cell.bare
     digest = "" if cell.digest_share is None else f"  digest {cell.digest_share:4.0%}"
     return (
         f"{cell.connector:<15}{cell.num_handoffs:>3} x {cell.num_blocks:>4} x {cell.block_bytes >> 10:>4} KiB"
@@ -171,7 +171,7 @@ def _cell_table(cells: Sequence[Cell]) -> list[str]:
     columns += ["CPU s/GiB", "bare CPU", "ours - bare ms", "digest"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
-        ours, bare, memcpy = (cell.ways[mode] for mode in ("ours", "bare", "memcpy"))
+        ours, bare, memcpy = cell.ways["ours"], cell.bare, cell.ways["memcpy"]
         digest = "" if cell.digest_share is None else f"{cell.digest_share:.0%}"
         lines.append(
             f"| {cell.block_bytes >> 10} KiB | {cell.num_blocks} | {cell.p50_s * 1e3:.3g} | {cell.p99_s * 1e3:.3g} "
@@ -194,7 +194,7 @@ def _concurrency_table(cells: Sequence[Cell]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in sorted(same + several, key=lambda cell: (cell.block_bytes, cell.num_handoffs)):
-        ours, bare = cell.ways["ours"], cell.ways["bare"]
+        ours, bare = cell.ways["ours"], cell.bare
         lines.append(
             f"| {cell.num_handoffs} | {_shape(cell)} | {cell.p50_s * 1e3:.3g} | {cell.p99_s * 1e3:.3g} "
             f"| {cell.num_samples} | {ours.bytes_per_s / 1e9:.2f} | {bare.bytes_per_s / 1e9:.2f} "

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 import xxhash
 
-from benchmarks.kv.bare import BareMedium, Move, Receiver, SharedMemory, Slabs, open_bare
-from benchmarks.kv.wire import Close, Go, Link, Meet, Moved, OpenBare, Ran, Ready, Run, Setup
+from benchmarks.kv.bare import BareMedium, Move, Receiver, Slabs, open_bare
+from benchmarks.kv.wire import Close, Go, Link, Meet, Mode, Moved, OpenBare, Ran, Ready, Run, Setup
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.types import BlockHash, RequestId
 from kv_store.registry import create_connector
@@ -55,7 +55,7 @@ class Side:
         self._settled = os.eventfd(0)
         self._job_ids = itertools.count(1)
         self._peer_address = b""
-        self._bare: dict[str, BareMedium] = {}
+        self._bare: dict[Mode, BareMedium] = {}
         self._connector = create_connector(setup.connector, setup.options)
         # num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim
         shape = (setup.num_blocks, 4, 2, 4, BLOCK_SIZE, setup.block_bytes // (4 * 2 * 4 * BLOCK_SIZE * 4))
@@ -117,9 +117,8 @@ class Side:
         raise NotImplementedError
 
     def _open_bare(self) -> bytes:
-        medium = open_bare(self._setup, self._slabs)
-        self._bare = {"bare": medium, "memcpy": SharedMemory(Path(self._setup.scratch, "memcpy"), self._slabs)}
-        return medium.address
+        self._bare = open_bare(self._setup, self._slabs)
+        return self._bare["bare"].address
 
     def _meet(self, peer: Meet) -> None:
         if peer.is_bare:

@@ -10,11 +10,12 @@ import msgspec
 
 _LENGTH = struct.Struct("!I")
 
-Mode = Literal["ours", "bare", "memcpy", "undigested"]
-"""How bytes are moved: through the connector; over its medium alone; by one copy into shared memory; through the
-connector with digests that cost nothing."""
+Mode = Literal["ours", "bare", "threaded", "memcpy", "undigested"]
+"""How bytes are moved: through the connector; over its medium alone; the same on several threads; by one copy into
+shared memory; through the connector with digests that cost nothing."""
 
-MODES: tuple[Mode, ...] = ("ours", "bare", "memcpy", "undigested")
+BARE_MODES: tuple[Mode, ...] = ("bare", "threaded")
+MODES: tuple[Mode, ...] = ("ours", *BARE_MODES, "memcpy", "undigested")
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
