@@ -14,7 +14,7 @@ from benchmarks.kv.wire import BARE_MODES, MODES, Mode, Run
 
 MIB = 1 << 20
 _MIN_REPEATS = 3
-_MEMORY_BLOCKS = 16  # whose staging is compared with that of the most blocks
+_FEW_BLOCKS = 16  # whose staging is compared with that of the most blocks, and on which bare media are checked
 _CACHES = 4  # both sides' caches, the memory that memcpy goes to, and what is in the medium
 
 
@@ -135,11 +135,12 @@ def _measure_pair(
 ) -> None:
     num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
     with open_pair(connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous) as pair:
-        for blocks in sorted({min(_MEMORY_BLOCKS, num_blocks - 1), max(blocks for blocks, _ in shapes)}):
+        few = min(_FEW_BLOCKS, num_blocks - 1)
+        for blocks in sorted({few, max(blocks for blocks, _ in shapes)}):
             results.staging.append(_measure_staging(pair, connector, block_bytes, blocks))
         pair.open_bare()
         for mode in _modes(connector)[1:-1]:
-            _check(pair, mode, shapes[0][0])
+            _check(pair, mode, few)
         for blocks, handoffs in shapes:
             cell = _measure_cell(plan, pair, connector, block_bytes, blocks, handoffs)
             results.cells.append(cell)
