@@ -37,6 +37,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
     )
     def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers):
+        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers)
+
+    def _start(self, num_blocks, budget, seats, policy="fcfs", watermark=0.0, prefix_caching=True, tiers="none"):
         scheduler = create_scheduler(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
