@@ -261,6 +261,7 @@ class _ConnectorPlan(NamedTuple):
 
 
 _NO_CONNECTOR = _ConnectorPlan(["--connector", "none"], [], {})
+_TIER_OPTIONS = {"host_bytes", "offload", "store"}  # by which pods keep blocks, whether or not they hand any over
 
 
 def plan_cluster(
@@ -269,7 +270,8 @@ def plan_cluster(
     """Commands, ports and environment of every process. Raises ConfigError for a connector that cannot join them."""
     env = pod_environment(os.environ, config.prefill + config.decode)
     redis_port, *ports = pick_ports(LOOPBACK, 1 + config.prefill + config.decode)
-    connector = _plan_connector(config, redis_port, scratch, env) if config.prefill else _NO_CONNECTOR
+    needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
+    connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level]
     if config.served_model_name:
         common += ["--served-model-name", config.served_model_name]

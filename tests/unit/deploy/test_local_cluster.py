@@ -121,6 +121,14 @@ def test_colocated_pods_need_no_connector() -> None:
     assert "--prefill" not in planned.router.command
 
 
+@pytest.mark.parametrize("tier", [{"host_bytes": "1GiB"}, {"offload": True}])
+def test_colocated_pods_may_have_tiers(tier: dict[str, str | int | float | bool], tmp_path: Path) -> None:
+    config = ClusterConfig(prefill=0, decode=2, connector="redis", connector_options=tier)
+    planned = plan_cluster(config, 8000, 9000, tmp_path, None)
+    wanted = {**tier, "url": planned.stores[0].url}
+    assert [(pod.connector, pod.connector_options) for pod in pod_configs(planned, tmp_path)] == [("redis", wanted)] * 2
+
+
 def test_engine_settings_reach_every_pod_and_the_model_the_router() -> None:
     engine = EngineConfig(model=ModelConfig(model="some/model"), cache=CacheConfig(block_size=8))
     planned = plan(ClusterConfig(engine=engine), Path("/etc/baton.yaml"))

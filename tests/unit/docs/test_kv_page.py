@@ -15,9 +15,11 @@ from cli.kv import _parser
 from common import errors
 from common.config import build, field_names, load_yaml
 from deploy.local_cluster import SECTIONS
+from kv_store.base import StoreConnectorOptions
 from kv_store.nixl.connector import NixlOptions
 from kv_store.redis_store import RedisOptions
 from kv_store.shared_storage import SharedStorageOptions
+from kv_store.tiered_connector import NixlTierOptions
 from tests.unit.docs.test_readme import CONFIGS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "kv.md").read_text()
@@ -47,6 +49,15 @@ def test_the_options_of_connectors(heading: str) -> None:
         assert own == {name for name, _ in rows}
 
 
+def test_the_options_of_tiers() -> None:
+    rows = dict(NAMES.findall(section("Tiers")))
+    own = set(NixlTierOptions.__struct_fields__) - set(NixlOptions.__struct_fields__)
+    assert rows.keys() == own | {"lookup_timeout_s"}
+    for options in (NixlTierOptions, StoreConnectorOptions):
+        for known in msgspec.structs.fields(options):
+            assert rows.get(known.name, default_of(known)) == default_of(known), known.name
+
+
 def test_the_leases() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (prefill|decode) \| ([^|]*) \|", section("Leases"), re.MULTILINE)
     assert len(rows) >= 7
@@ -65,8 +76,8 @@ def test_the_reasons() -> None:
     assert told == handoff | {kind.reason for kind in kinds} | {"incomplete"}
 
 
-def test_the_yaml_example(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_the_yaml_examples(tmp_path: Path, example: str) -> None:
     (tmp_path / "baton.yaml").write_text(example)
     document = load_yaml(tmp_path / "baton.yaml")
     document.check_names(SECTIONS)
