@@ -29,6 +29,15 @@ def test_texts_from_a_command_line_are_understood():
         ("shared-storage", {"max_bytes": "many"}, "connector_options.max_bytes: expected a size such as 512MiB"),
         ("memory", {"threads": 0}, "connector_options.threads: must be >= 1, got 0"),
         ("memory", {"timeout_s": -1.0}, "connector_options.timeout_s: must be > 0, got -1.0"),
+        ("redis", {"host_bytes": "much"}, "connector redis: connector_options.host_bytes: expected a size such as"),
+        ("redis", {"offload": "perhaps"}, "connector redis: connector_options.offload: expected"),
+        ("redis", {"lookup_timeout_s": 0}, "connector redis: connector_options.lookup_timeout_s: must be > 0, got 0"),
+        ("nixl", {"host_bytes": -1}, "connector nixl: connector_options.host_bytes: must be >= 0, got -1"),
+        ("nixl", {"store": "shoebox"}, "connector nixl: connector_options.store: unknown store 'shoebox'; known are"),
+        ("nixl", {"store.url": "redis://x"}, "connector nixl: connector_options.store.url: there is no store"),
+        ("nixl", {"offload": True}, "connector nixl: connector_options.offload: nowhere to"),
+        ("nixl", {"store": "redis", "store.pth": 1}, "connector redis: connector_options.store.pth: unknown setting"),
+        ("nixl", {"store": "redis", "store.offload": 1}, "connector nixl: connector_options.store.offload: is offload"),
     ],
 )
 def test_mistakes_are_named(name, options, says):
