@@ -117,7 +117,12 @@ class DirectRig:
 
 
 def nixl_rig(
-    kv_cache: torch.Tensor | None = None, *, fingerprint: bytes = FINGERPRINT, timeout_s: float = DEADLINE_S
+    kv_cache: torch.Tensor | None = None,
+    *,
+    fingerprint: bytes = FINGERPRINT,
+    timeout_s: float = DEADLINE_S,
+    host_bytes: int = 0,
 ) -> DirectRig:
-    """A worker with a nixl connector."""
-    return DirectRig(create_connector("nixl", {"timeout_s": timeout_s}), kv_cache, fingerprint=fingerprint)
+    """A worker with a nixl connector, and with host memory below its KV cache if it is to have any."""
+    connector = create_connector("nixl", {"timeout_s": timeout_s, "host_bytes": host_bytes})
+    return DirectRig(connector, kv_cache, fingerprint=fingerprint)

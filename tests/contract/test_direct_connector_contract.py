@@ -22,13 +22,13 @@ HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
 OTHER_FINGERPRINT = bytes(reversed(range(32)))
 
 
-@pytest.fixture
-def worker() -> Iterator[Callable[..., DirectRig]]:
+@pytest.fixture(params=[0, 1 << 20], ids=["nixl", "nixl with host memory"])
+def worker(request: pytest.FixtureRequest) -> Iterator[Callable[..., DirectRig]]:
     """Makes workers and closes them."""
     rigs = []
 
     def make(*args: object, **options: object) -> DirectRig:
-        rigs.append(nixl_rig(*args, **options))
+        rigs.append(nixl_rig(*args, host_bytes=request.param, **options))
         return rigs[-1]
 
     yield make
