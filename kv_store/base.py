@@ -16,7 +16,7 @@ Buffer = memoryview  # of bytes, contiguous
 class StoreConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options that every store connector has."""
 
-    threads: Annotated[int, Meta(ge=1, le=64, description="Transfers that run at once.")] = 2
+    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that move blocks, several for one transfer.")] = 2
     timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds after which a transfer is given up and its blocks recomputed.")
     ] = 30.0
