@@ -20,6 +20,7 @@ from kv_store.memory_store import InMemoryStore, MemoryMedium, MemoryStoreOption
 from kv_store.registry import create_connector
 from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
+from kv_store.tiered_connector import TieredWorkerConnector
 from kv_store.tiered_store import TieredStore
 from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache
 
@@ -391,6 +392,17 @@ def test_who_is_waited_for_goes_first():
         ("touch", HASHES[1]),
         ("touch", HASHES[2]),
     ]
+    rig.connector.close()
+
+
+def test_a_tiers_job_is_cancelled_beside_a_direct_connector():
+    store = FaultyStore(Recorder())
+    rig = TierRig(TieredWorkerConnector(create_connector("nixl", {}), connector_over(store)))
+    with store.gate("touch") as gate:
+        job = rig.start_save([1], HASHES[:1])
+        gate.wait_for_arrival()
+        rig.connector.cancel(job)
+        assert rig.wait(job).error == "transfer_cancelled"
     rig.connector.close()
 
 
