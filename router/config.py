@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PolicyName = Literal["least_loaded", "round_robin"]
-RemotePrefill = Literal["auto", "always", "never"]
+from router.policy_spec import POLICY_NAMES, parse_policy
+
+RemotePrefill = Literal["auto", "prefer", "always", "never"]
 KVFailurePolicy = Literal["recompute", "fail"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -30,19 +31,31 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: Annotated[
         str | None, Meta(description="Name that clients use; default: last part of the model's path or id.")
     ] = None
-    prefill_policy: Annotated[PolicyName, Meta(description="How a prefill pod is chosen.")] = "least_loaded"
-    decode_policy: Annotated[PolicyName, Meta(description="How a decode pod is chosen.")] = "least_loaded"
+    prefill_policy: Annotated[
+        str,
+        Meta(description=f"How a prefill pod is chosen: {', '.join(POLICY_NAMES)}, or several with weights (a:2,b:1)."),
+    ] = "kv_aware"
+    decode_policy: Annotated[str, Meta(description="How a decode pod is chosen; the same names.")] = "kv_aware"
     remote_prefill: Annotated[
         RemotePrefill,
         Meta(
-            description="Prefill on prefill pods: auto, if one is ready and the prompt is long enough; always, and "
-            "refuse requests while none is ready; never."
+            description="Prefill on prefill pods: auto, where that gives the first token sooner or keeps "
+            "target_itl_ms on the decode pods; prefer, if one is ready; always, and refuse requests while none is; "
+            "never."
         ),
     ] = "auto"
     min_remote_prefill_tokens: Annotated[
         int,
-        Meta(ge=0, description="With auto, shorter prompts are prefilled by the decode pod; 0 sends all away."),
+        Meta(ge=0, description="With auto, prompts of which fewer tokens are to be computed stay on the decode pod."),
     ] = 0
+    target_itl_ms: Annotated[
+        float,
+        Meta(gt=0, description="With auto, milliseconds between tokens that a prompt on a decode pod must not exceed."),
+    ] = 50.0
+    max_index_blocks: Annotated[
+        int,
+        Meta(ge=0, description="Most cached blocks of all pods that are remembered, about 150 bytes each."),
+    ] = 4_000_000
     kv_failure_policy: Annotated[
         KVFailurePolicy,
         Meta(
@@ -65,6 +78,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for setting in ("prefill", "decode"):
             for address in getattr(self, setting):
                 _check_address(setting, address)
+        for setting in ("prefill_policy", "decode_policy"):
+            _check_policy(setting, getattr(self, setting))
         if self.remote_prefill == "always" and not self.prefill:
             raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
         if twice := set(self.prefill) & set(self.decode):
@@ -75,3 +90,10 @@ def _check_address(setting: str, address: str) -> None:
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"--{setting}: expected host:port, got {address!r}")
+
+
+def _check_policy(setting: str, text: str) -> None:
+    try:
+        parse_policy(text)
+    except ValueError as error:
+        raise ValueError(f"--{setting.replace('_', '-')}: {error}") from error

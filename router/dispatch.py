@@ -3,7 +3,7 @@
 1. A front (HTTP or gRPC) turns what the client sent into a Draft.                         gateway/, grpc_servicer
 2. It is validated, tokenised once, its blocks are hashed once.                            preprocess
 3. It is admitted, or refused with 429 or 503.                                             service
-4. A decode pod is chosen, and a prefill pod if a remote prefill is wanted and possible.   Dispatcher.route
+4. A decode pod is chosen, and a prefill pod if a remote prefill pays and is possible.      Dispatcher.route
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
    accepted once, and a different token for it is never passed over in silence.
@@ -18,109 +18,118 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+import time
 from itertools import count
 from typing import NamedTuple
 
 from common.errors import UnavailableError
 from router.config import RouterConfig
+from router.estimates import Estimates
 from router.generation import Generation
 from router.metrics import RouterMetrics
-from router.pods import Cluster, Pod
-from router.policies import Policy, RequestFacts, create_policy
+from router.pods import Cluster, Pod, PodClaim, Share
+from router.policies import prefill_work
 from router.request import GenerationRequest
+from router.routing import NO_PREFILL_POD, Placement, Plan, Planner, Query
 
 logger = logging.getLogger(__name__)
 
-_NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
-
 
 class Route(NamedTuple):
-    """The pods of one dispatch."""
+    """The pods of one dispatch, and the request's claims on them, which whoever gets the route releases."""
 
     decode: Pod
+    decode_claim: PodClaim
     prefill: Pod | None  # None: the decode pod prefills
+    prefill_claim: PodClaim | None
+
+    def release(self, now: float) -> None:
+        """Give both claims back."""
+        self.decode_claim.release(now)
+        if self.prefill_claim is not None:
+            self.prefill_claim.release(now)
 
 
 class Dispatcher:
-    """Owns the policies and gives each request its transfer id."""
+    """Chooses the pods of each dispatch, claims them, and gives each request its transfer id."""
 
     def __init__(self, cluster: Cluster, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.cluster = cluster
         self.config = config
         self.metrics = metrics
-        self._prefill_policy = create_policy(config.prefill_policy)
-        self._decode_policy = create_policy(config.decode_policy)
+        self.estimates = Estimates()
+        self.planner = Planner(
+            cluster.prefill_table,
+            cluster.decode_table,
+            cluster.index,
+            prefill_policy=config.prefill_policy,
+            decode_policy=config.decode_policy,
+            remote_prefill=config.remote_prefill if config.prefill else "never",
+            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+            target_itl_s=config.target_itl_ms / 1000,
+        )
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
 
     @property
     def unavailable_reason(self) -> str:
         """Why no request can be dispatched now; empty: one can."""
-        decode_pods = self.cluster.ready_decode()
-        if not decode_pods:
+        if not self.cluster.can_serve:
             return self.cluster.explain()
-        if self.config.remote_prefill == "always" and not any(self._partners(decode, 0) for decode in decode_pods):
-            return _NO_PREFILL_POD
-        return ""
+        return "" if self.planner.can_serve else NO_PREFILL_POD
 
     def generate(self, request: GenerationRequest) -> Generation:
         """A generation that is dispatched when its context is entered."""
         return Generation(request, self, f"{request.request_id}.{self._router_id}-{next(self._numbers)}")
 
-    def route(self, request: GenerationRequest, *, resumed: bool, avoid: Pod | None) -> Route:
-        """Choose pods. A resumed request has output already; `avoid` is used only if nothing else is ready.
+    def plan(self, request: GenerationRequest, *, resumed: bool = False, avoid: Pod | None = None) -> Plan:
+        """Where the request would go now. Changes nothing.
 
-        Raises UnavailableError if no decode pod is ready, or no prefill pod is and a remote prefill is a must.
+        A resumed request has output already; `avoid` is used only if nothing else is ready. Raises UnavailableError if
+        no decode pod is ready, or no prefill pod is and a remote prefill is a must.
         """
-        facts = RequestFacts(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens,
-            block_hashes=request.block_hashes,
-            priority=request.priority,
-        )
-        candidates = self.cluster.ready_decode()
-        decode = _choose(self._decode_policy, facts, [pod for pod in candidates if pod is not avoid] or candidates)
-        if decode is None:
+        model = self.cluster.model
+        if model is None:
             raise UnavailableError(self.cluster.explain())
-        if reason := self._reason_to_prefill_locally(facts, resumed=resumed):
-            self.metrics.dispatched.labels("local", reason).inc()
-            return Route(decode, None)
-        prefill = _choose(self._prefill_policy, facts, self._partners(decode, facts.num_prompt_tokens))
-        if prefill is None:
-            if self.config.remote_prefill == "always":
-                raise UnavailableError(_NO_PREFILL_POD)
-            self.metrics.dispatched.labels("local", "no_prefill_pod").inc()
-            logger.info("%s: prefilled by decode pod %s: no prefill pod is ready", request.request_id, decode.address)
-            return Route(decode, None)
-        self.metrics.dispatched.labels("remote", "planned").inc()
-        return Route(decode, prefill)
+        query = Query(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            block_hashes=request.block_hashes,
+            block_size=model.block_size,
+            expected_output_tokens=self.estimates.expected_output_tokens(request.sampling.max_tokens),
+            handoff_token_s=self.estimates.handoff_token_s,
+            session=request.session,
+            resumed=resumed,
+            avoid="" if avoid is None else avoid.address,
+        )
+        plan = self.planner.plan(query, time.monotonic())
+        if plan is None:
+            raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
+        return plan
 
-    def _reason_to_prefill_locally(self, facts: RequestFacts, *, resumed: bool) -> str:
-        """Metric label of the reason; empty: the prompt should go to a prefill pod."""
-        config = self.config
-        if resumed:
-            return "resumed"
-        if config.remote_prefill == "never" or not config.prefill:
-            return "colocated"
-        if config.remote_prefill == "auto" and facts.num_prompt_tokens < config.min_remote_prefill_tokens:
-            return "short_prompt"
-        return ""
+    def route(self, request: GenerationRequest, *, resumed: bool, avoid: Pod | None) -> Route:
+        """Plan, and claim the pods. Raises as `plan` does."""
+        plan = self.plan(request, resumed=resumed, avoid=avoid)
+        self.planner.note(plan)
+        self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()
+        if plan.reason == "no_prefill_pod":
+            address = plan.decode.facts.address
+            logger.info("%s: prefilled by decode pod %s: no prefill pod is ready", request.request_id, address)
+        decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
+        if plan.prefill is None:
+            return Route(decode, decode_claim, None, None)
+        return Route(decode, decode_claim, *self._claim(plan.prefill, request, computes=True))
 
-    def _partners(self, decode: Pod, num_prompt_tokens: int) -> list[Pod]:
-        """Prefill pods that can hand such a prompt over to `decode`."""
-        assert decode.info is not None
-        connector = decode.info.connector
-        return [
-            pod
-            for pod in self.cluster.ready_prefill()
-            if pod.info is not None
-            and connector
-            and pod.info.connector == connector
-            and pod.info.max_model_len > num_prompt_tokens
-        ]
-
-
-def _choose(policy: Policy, facts: RequestFacts, pods: Sequence[Pod]) -> Pod | None:
-    chosen = policy.choose(facts, [pod.snapshot() for pod in pods])
-    return next((pod for pod in pods if chosen is not None and pod.address == chosen.address), None)
+    def _claim(self, placement: Placement, request: GenerationRequest, *, computes: bool) -> tuple[Pod, PodClaim]:
+        now = time.monotonic()
+        cluster, facts = self.cluster, placement.facts
+        pod = cluster.by_address[facts.address]
+        num_prompt_tokens = len(request.prompt_token_ids)
+        uncached = max(1.0, num_prompt_tokens - placement.cached_tokens)
+        assert cluster.model is not None
+        share = Share(
+            tokens=num_prompt_tokens if computes else 0,
+            work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
+            blocks=-(-int(uncached) // cluster.model.block_size),
+        )
+        expectation = cluster.index.expect(facts.slot, request.block_hashes, now, request.deadline - now)
+        return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

@@ -178,6 +178,7 @@ class Generation:
         metrics.external_tokens.inc(report.num_external_tokens)
         metrics.first_token_phase.labels("decode_queue").observe(report.queue_s)
         if report.num_external_tokens:
+            self._dispatcher.estimates.handed_over(report.handoff_s, report.num_external_tokens)
             metrics.first_token_phase.labels("handoff").observe(report.handoff_s)
         if report.recompute_reason:
             metrics.recomputed.labels(report.recompute_reason).inc()
@@ -185,16 +186,14 @@ class Generation:
 
     # --- prefill leg ---
 
-    async def _run_prefill(self, pod: Pod, request: pods_pb2.PrefillRequest) -> None:
-        claim = pod.claim(len(self.request.prompt_token_ids))
+    async def _run_prefill(self, pod: Pod, request: pods_pb2.PrefillRequest, claim: PodClaim) -> None:
         try:
             response = await pod.prefill(request, self.request.deadline - time.monotonic())
         except BatonError as error:
             self._on_prefill_failed(pod, request.epoch, error)
         else:
+            claim.prefilled(time.monotonic())
             self._on_prefill_response(pod, response)
-        finally:
-            claim.release()
 
     def _on_prefill_failed(self, pod: Pod, epoch: int, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
@@ -255,7 +254,7 @@ class Generation:
         self._first_token_at = now
         self._metrics.time_to_first_token.observe(now - self.request.arrived_at)
         if self._decode is not None:
-            self._decode.claim.prefilled()
+            self._decode.claim.prefilled(now)
 
     def _take(self) -> OutputDelta:
         start, self._num_taken = self._num_taken, len(self._token_ids)
@@ -270,6 +269,7 @@ class Generation:
         metrics.success.labels(reason.label).inc()
         metrics.generation_tokens.inc(num_tokens)
         metrics.output_length.observe(num_tokens)
+        self._dispatcher.estimates.answered(num_tokens)
         metrics.e2e_latency.observe(now - self.request.arrived_at)
         if num_tokens > 1:
             metrics.time_per_output_token.observe((now - self._first_token_at) / (num_tokens - 1))
@@ -305,17 +305,23 @@ class Generation:
             kv_failure_policy=_KV_FAILURE_POLICIES[request.kv_failure_policy],
         )
         session = route.decode.session
-        if session is None:
-            raise UnavailableError(f"decode pod {route.decode.address} is not connected")
-        session.submit(submit, self)
-        claim = route.decode.claim(0 if route.prefill is not None else len(request.prompt_token_ids))
-        self._decode = _DecodeLeg(route.decode, session, leg_id, claim)
-        if route.prefill is not None:
+        try:
+            if session is None:
+                raise UnavailableError(f"decode pod {route.decode.address} is not connected")
+            session.submit(submit, self)
+        except BaseException:
+            route.release(time.monotonic())
+            raise
+        self._decode = _DecodeLeg(route.decode, session, leg_id, route.decode_claim)
+        if route.prefill is not None and route.prefill_claim is not None:
             prefill = pods_pb2.PrefillRequest(
                 request=engine_request, transfer_id=self._transfer_id, epoch=self._attempt
             )
-            self._prefill = asyncio.create_task(self._run_prefill(route.prefill, prefill))
+            claim = route.prefill_claim
+            self._prefill = asyncio.create_task(self._run_prefill(route.prefill, prefill, claim))
             self._prefill.add_done_callback(self._on_prefill_task_done)
+            # Not in the task: one that is cancelled before its first step never runs.
+            self._prefill.add_done_callback(lambda task: claim.release(time.monotonic()))
 
     def _lose(self, error: BatonError, reason: str) -> None:
         """Drop the decode leg, and prefill's with it; what to do about it is up to the next iteration."""
@@ -349,7 +355,7 @@ class Generation:
         leg, self._decode = self._decode, None
         if leg is not None:
             leg.session.abort(leg.request_id)
-            leg.claim.release()
+            leg.claim.release(time.monotonic())
         prefill, self._prefill = self._prefill, None
         if prefill is not None and prefill is not asyncio.current_task():
             prefill.cancel()

@@ -30,6 +30,7 @@ from router.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPro
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 1024
 _PRIORITIES = range(-(2**31), 2**31)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
@@ -100,6 +101,7 @@ class Preprocessor:
             priority=draft.priority,
             kv_failure_policy=kv_failure_policy,
             skip_special_tokens=draft.skip_special_tokens,
+            session=draft.session,
             continues_prompt=not isinstance(draft.prompt, ChatPrompt),
             arrived_at=draft.arrived_at,
             deadline=draft.arrived_at + self._timeout_s,
@@ -190,6 +192,8 @@ def _check_draft(draft: Draft) -> None:
         raise _invalid(f"stop must not contain a text of more than {MAX_STOP_CHARS} characters", "stop")
     if len(draft.cache_salt) > MAX_SALT_CHARS:
         raise _invalid(f"cache_salt must have at most {MAX_SALT_CHARS} characters", "cache_salt")
+    if len(draft.session) > MAX_SESSION_CHARS:
+        raise _invalid(f"the session's name must have at most {MAX_SESSION_CHARS} characters", "session_id")
     if draft.priority not in _PRIORITIES:
         raise _invalid("priority must be a 32-bit integer", "priority")
 

@@ -19,6 +19,7 @@ from common.tokenization import Tokenizer
 from router.config import RouterConfig
 from router.gateway.app import create_app
 from router.grpc_servicer import InferenceServicer
+from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.model_files import resolve_model
 from router.pods import Cluster
@@ -40,7 +41,7 @@ class Router:
         directory, name = resolve_model(config.model, config.revision)
         self.config = config
         self.metrics = RouterMetrics()
-        self.cluster = Cluster(config.prefill, config.decode, self.metrics)
+        self.cluster = Cluster(config.prefill, config.decode, self.metrics, PrefixIndex(config.max_index_blocks))
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
         )

@@ -13,10 +13,14 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from common.pb import pods_pb2
+from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.pods.pod import Pod, PodState
+from router.policies import PodTable, StepTimes
 
 logger = logging.getLogger(__name__)
+
+_TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class ModelFacts(NamedTuple):
@@ -47,15 +51,26 @@ class ModelFacts(NamedTuple):
 class Cluster:
     """The pods of a static list. A context manager: watches them from entry to exit."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], metrics: RouterMetrics) -> None:
-        self.prefill_pods = [Pod(pods_pb2.POD_ROLE_PREFILL, address, self._judge) for address in prefill]
-        self.decode_pods = [Pod(pods_pb2.POD_ROLE_DECODE, address, self._judge) for address in decode]
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], metrics: RouterMetrics, index: PrefixIndex
+    ) -> None:
+        """`index` learns what the pods hold."""
+        self.index = index
+        self.prefill_table = PodTable()  # of the ready ones
+        self.decode_table = PodTable()
+        self.prefill_pods = self._pods(pods_pb2.POD_ROLE_PREFILL, prefill, index)
+        self.decode_pods = self._pods(pods_pb2.POD_ROLE_DECODE, decode, index)
+        self.by_address = {pod.address: pod for pod in self.pods}
         self.model: ModelFacts | None = None  # None until a decode pod has connected
         self._metrics = metrics
         self._states = {pod.address: PodState.CONNECTING for pod in self.pods}
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
         self._listeners: list[Callable[[], None]] = []
+
+    def _pods(self, role: pods_pb2.PodRole.ValueType, addresses: Sequence[str], index: PrefixIndex) -> list[Pod]:
+        step_times = StepTimes(_TYPICAL_BUDGET)  # of the role
+        return [Pod(role, address, self._judge, index, step_times) for address in addresses]
 
     @property
     def pods(self) -> list[Pod]:
@@ -133,6 +148,8 @@ class Cluster:
         """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
             return False, f"it is not a {pod.role_name} pod"
+        if pod.lie:
+            return False, pod.lie
         if self.model is None:
             return None, ""
         mismatch = self.model.mismatch(ModelFacts.of(info))
@@ -142,6 +159,7 @@ class Cluster:
         changed = False
         for pod in self.pods:
             state = pod.state
+            self._enter_or_leave(pod, state)
             if state is self._states[pod.address]:
                 continue
             changed = True
@@ -154,6 +172,15 @@ class Cluster:
             self._changed = asyncio.Event()
             for listener in self._listeners:
                 listener()
+
+    def _enter_or_leave(self, pod: Pod, state: PodState) -> None:
+        """Only ready pods are in the tables that policies choose from."""
+        table = self.prefill_table if pod.role == pods_pb2.POD_ROLE_PREFILL else self.decode_table
+        if state is PodState.READY and pod.load.row is None:
+            pod.load.row = table.add(pod.facts(), pod.load.current())
+        elif state is not PodState.READY and pod.load.row is not None:
+            table.remove(pod.load.row)
+            pod.load.row = None
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -19,8 +19,10 @@ from common.errors import BatonError, UnavailableError
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.rpc.channel import connect, open_channel
 from common.rpc.errors import from_rpc_error
+from router.index import ImpossibleEventError, PrefixIndex
+from router.pods.load import PodLoad
 from router.pods.session import DecodeSession
-from router.policies import PodSnapshot
+from router.policies import PodFacts, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,21 @@ class PodState(enum.Enum):
 class Pod:
     """What is known of one pod, and its connection while there is one."""
 
-    def __init__(self, role: pods_pb2.PodRole.ValueType, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        role: pods_pb2.PodRole.ValueType,
+        address: str,
+        on_change: Callable[[], None],
+        index: PrefixIndex,
+        role_step_times: StepTimes,
+    ) -> None:
         """`on_change` is called whenever the state may have changed."""
         self.role = role
         self.address = address
+        self.load = PodLoad()
+        self.slot: int | None = None  # in the index; None while not connected
+        self.is_fed = False  # it has told which blocks it holds
+        self.lie = ""  # what it reported that cannot be true; it is refused for as long as it lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.session: DecodeSession | None = None  # of a connected decode pod
         self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
@@ -59,8 +72,9 @@ class Pod:
         self._serving = False
         self._stats: pods_pb2.PodStats | None = None
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
-        self._num_requests = 0  # of this router
-        self._num_prompt_tokens = 0  # of this router's requests that have no token yet
+        self._index = index
+        self._role_step_times = role_step_times
+        self._liar: int | None = None  # its incarnation
 
     @property
     def role_name(self) -> str:
@@ -85,22 +99,37 @@ class Pod:
             return self._failure
         return "waiting for a decode pod to say which model is served" if self.fits is None else self.refusal
 
-    def snapshot(self) -> PodSnapshot:
-        """The pod as policies see it. Only for a ready pod."""
+    def facts(self) -> PodFacts:
+        """What policies see of it that does not change. Only for a ready pod."""
         assert self.info is not None
-        assert self._stats is not None
-        stats = self._stats
-        reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
-        return PodSnapshot(
+        assert self.slot is not None
+        return PodFacts(
             address=self.address,
+            slot=self.slot,
             connector=self.info.connector,
-            num_requests=max(reported, self._num_requests),
-            num_queued_tokens=max(stats.num_queued_tokens, self._num_prompt_tokens),
-            num_free_blocks=stats.num_free_blocks,
-            num_blocks=max(1, stats.num_blocks),
+            num_blocks=max(1, self.info.num_blocks),
             max_num_seqs=max(1, self.info.max_num_seqs),
             max_num_batched_tokens=max(1, self.info.max_num_batched_tokens),
+            max_model_len=self.info.max_model_len,
         )
+
+    def on_kv_events(self, sequence: int, stored: bytes, removed: bytes, *, is_snapshot: bool) -> bool:
+        """Take over what the pod says about its prefix cache, see PrefixIndex.apply. False: a snapshot is needed.
+
+        A pod that says what cannot be true gets no more requests until it is started anew.
+        """
+        if self.slot is None or self.lie:
+            return True
+        try:
+            applied = self._index.apply(self.slot, sequence, stored, removed, is_snapshot=is_snapshot)
+        except ImpossibleEventError as error:
+            assert self.info is not None
+            self.lie = f"its KV events cannot be true: {error.message}"
+            self._liar = self.info.incarnation
+            self._on_change()
+            return True
+        self.is_fed = self.is_fed or applied
+        return applied
 
     async def prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
         """Run the prefill leg of a request. Raises a BatonError; cancelling ends the work on the pod."""
@@ -110,15 +139,6 @@ class Pod:
             return await self._prefill_stub.Prefill(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-
-    def claim(self, num_prompt_tokens: int) -> PodClaim:
-        """Count a request of this router, and the prompt tokens it has to compute, until the claim is released."""
-        return PodClaim(self, num_prompt_tokens)
-
-    def count(self, num_requests: int, num_prompt_tokens: int) -> None:
-        """Add to (or subtract from) what this router has running here; for claims only."""
-        self._num_requests += num_requests
-        self._num_prompt_tokens += num_prompt_tokens
 
     async def watch(self) -> None:
         """Connect and follow, for ever. Cancel to end."""
@@ -147,10 +167,15 @@ class Pod:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         if info.role == self.role == pods_pb2.POD_ROLE_DECODE:
-            self.session = DecodeSession(channel)
+            self.session = DecodeSession(channel, self._on_change)
         elif info.role == self.role:
             self._prefill_stub = pods_pb2_grpc.PrefillStub(channel)
         self.info = info
+        self.slot = self._index.join(capacity=max(1, info.num_blocks))
+        self.is_fed = False
+        if info.incarnation != self._liar:
+            self.lie = ""
+        self.load.connected(StepTimes(info.max_num_batched_tokens, self._role_step_times), self._role_step_times)
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Until one of the streams ends; raises why."""
@@ -180,6 +205,7 @@ class Pod:
             async for stats in pods_pb2_grpc.PodStub(channel).WatchStats(request):
                 changed = self._stats is None or self._stats.draining != stats.draining
                 self._stats = stats
+                self.load.report(stats)
                 if changed:
                     self._on_change()
         except grpc.aio.AioRpcError as error:
@@ -203,24 +229,6 @@ class Pod:
         self.fits = None
         self.refusal = ""
         self._on_change()
-
-
-class PodClaim:
-    """One request's share of a pod's load."""
-
-    def __init__(self, pod: Pod, num_prompt_tokens: int) -> None:
-        self._pod = pod
-        self._num_requests = 1
-        self._num_prompt_tokens = num_prompt_tokens
-        pod.count(1, num_prompt_tokens)
-
-    def prefilled(self) -> None:
-        """The prompt is computed."""
-        self._pod.count(0, -self._num_prompt_tokens)
-        self._num_prompt_tokens = 0
-
-    def release(self) -> None:
-        """The pod has nothing to do with the request any more. Idempotent."""
-        self.prefilled()
-        self._pod.count(-self._num_requests, 0)
-        self._num_requests = 0
+        if self.slot is not None:
+            self._index.forget(self.slot)
+            self.slot = None

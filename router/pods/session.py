@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
@@ -33,7 +34,9 @@ class DecodeSession:
     The queue of commands is bounded by construction: a request puts at most three on it, and requests are admitted.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, on_broken: Callable[[], None]) -> None:
+        """`on_broken` is called when nothing can be submitted any more, before the sinks hear of it."""
+        self._on_broken = on_broken
         self._stub = pods_pb2_grpc.DecodeStub(channel)
         self._sinks: dict[str, DeltaSink] = {}  # by request id on the pod
         self._commands: deque[pods_pb2.DecodeCommand] = deque()
@@ -115,6 +118,7 @@ class DecodeSession:
 
     def _break(self, error: BatonError) -> None:
         self._broken = error
+        self._on_broken()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_lost(error)

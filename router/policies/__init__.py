@@ -1,6 +1,25 @@
-"""Which pod gets a request: Filter -> Scorer -> Picker over snapshots of the ready pods."""
+"""Which pod gets a request: Filter -> Scorer -> Picker over columns of the ready pods."""
 
-from router.policies.base import PodSnapshot, Policy, RequestFacts
-from router.policies.registry import POLICY_NAMES, create_policy
+from router.policies.base import Candidates, Leg, Policy, RequestFacts
+from router.policies.prediction import Prediction, prefill_work
+from router.policies.registry import create_policy
+from router.policies.step_times import StepTimes
+from router.policies.table import Column, Load, PodColumns, PodFacts, PodRow, PodTable, connector_number
 
-__all__ = ["POLICY_NAMES", "PodSnapshot", "Policy", "RequestFacts", "create_policy"]
+__all__ = [
+    "Candidates",
+    "Column",
+    "Leg",
+    "Load",
+    "PodColumns",
+    "PodFacts",
+    "PodRow",
+    "PodTable",
+    "Policy",
+    "Prediction",
+    "RequestFacts",
+    "StepTimes",
+    "connector_number",
+    "create_policy",
+    "prefill_work",
+]

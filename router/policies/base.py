@@ -1,25 +1,26 @@
-"""What a policy sees, what it answers, and the shape that all of ours have."""
+"""What a policy sees, what it answers, and the shape that all of ours have: Filter -> Scorer -> Picker."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.policies.prediction import Prediction, predict
+from router.policies.table import Column, PodColumns
 
 
-@dataclass(frozen=True, slots=True)
-class PodSnapshot:
-    """One ready pod as it looks now. Counts are requests, the larger of what the pod reported last and what this
-    router knows it has running there: reports lag behind, and other routers send requests too."""
+class Leg(enum.Enum):
+    """What the chosen pod is to do."""
 
-    address: str
-    connector: str  # name of its connector; empty: none
-    num_requests: int  # running, waiting, or waiting for remote KV
-    num_queued_tokens: int  # prompt tokens not yet computed
-    num_free_blocks: int  # of num_blocks
-    num_blocks: int  # KV blocks in the pool, at least 1
-    max_num_seqs: int  # most requests running at once, at least 1
-    max_num_batched_tokens: int  # token budget of a step, at least 1
+    PREFILL = "prefill"  # compute the prompt and hand it over
+    DECODE = "decode"  # take the prompt over and answer
+    WHOLE = "whole"  # both, on a decode pod
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,78 +28,92 @@ class RequestFacts:
     """What of a request may matter for its route."""
 
     num_prompt_tokens: int
-    max_tokens: int
-    block_hashes: bytes  # 16 bytes per full block of the prompt
-    priority: int
+    block_size: int  # tokens
+    expected_output_tokens: float
+    handoff_token_s: float = 0.0  # seconds that moving one token's KV between pods takes
+    session: str = ""  # whose requests should stay together; empty: nobody's
 
 
-class Policy(Protocol):
-    """Chooses among ready pods. Called once per leg of a request, on the event loop; must not block."""
+class Candidates:
+    """One request, what is to be done for it, and the pods that may do it."""
 
-    def choose(self, request: RequestFacts, pods: Sequence[PodSnapshot]) -> PodSnapshot | None:
-        """The pod to use; None if none of them fits. `pods` may be empty."""
+    def __init__(
+        self, request: RequestFacts, leg: Leg, pods: PodColumns, num_cached_blocks: NDArray[np.int64] | None = None
+    ) -> None:
+        """`num_cached_blocks`: leading blocks of the prompt that each pod holds, by slot; None: nobody holds any."""
+        self.request = request
+        self.leg = leg
+        self.pods = pods
+        if num_cached_blocks is None:
+            self.cached_tokens: Column = np.zeros(len(pods))
+        else:
+            self.cached_tokens = num_cached_blocks[pods.slots].astype(np.float64) * request.block_size
 
-
-class Filter(Protocol):
-    """Drops pods that must not get the request."""
-
-    def keep(self, request: RequestFacts, pods: Sequence[PodSnapshot]) -> Sequence[PodSnapshot]:
-        """The pods that may, in the same order."""
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What each pod would make of the request; computed once for all who ask."""
+        request, pods = self.request, self.pods
+        return predict(
+            num_prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            handoff_token_s=request.handoff_token_s,
+            block_size=request.block_size,
+            computes=self.leg is not Leg.DECODE,
+            decodes=self.leg is not Leg.PREFILL,
+            pods=pods,
+        )
 
 
 class Scorer(Protocol):
-    """Judges pods by one aspect."""
+    """Judges pods by one aspect. Called once per leg of a request, on the event loop; must not block."""
 
-    def score(self, request: RequestFacts, pods: Sequence[PodSnapshot]) -> Sequence[float]:
+    name: str
+
+    def score(self, candidates: Candidates) -> Column:
         """One number in [0, 1] per pod; more is better."""
 
 
 class Picker(Protocol):
     """Takes one pod by total score."""
 
-    def pick(self, pods: Sequence[PodSnapshot], scores: Sequence[float]) -> PodSnapshot:
-        """One of `pods`, of which there is at least one."""
+    def pick(self, candidates: Candidates, totals: Column) -> int:
+        """Index of one of the candidates, of which there is at least one. Changes nothing."""
+
+    def note(self, slot: int) -> None:
+        """The pod with this slot was taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedScorer:
+class WeightedScorer(NamedTuple):
     """A scorer and how much it counts."""
 
     scorer: Scorer
     weight: float = 1.0
 
 
-class ScoredPolicy:
-    """Filters, then sums weighted scores, then picks."""
+class Policy:
+    """Sums weighted scores, then picks. Candidates were filtered before: who is unfit is not among them."""
 
-    def __init__(self, scorers: Sequence[WeightedScorer], picker: Picker, filters: Sequence[Filter] = ()) -> None:
-        self._filters = tuple(filters)
+    def __init__(self, name: str, scorers: Sequence[WeightedScorer], picker: Picker) -> None:
+        self.name = name  # as it was configured
         self._scorers = tuple(scorers)
         self._picker = picker
 
-    def choose(self, request: RequestFacts, pods: Sequence[PodSnapshot]) -> PodSnapshot | None:
-        """See Policy."""
-        for each in self._filters:
-            pods = each.keep(request, pods)
-        if not pods:
-            return None
-        totals = [0.0] * len(pods)
-        for weighted in self._scorers:
-            for index, score in enumerate(weighted.scorer.score(request, pods)):
-                totals[index] += weighted.weight * score
-        return self._picker.pick(pods, totals)
+    def scores(self, candidates: Candidates) -> dict[str, Column]:
+        """What each scorer says, unweighted, by its name."""
+        return {scorer.name: scorer.score(candidates) for scorer, _ in self._scorers}
 
+    def totals(self, candidates: Candidates) -> Column:
+        """The weighted sums."""
+        totals: Column = np.zeros(len(candidates.pods))
+        for scorer, weight in self._scorers:
+            totals += weight * scorer.score(candidates)
+        return totals
 
-class BestInTurn:
-    """Picks a best-scored pod; equals take turns, so that an idle cluster is used evenly."""
+    def choose(self, candidates: Candidates) -> int | None:
+        """Index of the candidate to use; None if there is none. Says so of the same candidates until `note`."""
+        return self._picker.pick(candidates, self.totals(candidates)) if len(candidates.pods) else None
 
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def pick(self, pods: Sequence[PodSnapshot], scores: Sequence[float]) -> PodSnapshot:
-        """See Picker."""
-        top = max(scores)
-        best = [pod for pod, score in zip(pods, scores, strict=True) if score == top]
-        chosen = best[self._turn % len(best)]
-        self._turn += 1
-        return chosen
+    def note(self, slot: int) -> None:
+        """A request was sent to the pod with this slot."""
+        self._picker.note(slot)

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from router.policies.base import BestInTurn, PodSnapshot, Policy, RequestFacts, ScoredPolicy, WeightedScorer
+from router.policies.table import Column, PodColumns
+
+if TYPE_CHECKING:
+    from router.policies.base import Candidates
 
 
-class Idleness:
-    """1 / (1 + load), so an idle pod scores 1. The load is the sum of what each leg waits for, in comparable units:
+def load_of(pods: PodColumns) -> Column:
+    """The sum of what each leg waits for, in comparable units:
 
     - steps needed for the prompt tokens that are queued,
     - share of the seats taken, which the time of a decode step grows with,
     - share of the KV cache in use, since a full one makes requests wait or preempts them.
     """
+    queued_steps = pods.queued_tokens / pods.max_num_batched_tokens
+    seats_taken = pods.num_requests / pods.max_num_seqs
+    cache_usage = 1 - pods.free_blocks / pods.num_blocks
+    return queued_steps + seats_taken + cache_usage
 
-    def score(self, request: RequestFacts, pods: Sequence[PodSnapshot]) -> Sequence[float]:
+
+def load_with(candidates: Candidates) -> Column:
+    """The load that each pod would have with the request: what it holds of the prompt adds none."""
+    pods, request = candidates.pods, candidates.request
+    uncached = request.num_prompt_tokens - candidates.cached_tokens
+    return load_of(pods) + uncached * (1 / pods.max_num_batched_tokens + 1 / (pods.num_blocks * request.block_size))
+
+
+class LeastLoaded:
+    """1 / (1 + load), so an idle pod scores 1."""
+
+    name = "least_loaded"
+
+    def score(self, candidates: Candidates) -> Column:
         """See Scorer."""
-        return [1 / (1 + self._load(pod)) for pod in pods]
-
-    def _load(self, pod: PodSnapshot) -> float:
-        queued_steps = pod.num_queued_tokens / pod.max_num_batched_tokens
-        seats_taken = pod.num_requests / pod.max_num_seqs
-        cache_usage = 1 - pod.num_free_blocks / pod.num_blocks
-        return queued_steps + seats_taken + cache_usage
-
-
-def create() -> Policy:
-    """A new least-loaded policy."""
-    return ScoredPolicy([WeightedScorer(Idleness())], BestInTurn())
+        return 1 / (1 + load_of(candidates.pods))

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import importlib
 
-from common.errors import ConfigError
-from router.policies.base import Policy
+from router.policies.base import Policy, Scorer, WeightedScorer
+from router.policies.pickers import BestInTurn
+from router.policy_spec import parse_policy
 
-_MODULES = {
-    "least_loaded": "router.policies.least_loaded",
-    "round_robin": "router.policies.round_robin",
+_SCORERS = {
+    "kv_aware": ("router.policies.kv_aware", "KVAware"),
+    "least_loaded": ("router.policies.least_loaded", "LeastLoaded"),
+    "power_of_two": ("router.policies.power_of_two", "PowerOfTwo"),
+    "prefix_affinity": ("router.policies.prefix_affinity", "PrefixAffinity"),
+    "round_robin": ("router.policies.round_robin", "RoundRobin"),
+    "session_affinity": ("router.policies.session_affinity", "SessionAffinity"),
 }
+_TOLERANCE = 0.01
 
-POLICY_NAMES = tuple(_MODULES)
+
+def create_policy(text: str) -> Policy:
+    """A new policy with its own state, from what `parse_policy` understands. Raises ValueError."""
+    parts = parse_policy(text)
+    scorers = [WeightedScorer(_create_scorer(part.name), part.weight) for part in parts]
+    if [part.name for part in parts] == ["round_robin"]:
+        return Policy(text, scorers, BestInTurn())
+    return Policy(text, scorers, BestInTurn(tolerance=_TOLERANCE, by_load=True))
 
 
-def create_policy(name: str) -> Policy:
-    """A new policy with its own state. Raises ConfigError for a name that is not in POLICY_NAMES."""
-    module_name = _MODULES.get(name)
-    if module_name is None:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
-    policy: Policy = importlib.import_module(module_name).create()
-    return policy
+def _create_scorer(name: str) -> Scorer:
+    module, scorer = _SCORERS[name]
+    created: Scorer = getattr(importlib.import_module(module), scorer)()
+    return created

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from router.policies.base import BestInTurn, Policy, ScoredPolicy
+import numpy as np
+
+from router.policies.base import Candidates
+from router.policies.table import Column
 
 
-def create() -> Policy:
-    """Nothing is scored, so all are best."""
-    return ScoredPolicy([], BestInTurn())
+class RoundRobin:
+    """All pods are equally good; it is the picker that takes them in turn."""
+
+    name = "round_robin"
+
+    def score(self, candidates: Candidates) -> Column:
+        """See Scorer."""
+        return np.ones(len(candidates.pods))

@@ -20,6 +20,7 @@ import psutil
 from common.pb import pods_pb2, pods_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
+_CONFIG = Path(__file__).with_name("cluster.yaml")
 START_DEADLINE_S = 150.0
 STOP_DEADLINE_S = 60.0
 SETTLE_DEADLINE_S = 60.0
@@ -28,7 +29,11 @@ _GRPC_PORT = re.compile(r"grpc :(\d+)")
 
 
 class Cluster:
-    """A running `baton up`. Ports are free ones; all output is kept for the message of a failure."""
+    """A running `baton up`. Ports are free ones; all output is kept for the message of a failure.
+
+    Unless a --config says otherwise, prompts go to prefill pods wherever predictions would keep them: handoffs are what
+    these tests are about.
+    """
 
     def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
         self.lines: list[str] = []
@@ -38,8 +43,9 @@ class Cluster:
         self.curl_line = ""
         self.tree: list[psutil.Process] = []  # the launcher and all below it, once it is ready
         self._output: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        config = () if "--config" in options else ("--config", str(_CONFIG))
         self.launcher = subprocess.Popen(
-            [sys.executable, "-m", "cli.main", "up", "--port", "0", "--grpc-port", "0", *options],
+            [sys.executable, "-m", "cli.main", "up", "--port", "0", "--grpc-port", "0", *config, *options],
             cwd=ROOT,
             env={**os.environ, "NO_COLOR": "1", **(env or {})},
             stdin=subprocess.DEVNULL,

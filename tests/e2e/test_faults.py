@@ -98,7 +98,8 @@ async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path)
     (metrics_port,) = pick_ports("127.0.0.1", 1)
     config = tmp_path / "baton.yaml"
     # The decode pod must fetch the second request's blocks again: its own prefix cache is off.
-    config.write_text(f"decode: {{enable_prefix_caching: false, metrics_port: {metrics_port}}}\n")
+    decode = f"{{enable_prefix_caching: false, metrics_port: {metrics_port}}}"
+    config.write_text(f"router: {{remote_prefill: prefer}}\ndecode: {decode}\n")
     prompt = PROMPTS[-1]
     expected = greedy_completion(prompt, MAX_TOKENS, ignore_eos=True)
     with running_cluster("--config", str(config)) as cluster:

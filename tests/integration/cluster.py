@@ -125,6 +125,7 @@ async def running_cluster(
             model=str(directory),
             prefill=[pod.address for pod in prefill],
             decode=[pod.address for pod in decode],
+            remote_prefill="prefer",
             prefill_policy="round_robin",  # every pod is used
             decode_policy="round_robin",
         )

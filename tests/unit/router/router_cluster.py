@@ -47,16 +47,24 @@ class RouterCluster:
             await pod.until(lambda pod=pod: not pod.live)
         assert not self.router.service._running
         for pod in self.router.cluster.pods:
-            assert (pod._num_requests, pod._num_prompt_tokens) == (0, 0)
+            load = pod.load
+            assert (load.num_requests, load.num_tokens, load.work, load.num_blocks) == (0, 0, 0, 0)
 
 
 @asynccontextmanager
 async def run_cluster(prefill=(), decode=(), **settings):
+    """With prefill pods, prompts go there unless the settings say otherwise: tests choose where, not predictions."""
     async with AsyncExitStack() as stack:
         for pod in (*prefill, *decode):
             await stack.enter_async_context(pod)
         config = RouterConfig(
-            **{"port": 0, "grpc_port": 0, "shutdown_grace_s": 0.0, **settings},
+            **{
+                "port": 0,
+                "grpc_port": 0,
+                "shutdown_grace_s": 0.0,
+                "remote_prefill": "prefer",
+                **settings,
+            },
             prefill=[pod.address for pod in prefill],
             decode=[pod.address for pod in decode],
         )

@@ -17,6 +17,7 @@ from router.request import Draft, TokenPrompt
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
+LONG_PROMPT = [600] * 1000
 TOKENS = list(counting_reply(common_pb2.EngineRequest(prompt_token_ids=PROMPT, sampling={"max_tokens": 8})))
 BODY = {"prompt": PROMPT, "max_tokens": 8}
 
@@ -409,10 +410,12 @@ def _draft(request_id):
 @pytest.mark.parametrize(
     ("settings", "prompt", "remote", "reason"),
     [
-        ({}, PROMPT, True, "planned"),
+        ({"remote_prefill": "prefer"}, PROMPT, True, "planned"),
         ({"remote_prefill": "never"}, PROMPT, False, "colocated"),
-        ({"min_remote_prefill_tokens": 4}, PROMPT, False, "short_prompt"),
-        ({"min_remote_prefill_tokens": 3}, PROMPT, True, "planned"),
+        ({"remote_prefill": "auto"}, PROMPT, False, "lower_ttft"),
+        ({"remote_prefill": "auto"}, LONG_PROMPT, True, "itl_target"),
+        ({"remote_prefill": "auto", "target_itl_ms": 1000}, LONG_PROMPT, False, "lower_ttft"),
+        ({"remote_prefill": "auto", "min_remote_prefill_tokens": 1001}, LONG_PROMPT, False, "short_prompt"),
         ({"remote_prefill": "always", "min_remote_prefill_tokens": 4}, PROMPT, True, "planned"),
     ],
 )

@@ -1,0 +1,85 @@
+"""What a request would see on each pod, in seconds.
+
+A step of a pod takes `step_base_s + tokens * step_token_s`; both are learned per pod (`step_times`). From that:
+
+- queue: the prompt tokens before this request's, computed at the pod's pace;
+- prefill: the prompt's own tokens that are not cached, in steps of at most the token budget. Attention makes a token
+  after c others dearer by c / _ATTENTION_PARITY;
+- wait: for a seat or for KV blocks on a pod that decodes, if it is full;
+- transfer: the KV that the decode pod lacks;
+- ITL: a step with all that decodes there plus this request, and the chunk of a prompt that shares it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from router.policies.table import Column, PodColumns
+
+_ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
+_CROWDING = 4.0  # answers' times that a request waits for KV on a pod that lacks all of its blocks
+
+
+class Prediction(NamedTuple):
+    """Seconds, one per pod."""
+
+    queue_s: Column  # until the prompt's turn
+    prefill_s: Column  # for the prompt; 0 if another pod computes it
+    wait_s: Column  # for room to decode in
+    transfer_s: Column  # to move the prompt's KV here
+    ttft_s: Column  # until the first token, of what happens on this pod
+    itl_s: Column  # between tokens, at the worst: while prompts are computed
+    cost_s: Column  # all that the request takes here; policies prefer less
+
+
+def prefill_work(num_tokens: Column | float, num_context_tokens: Column | float) -> Column | float:
+    """The work of computing tokens after a context, in tokens that have none before them."""
+    return num_tokens * (1 + (num_context_tokens + num_tokens / 2) / _ATTENTION_PARITY)
+
+
+def predict(
+    *,
+    num_prompt_tokens: int,
+    cached_tokens: Column,
+    expected_output_tokens: float,
+    handoff_token_s: float,
+    block_size: int,
+    computes: bool,
+    decodes: bool,
+    pods: PodColumns,
+) -> Prediction:
+    """What a request would see. `computes`: the pod computes the prompt; `decodes`: it produces the answer."""
+    nothing = np.zeros(len(pods))
+    base_s, token_s, budget = pods.step_base_s, pods.step_token_s, pods.max_num_batched_tokens
+    uncached = np.maximum(num_prompt_tokens - cached_tokens, 1)  # one is computed in any case, to have a first token
+    num_requests = pods.num_requests if decodes else nothing
+
+    queue_s = prefill_s = transfer_s = wait_s = nothing
+    chunk: Column = pods.queued_tokens
+    step_s = base_s + token_s * num_requests  # what a step costs before any of its prompt tokens
+    if computes:
+        work = prefill_work(uncached, cached_tokens)
+        room = np.maximum(budget - num_requests, 1)
+        queue_s = pods.queued_tokens * (token_s + step_s / room)
+        prefill_s = np.ceil(work / room) * step_s + work * token_s
+        chunk = chunk + uncached
+    itl_s = cost_s = nothing
+    if decodes:
+        chunk = np.minimum(chunk, np.maximum(budget - num_requests, 0))
+        pure_itl_s = base_s + token_s * (num_requests + 1)
+        itl_s = pure_itl_s + token_s * chunk
+        answer_s = expected_output_tokens * pure_itl_s
+        lacking = (uncached + expected_output_tokens) / block_size - pods.free_blocks
+        crowd = np.maximum(lacking, 0) / pods.num_blocks * _CROWDING
+        crowd += np.maximum(num_requests + 1 - pods.max_num_seqs, 0) / pods.max_num_seqs
+        wait_s = crowd * answer_s
+        cost_s = answer_s + wait_s
+        if not computes:
+            transfer_s = uncached * handoff_token_s
+            cost_s = cost_s + transfer_s + pods.queued_tokens * token_s  # what is queued delays the answer's steps
+    ttft_s = queue_s + prefill_s + (wait_s if computes else nothing)
+    if computes:
+        cost_s = cost_s + queue_s + prefill_s
+    return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, itl_s, cost_s)

@@ -1,0 +1,174 @@
+"""What policies see of the ready pods of one role: columns of numbers, kept up to date in place.
+
+A row changes when its pod reports or when a request is sent to it, not when a decision is made, so that a decision over
+hundreds of pods is a few operations on arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.float64]
+
+_NUM_FIELDS = 9  # first those of Load, then the numbers of PodFacts
+_FIRST_CAPACITY = 8
+
+
+class PodFacts(NamedTuple):
+    """What does not change while a pod is connected."""
+
+    address: str
+    slot: int  # in the prefix index
+    connector: str  # name of its connector; empty: none
+    num_blocks: int  # KV blocks in the pool, at least 1
+    max_num_seqs: int  # most requests running at once, at least 1
+    max_num_batched_tokens: int  # token budget of a step, at least 1
+    max_model_len: int  # most tokens of prompt and answer
+
+
+class Load(NamedTuple):
+    """What changes."""
+
+    num_requests: float  # running, waiting, or waiting for remote KV
+    queued_tokens: float  # prompt tokens that it still has to compute, cached ones left out where that is known
+    free_blocks: float  # KV blocks that can be allocated, cached unreferenced ones included
+    step_base_s: float  # a step takes step_base_s + tokens * step_token_s seconds
+    step_token_s: float
+
+
+class PodColumns:
+    """Some pods, one element per pod in each column. See Load and PodFacts for what the columns mean."""
+
+    def __init__(
+        self,
+        values: NDArray[np.float64],
+        slots: NDArray[np.int64],
+        connectors: NDArray[np.int64],
+        keys: NDArray[np.uint64],
+        facts: list[PodFacts],
+    ) -> None:
+        self._values = values  # [fields, pods]
+        self.slots = slots
+        self.connectors = connectors  # see connector_number
+        self.keys = keys  # hashes of their addresses, the same in every router
+        self.facts = facts
+        rows: Iterator[Column] = iter(values)
+        self.num_requests = next(rows)
+        self.queued_tokens = next(rows)
+        self.free_blocks = next(rows)
+        self.step_base_s = next(rows)
+        self.step_token_s = next(rows)
+        self.num_blocks = next(rows)
+        self.max_num_seqs = next(rows)
+        self.max_num_batched_tokens = next(rows)
+        self.max_model_len = next(rows)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    def where(self, keep: NDArray[np.bool_]) -> PodColumns:
+        """Only the pods for which `keep` is true."""
+        if keep.all():
+            return self
+        facts = [facts for facts, kept in zip(self.facts, keep.tolist(), strict=True) if kept]
+        return PodColumns(self._values[:, keep], self.slots[keep], self.connectors[keep], self.keys[keep], facts)
+
+
+class PodRow:
+    """One pod's place in a table; it moves when another pod leaves."""
+
+    __slots__ = ("_table", "facts", "number")
+
+    def __init__(self, table: PodTable, number: int, facts: PodFacts) -> None:
+        self._table = table
+        self.number = number
+        self.facts = facts
+
+    def update(self, load: Load) -> None:
+        """Write the pod's load."""
+        self._table.write(self.number, load)
+
+
+class PodTable:
+    """The ready pods of one role."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros((_NUM_FIELDS, _FIRST_CAPACITY))
+        self._slots = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._connectors = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._keys = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
+        self._rows: list[PodRow] = []
+        self._facts: list[PodFacts] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, facts: PodFacts, load: Load) -> PodRow:
+        """A pod has become ready."""
+        number = len(self._rows)
+        if number == len(self._slots):
+            self._grow()
+        row = PodRow(self, number, facts)
+        self._rows.append(row)
+        self._facts.append(facts)
+        self._slots[number] = facts.slot
+        self._connectors[number] = connector_number(facts.connector)
+        self._keys[number] = stable_hash(facts.address)
+        self._values[5:, number] = (
+            facts.num_blocks,
+            facts.max_num_seqs,
+            facts.max_num_batched_tokens,
+            facts.max_model_len,
+        )
+        self.write(number, load)
+        return row
+
+    def remove(self, row: PodRow) -> None:
+        """A pod is no longer ready; the last one takes its place."""
+        last = self._rows.pop()
+        facts = self._facts.pop()
+        if last is not row:
+            to, of = row.number, last.number
+            self._rows[to] = last
+            self._facts[to] = facts
+            self._values[:, to] = self._values[:, of]
+            self._slots[to] = self._slots[of]
+            self._connectors[to] = self._connectors[of]
+            self._keys[to] = self._keys[of]
+            last.number = to
+
+    def write(self, number: int, load: Load) -> None:
+        """For rows only."""
+        values = self._values
+        values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
+
+    def columns(self) -> PodColumns:
+        """All pods. Valid until the table changes."""
+        size = len(self._rows)
+        return PodColumns(
+            self._values[:, :size], self._slots[:size], self._connectors[:size], self._keys[:size], self._facts
+        )
+
+    def _grow(self) -> None:
+        self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+        self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
+        self._connectors = np.concatenate([self._connectors, np.zeros_like(self._connectors)])
+        self._keys = np.concatenate([self._keys, np.zeros_like(self._keys)])
+
+
+_connector_numbers: dict[str, int] = {"": 0}
+
+
+def connector_number(name: str) -> int:
+    """A number for a connector's name, the same as long as the process lives; 0 for none."""
+    return _connector_numbers.setdefault(name, len(_connector_numbers))
+
+
+def stable_hash(text: str) -> int:
+    """64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

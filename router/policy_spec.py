@@ -1,0 +1,47 @@
+"""Policies as they are written in settings: `kv_aware`, `prefix_affinity:2,least_loaded:1`."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+POLICY_NAMES = (
+    "kv_aware",
+    "least_loaded",
+    "power_of_two",
+    "prefix_affinity",
+    "round_robin",
+    "session_affinity",
+)
+
+
+class Part(NamedTuple):
+    """One scorer of a policy."""
+
+    name: str
+    weight: float
+
+
+def parse_policy(text: str) -> tuple[Part, ...]:
+    """The parts of a policy. Raises ValueError that says what is wrong."""
+    parts = tuple(_parse_part(part.strip()) for part in text.split(","))
+    names = [part.name for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)} is named twice")
+    return parts
+
+
+def _parse_part(text: str) -> Part:
+    name, colon, written = text.partition(":")
+    name = name.strip()
+    if name not in POLICY_NAMES:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
+    if not colon:
+        return Part(name, 1.0)
+    try:
+        weight = float(written)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ValueError(f"the weight of {name} must be a number above 0, got {written.strip()!r}")
+    return Part(name, weight)

@@ -1,0 +1,195 @@
+"""Where a request goes: the decision for both of its legs, without any connection. The simulator decides with it, too.
+
+1. The prefix index says what every pod holds of the prompt.
+2. A decode pod is chosen to take the prompt over, and a prefill pod that fits it to compute the prompt.
+3. A decode pod is chosen to do both.
+4. `remote_prefill` auto: the first token comes from wherever it is predicted to come sooner. A decode pod that is to
+   compute a prompt must keep the target ITL while it does; else the prompt goes away. One on which nobody waits for a
+   token may break the target, but only for a clearly earlier first token: the next request may find it busy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.config import RemotePrefill
+from router.index import PrefixIndex
+from router.policies import Candidates, Leg, PodColumns, PodFacts, PodTable, Policy, RequestFacts, create_policy
+
+NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
+_REMOTE_OVERHEAD_S = 0.002  # for one more pod to be asked
+_CLEARLY_SOONER = 0.75  # of the other's time
+
+
+class Query(NamedTuple):
+    """What a decision depends on, besides the pods."""
+
+    num_prompt_tokens: int
+    block_hashes: bytes
+    block_size: int
+    expected_output_tokens: float
+    handoff_token_s: float
+    session: str = ""
+    resumed: bool = False  # it has output already: a prompt that is computed again
+    avoid: str = ""  # address of a pod that is used only if nothing else is ready
+
+
+class Placement(NamedTuple):
+    """One leg: its candidates and which of them was chosen."""
+
+    policy: Policy
+    candidates: Candidates
+    chosen: int  # its index
+
+    @property
+    def facts(self) -> PodFacts:
+        """Of the chosen pod."""
+        return self.candidates.pods.facts[self.chosen]
+
+    @property
+    def cached_tokens(self) -> float:
+        """Prompt tokens that it holds."""
+        return float(self.candidates.cached_tokens[self.chosen])
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted, of what happens on this pod."""
+        return float(self.candidates.prediction.ttft_s[self.chosen])
+
+    @property
+    def itl_s(self) -> float:
+        """Predicted, while prompts are computed there."""
+        return float(self.candidates.prediction.itl_s[self.chosen])
+
+    @property
+    def num_requests(self) -> float:
+        """That the pod has already."""
+        return float(self.candidates.pods.num_requests[self.chosen])
+
+
+class Plan(NamedTuple):
+    """A decision."""
+
+    decode: Placement
+    prefill: Placement | None  # None: the decode pod prefills
+    reason: str  # metric label: why the prompt is computed there
+    others: tuple[Placement, ...] = ()  # what was weighed against it
+
+
+class Planner:
+    """Owns the policies. `plan` changes nothing, so that it may be asked for an explanation; `note` what is done."""
+
+    def __init__(
+        self,
+        prefill_table: PodTable,
+        decode_table: PodTable,
+        index: PrefixIndex,
+        *,
+        prefill_policy: str = "kv_aware",
+        decode_policy: str = "kv_aware",
+        remote_prefill: RemotePrefill = "auto",
+        min_remote_prefill_tokens: int = 0,
+        target_itl_s: float = 0.05,
+    ) -> None:
+        """The tables and the index belong to the caller, who keeps them up to date."""
+        self._prefill_table = prefill_table
+        self._decode_table = decode_table
+        self._index = index
+        self._prefill_policy = create_policy(prefill_policy)
+        self._decode_policy = create_policy(decode_policy)
+        self._remote_prefill = remote_prefill
+        self._min_remote_prefill_tokens = min_remote_prefill_tokens
+        self._target_itl_s = target_itl_s
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether some pod, or pair of pods, can take a request."""
+        decode = self._decode_table.columns()
+        if self._remote_prefill != "always":
+            return len(decode) > 0
+        return bool(_with_partner(decode, self._prefill_table.columns()).any())
+
+    def plan(self, query: Query, now: float) -> Plan | None:
+        """None: no decode pod is ready, or no prefill pod is and a remote prefill is a must. `now`: of the index."""
+        decode = self._decode_table.columns()
+        if query.avoid:
+            others = np.array([facts.address != query.avoid for facts in decode.facts], dtype=np.bool_)
+            decode = decode.where(others) if others.any() else decode
+        if not len(decode):
+            return None
+        held = self._index.match(query.block_hashes, now)
+        if query.resumed:
+            return self._local(query, decode, held, "resumed")
+        if self._remote_prefill == "never":
+            return self._local(query, decode, held, "colocated")
+        remote = self._remote(query, decode, held)
+        if self._remote_prefill == "always":
+            return remote
+        if remote is None:
+            return self._local(query, decode, held, "no_prefill_pod")
+        if self._remote_prefill == "prefer":
+            return remote
+        return self._sooner(remote, self._local(query, decode, held, "lower_ttft"))
+
+    def note(self, plan: Plan) -> None:
+        """The plan is being carried out."""
+        plan.decode.policy.note(plan.decode.facts.slot)
+        if plan.prefill is not None:
+            plan.prefill.policy.note(plan.prefill.facts.slot)
+
+    def _sooner(self, remote: Plan, local: Plan) -> Plan:
+        """The better of the two."""
+        here, there = local.decode, remote.prefill
+        assert there is not None
+        if here.candidates.request.num_prompt_tokens - here.cached_tokens < self._min_remote_prefill_tokens:
+            return local._replace(reason="short_prompt", others=(remote.decode, there))
+        remote_ttft_s = there.ttft_s + _REMOTE_OVERHEAD_S
+        if here.itl_s <= self._target_itl_s:
+            reason = "lower_ttft" if here.ttft_s <= remote_ttft_s else ""
+        elif here.num_requests == 0:
+            reason = "lower_ttft" if here.ttft_s <= _CLEARLY_SOONER * remote_ttft_s else ""
+        else:
+            reason = ""
+        if reason:
+            return local._replace(others=(remote.decode, there))
+        why = "lower_ttft" if here.ttft_s > remote_ttft_s else "itl_target"
+        return remote._replace(reason=why, others=(here,))
+
+    def _local(self, query: Query, decode: PodColumns, held: NDArray[np.int64], reason: str) -> Plan:
+        placement = self._place(self._decode_policy, query, Leg.WHOLE, decode, held)
+        assert placement is not None
+        return Plan(placement, None, reason)
+
+    def _remote(self, query: Query, decode: PodColumns, held: NDArray[np.int64]) -> Plan | None:
+        """None: no prefill pod can hand such a prompt over to a decode pod that is ready."""
+        pods = self._prefill_table.columns()
+        pods = pods.where(pods.max_model_len > query.num_prompt_tokens)
+        taking = self._place(self._decode_policy, query, Leg.DECODE, decode.where(_with_partner(decode, pods)), held)
+        if taking is None:
+            return None
+        connector = taking.candidates.pods.connectors[taking.chosen]
+        giving = self._place(self._prefill_policy, query, Leg.PREFILL, pods.where(pods.connectors == connector), held)
+        return None if giving is None else Plan(taking, giving, "planned")
+
+    def _place(
+        self, policy: Policy, query: Query, leg: Leg, pods: PodColumns, held: NDArray[np.int64]
+    ) -> Placement | None:
+        request = RequestFacts(
+            num_prompt_tokens=query.num_prompt_tokens,
+            block_size=query.block_size,
+            expected_output_tokens=query.expected_output_tokens,
+            handoff_token_s=query.handoff_token_s,
+            session=query.session,
+        )
+        candidates = Candidates(request, leg, pods, held)
+        chosen = policy.choose(candidates)
+        return None if chosen is None else Placement(policy, candidates, chosen)
+
+
+def _with_partner(decode: PodColumns, prefill: PodColumns) -> NDArray[np.bool_]:
+    """For each decode pod whether a prefill pod has its connector; a pod without one has no partner."""
+    offered = np.unique(prefill.connectors)
+    return np.isin(decode.connectors, offered[offered != 0])

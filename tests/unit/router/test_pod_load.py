@@ -1,0 +1,92 @@
+"""What a router takes a pod's load to be, from reports that lag behind and from its own claims."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.pb import pods_pb2
+from router.index import PrefixIndex
+from router.pods import PodClaim, PodLoad, Share
+from router.policies import PodTable, StepTimes
+from tests.unit.router.pod_tables import FACTS
+
+NOW = 50.0
+
+
+@pytest.fixture
+def load():
+    load = PodLoad()
+    load.connected(StepTimes(2048), StepTimes(2048))
+    return load
+
+
+def report(load, **stats):
+    load.report(pods_pb2.PodStats(**{"num_free_blocks": 100, "num_blocks": 100, **stats}))
+
+
+def test_claims_count_at_once_and_reports_add_the_work_of_others(load):
+    report(load)
+    claims = [PodClaim(load, Share(1000, 200.0, 10), None) for _ in range(2)]
+    now = load.current()
+    assert (now.num_requests, now.queued_tokens, now.free_blocks) == (2, 400, 80)
+    report(load, num_running=1, num_waiting=4, num_queued_tokens=5000, num_free_blocks=60)
+    now = load.current()
+    assert now.num_requests == 5
+    assert now.queued_tokens == 400 + 3000 * 0.2, "prompts of others are taken to be cached as ours are"
+    claims[0].prefilled(NOW)
+    claims[0].release(NOW)
+    assert load.current().num_requests == 4
+    claims[1].release(NOW)
+    claims[1].release(NOW)
+    assert load.current().num_requests == 3
+    report(load)
+    assert load.current()[:3] == (0, 0, 100)
+
+
+def test_a_pod_has_no_more_to_compute_than_it_says(load):
+    report(load)
+    PodClaim(load, Share(1000, 900.0, 0), None)
+    for queued, expected in ((0, 900), (300, 300), (100, 100)):
+        report(load, num_running=1, num_queued_tokens=queued)
+        assert load.current().queued_tokens == expected, "the first report may be older than the claim"
+    PodClaim(load, Share(1000, 900.0, 0), None)
+    assert load.current().queued_tokens == 1100
+
+
+def test_steps_are_learned_once_each(load):
+    before = load.current()
+    for _ in range(50):
+        report(load, last_step_s=0.5, last_step_tokens=100)
+    assert load.step_times._num_steps == 1
+    assert load.role_step_times._num_steps == 1
+    now = load.current()
+    assert before.step_base_s + before.step_token_s * 100 < now.step_base_s + now.step_token_s * 100
+    report(load)
+    assert load.step_times._num_steps == 1
+
+
+def test_the_row_follows(load):
+    table = PodTable()
+    load.row = table.add(FACTS, load.current())
+    report(load, num_running=7)
+    assert table.columns().num_requests.tolist() == [7]
+    claim = PodClaim(load, Share(16, 16.0, 1), None)
+    assert table.columns().queued_tokens.tolist() == [16]
+    claim.release(NOW)
+    assert table.columns().num_requests.tolist() == [7]
+
+
+@pytest.mark.parametrize(("fed", "lasts_s"), [(True, 1), (False, 30)])
+def test_a_prompt_stays_expected_until_the_pod_can_have_said_so_itself(load, fed, lasts_s):
+    index = PrefixIndex(100)
+    slot = index.join(100)
+    blocks = b"b" * 32
+    claim = PodClaim(load, Share(), index.expect(slot, blocks, NOW, 600), fed=fed)
+    assert index.match(blocks, NOW + 500).tolist() == [2]
+    claim.prefilled(NOW + 500)
+    claim.release(NOW + 700)
+    assert index.match(blocks, NOW + 500 + lasts_s - 0.1).tolist() == [2]
+    assert index.match(blocks, NOW + 500 + lasts_s).tolist() == [0]
+    failed = PodClaim(load, Share(), index.expect(slot, blocks, NOW, 600), fed=fed)
+    failed.release(NOW + 1)
+    assert index.match(blocks, NOW + 1).tolist() == [0]

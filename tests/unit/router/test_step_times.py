@@ -1,0 +1,65 @@
+"""What the router learns of the pods' speed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from router.policies.step_times import StepTimes
+
+
+def learn(times, base_s, token_s, lengths, count=100, seed=1, noise=0.05, hiccups=0.0):
+    choices = random.Random(seed)
+    for _ in range(count):
+        tokens = choices.choice(lengths)
+        seconds = (base_s + tokens * token_s) * choices.uniform(1 - noise, 1 + noise)
+        times.observe(seconds * (30 if choices.random() < hiccups else 1), tokens)
+
+
+@pytest.mark.parametrize(("base_s", "token_s"), [(0.005, 4e-5), (0.0005, 2e-6), (1.0, 0.02), (0.001, 1e-4)])
+@pytest.mark.parametrize("lengths", [(1, 8, 2048), (2048, 1024), (16, 48, 64)])
+def test_steps_are_foretold_whatever_the_hardware(base_s, token_s, lengths):
+    times = StepTimes(2048)
+    learn(times, base_s, token_s, lengths)
+    for tokens in lengths:
+        assert times.predict(tokens) == pytest.approx(base_s + tokens * token_s, rel=0.1)
+    assert times.base_s >= 0
+    assert times.token_s > 0
+
+
+def test_steps_of_one_length_leave_the_shape_to_the_prior_at_this_pods_speed():
+    role = StepTimes(2048)
+    learn(role, 0.01, 1e-4, (1, 512, 2048))
+    slow = StepTimes(2048, role)
+    learn(slow, 0.03, 3e-4, (2048,))
+    assert slow.predict(1) == pytest.approx(0.03, rel=0.15)
+
+
+def test_a_pod_that_has_not_reported_is_like_the_others():
+    role = StepTimes(2048)
+    learn(role, 0.02, 1e-3, (1, 2048))
+    new = StepTimes(2048, role)
+    assert new.predict(700) == role.predict(700)
+    times = StepTimes(2048)
+    before = times.predict(100)
+    for seconds, tokens in [(0, 5), (5, 0), (-1, 5), (math.nan, 5), (1, math.nan), (math.inf, 5), (1, math.inf)]:
+        times.observe(seconds, tokens)
+    assert times.predict(100) == before
+
+
+def test_hiccups_change_little_and_a_lasting_change_gets_through():
+    times = StepTimes(2048)
+    learn(times, 0.01, 1e-4, (1, 2048), count=300, hiccups=0.03)
+    assert times.predict(2048) == pytest.approx(0.21, rel=0.25)
+    learn(times, 0.05, 5e-4, (1, 2048), count=150)
+    assert times.predict(2048) == pytest.approx(1.07, rel=0.1)
+
+
+def test_nonsense_does_no_lasting_harm():
+    times = StepTimes(2048)
+    learn(times, 0.01, 1e-4, (1, 2048))
+    times.observe(1e-12, 2048)
+    times.observe(1e12, 1)
+    assert times.predict(2048) == pytest.approx(0.21, rel=0.2)
