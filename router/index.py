@@ -270,10 +270,10 @@ class PrefixIndex:
             stack.append((low, at_low, middle, at_middle))
         return drops
 
-    def _bits(self, mask: int) -> NDArray[np.uint8]:
+    def _bits(self, mask: int) -> NDArray[np.int64]:
         """0 or 1 per slot."""
         packed = np.frombuffer(mask.to_bytes((self._num_slots + 7) // 8, "little"), dtype=np.uint8)
-        return np.unpackbits(packed, count=self._num_slots, bitorder="little")
+        return np.unpackbits(packed, count=self._num_slots, bitorder="little").astype(np.int64)
 
     # --- expectations ---
 

@@ -40,6 +40,13 @@ def test_leading_blocks_are_counted_for_each_pod():
     assert PrefixIndex(1).match(blocks("a"), NOW).tolist() == []
 
 
+def test_long_prompts_and_many_pods():
+    prompt = b"".join(number.to_bytes(HASH_BYTES, "big") for number in range(5000))
+    lengths = [0, 1, 255, 256, 257, 4999, 5000, *(random.Random(3).randrange(5000) for _ in range(120))]
+    index = index_of(*(prompt[: length * HASH_BYTES] for length in lengths), capacity=5000, max_holdings=10**6)
+    assert index.match(prompt, NOW).tolist() == lengths
+
+
 def test_a_hole_is_no_harm():
     index = index_of(blocks("a") + chain("a", "b", "c")[2], blocks("a", "b"))
     assert index.match(blocks("a", "b", "c"), NOW).tolist() in ([1, 2], [3, 2])
