@@ -90,6 +90,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(latency_s=LATENCIES)
     def network_changes(self, latency_s):
+        self.is_harmed |= latency_s > 0
         self.sim.network.latency_s = latency_s
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 10.0, LEASE_S, QUARANTINE_S]))
