@@ -131,5 +131,6 @@ class Dispatcher:
             work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
             blocks=-(-int(uncached) // cluster.model.block_size),
         )
-        expectation = cluster.index.expect(facts.slot, request.block_hashes, now, request.deadline - now)
+        num_held = int(placement.cached_tokens) // cluster.model.block_size
+        expectation = cluster.index.expect(facts.slot, request.block_hashes, num_held, now, request.deadline - now)
         return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

@@ -31,8 +31,8 @@ from common.errors import BatonError
 from common.types import HASH_BYTES
 
 _SWEPT_PER_EVENT = 2_000  # holdings of forgotten pods given back per event: about a millisecond
-_EXPECTED_PER_EXPIRY = 1_024  # new expectations until all are looked through for those that are over
-_CHECKED_EXPECTATIONS = 256  # per lookup: of more prompts with the same first block, the newest count
+_EXPECTED_PER_EXPIRY = 256  # new expectations until all are looked through for those that are over
+_MAX_EXPECTATIONS = 16_384  # more are not counted
 
 
 class ImpossibleEventError(BatonError):
@@ -64,11 +64,12 @@ class _Holder:
 class Expectation:
     """A prompt that a pod will hold soon. `settle` it when the pod is done with it, whatever the outcome."""
 
-    __slots__ = ("block_hashes", "expires_at", "slot")
+    __slots__ = ("block_hashes", "expires_at", "num_held", "slot")
 
-    def __init__(self, slot: int, block_hashes: bytes, expires_at: float) -> None:
+    def __init__(self, slot: int, block_hashes: bytes, num_held: int, expires_at: float) -> None:
         self.slot = slot
         self.block_hashes = block_hashes
+        self.num_held = num_held  # leading blocks that the pod holds or is expected to hold anyway
         self.expires_at = expires_at  # seconds on the caller's clock
 
     def settle(self, expires_at: float) -> None:
@@ -89,8 +90,10 @@ class PrefixIndex:
         self._free_slots: list[int] = []
         self._dying: deque[tuple[int, _Holder]] = deque()  # forgotten, not swept yet
         self._num_holdings = 0
-        self._expected: dict[bytes, deque[Expectation]] = {}  # by first block, oldest first
-        self._num_expected = 0  # since they were last looked through
+        # By how many blocks the pod held anyway, then by the first block that it did not: other prompts need no look.
+        self._expected: dict[int, dict[bytes, list[Expectation]]] = {}
+        self._num_expected = 0
+        self._num_new = 0  # since they were last looked through
 
     @property
     def size(self) -> IndexSize:
@@ -99,7 +102,7 @@ class PrefixIndex:
             len(self._masks),
             self._num_holdings,
             sum(holder.num_unindexed for holder in self._holders.values()),
-            sum(map(len, self._expected.values())),
+            self._num_expected,
         )
 
     @property
@@ -164,15 +167,21 @@ class PrefixIndex:
             self._add_expected(counts, block_hashes, num_blocks, now)
         return counts
 
-    def expect(self, slot: int, block_hashes: bytes, now: float, lifetime_s: float) -> Expectation:
-        """Count a prompt as held by a pod for `lifetime_s` seconds from `now` on, or until it is settled."""
-        expectation = Expectation(slot, block_hashes, now + lifetime_s)
-        self._num_expected += 1
-        if self._num_expected >= _EXPECTED_PER_EXPIRY:
-            self._num_expected = 0
+    def expect(self, slot: int, block_hashes: bytes, num_held: int, now: float, lifetime_s: float) -> Expectation:
+        """Count a prompt as held by a pod for `lifetime_s` seconds from `now` on, or until it is settled.
+
+        `num_held`: of its blocks, what `match` has said of this pod.
+        """
+        expectation = Expectation(slot, block_hashes, num_held, now + lifetime_s)
+        self._num_new += 1
+        if self._num_new >= _EXPECTED_PER_EXPIRY:
+            self._num_new = 0
             self._keep_expected(lambda each: now < each.expires_at)
-        if block_hashes:
-            self._expected.setdefault(block_hashes[:HASH_BYTES], deque()).append(expectation)
+        start = num_held * HASH_BYTES
+        if start < len(block_hashes) and self._num_expected < _MAX_EXPECTATIONS:
+            group = self._expected.setdefault(num_held, {})
+            group.setdefault(block_hashes[start : start + HASH_BYTES], []).append(expectation)
+            self._num_expected += 1
         return expectation
 
     def check_integrity(self) -> list[str]:
@@ -278,34 +287,28 @@ class PrefixIndex:
     # --- expectations ---
 
     def _add_expected(self, counts: NDArray[np.int64], block_hashes: bytes, num_blocks: int, now: float) -> None:
-        expectations = self._drop_expired(block_hashes[:HASH_BYTES], now)
-        for number, each in enumerate(reversed(expectations)):
-            if number == _CHECKED_EXPECTATIONS:
-                break
-            if now >= each.expires_at:
-                continue
-            known = int(counts[each.slot])
-            if _same_block(each.block_hashes, block_hashes, known):
-                counts[each.slot] = _num_common(each.block_hashes, block_hashes, known, num_blocks)
+        for num_held, group in self._expected.items():
+            start = num_held * HASH_BYTES
+            for each in group.get(block_hashes[start : start + HASH_BYTES], ()):
+                if now < each.expires_at:
+                    known = max(int(counts[each.slot]), num_held)
+                    if known == num_held or _same_block(each.block_hashes, block_hashes, known - 1):
+                        counts[each.slot] = _num_common(each.block_hashes, block_hashes, known, num_blocks)
 
     def _keep_expected(self, keep: Callable[[Expectation], bool]) -> None:
-        for first, expectations in list(self._expected.items()):
-            kept = deque(each for each in expectations if keep(each))
-            if kept:
-                self._expected[first] = kept
-            else:
-                del self._expected[first]
-
-    def _drop_expired(self, first: bytes, now: float) -> deque[Expectation]:
-        """Those left for prompts that begin with block `first`."""
-        expectations = self._expected.get(first)
-        if expectations is None:
-            return deque()
-        while expectations and now >= expectations[0].expires_at:
-            expectations.popleft()
-        if not expectations:
-            del self._expected[first]
-        return expectations
+        kept = [
+            each
+            for group in self._expected.values()
+            for expectations in group.values()
+            for each in expectations
+            if keep(each)
+        ]
+        self._expected = {}
+        self._num_expected = len(kept)
+        for each in kept:
+            start = each.num_held * HASH_BYTES
+            group = self._expected.setdefault(each.num_held, {})
+            group.setdefault(each.block_hashes[start : start + HASH_BYTES], []).append(each)
 
 
 def _same_block(some: bytes, others: bytes, index: int) -> bool:
@@ -316,12 +319,12 @@ def _same_block(some: bytes, others: bytes, index: int) -> bool:
 
 
 def _num_common(some: bytes, others: bytes, known: int, num_blocks: int) -> int:
-    """Length of the common prefix in blocks, of which block `known` is known to be part."""
-    low, high = known, num_blocks  # block low is common, block high is not
+    """Length of the common prefix in blocks, of which the first `known` are known to be common."""
+    low, high = known, num_blocks + 1  # so many are common, so many are not
     while high - low > 1:
         middle = (low + high) // 2
-        if _same_block(some, others, middle):
+        if _same_block(some, others, middle - 1):
             low = middle
         else:
             high = middle
-    return low + 1
+    return low

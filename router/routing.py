@@ -191,5 +191,8 @@ class Planner:
 
 def _with_partner(decode: PodColumns, prefill: PodColumns) -> NDArray[np.bool_]:
     """For each decode pod whether a prefill pod has its connector; a pod without one has no partner."""
-    offered = np.unique(prefill.connectors)
-    return np.isin(decode.connectors, offered[offered != 0])
+    offered = set(prefill.connectors.tolist()) - {0}
+    if len(offered) == 1:  # as always but in a change from one to another
+        same: NDArray[np.bool_] = decode.connectors == offered.pop()
+        return same
+    return np.isin(decode.connectors, list(offered))

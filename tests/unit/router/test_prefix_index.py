@@ -118,9 +118,10 @@ def test_a_forgotten_pod_counts_no_more_and_its_slot_is_used_again_when_it_is_sw
 
 def test_what_a_pod_will_hold_counts_until_it_is_over():
     index = index_of(blocks("a"), b"", b"")
-    index.expect(2, blocks("a", "b", "c", "d"), NOW, 20)
-    short = index.expect(1, blocks("a", "b"), NOW, 10)
-    index.expect(0, blocks("z"), NOW, 20)
+    index.expect(2, blocks("a", "b", "c", "d"), 0, NOW, 20)
+    short = index.expect(1, blocks("a", "b"), 0, NOW, 10)
+    index.expect(0, blocks("z"), 0, NOW, 20)
+    index.expect(0, blocks("a", "b"), 2, NOW, 20)
     prompt = blocks("a", "b", "c", "x")
     assert index.match(prompt, NOW).tolist() == [1, 2, 3]
     short.settle(NOW + 1)
@@ -130,11 +131,23 @@ def test_what_a_pod_will_hold_counts_until_it_is_over():
     assert index.match(prompt, NOW + 1).tolist() == [1, 0, 0]
 
 
+def test_expectations_build_on_what_is_held_and_on_each_other():
+    index = index_of(blocks("a", "b"), b"")
+    index.expect(0, blocks("a", "b", "c", "d"), 2, NOW, 20)
+    assert index.match(blocks("a", "b", "c", "x"), NOW).tolist() == [3, 0]
+    index.expect(0, blocks("a", "b", "c", "x", "y"), 3, NOW, 20)
+    assert index.match(blocks("a", "b", "c", "x", "y", "z"), NOW).tolist() == [5, 0]
+    assert index.match(blocks("a", "b", "c", "d", "e"), NOW).tolist() == [4, 0]
+    assert index.match(blocks("a", "x", "c"), NOW).tolist() == [1, 0]
+    assert index.apply(0, 2, b"", chain("a", "b")[1])
+    assert index.match(blocks("a", "b", "c", "x", "y"), NOW).tolist() == [5, 0]
+
+
 def test_expectations_that_are_over_are_given_back():
     index = index_of(b"")
     for number in range(3000):
-        index.expect(0, blocks(str(number)), NOW + number, 1)
-    assert index.size.num_expectations <= 1024
+        index.expect(0, blocks(str(number)), 0, NOW + number, 1)
+    assert index.size.num_expectations <= 256
 
 
 @st.composite
