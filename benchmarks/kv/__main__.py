@@ -19,7 +19,8 @@ memory; all in turn, so that whatever else runs on the machine hits all of them.
 
     hidden       between real pods with a real model: see benchmarks/kv/pods.py
 
-nixl takes what UCX picks between processes of one machine, shared memory; nixl-tcp has to use TCP.
+nixl takes what UCX picks between processes of one machine, shared memory; nixl-tcp has to use TCP, and is left out
+between pods.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=_numbers, default=(4, 16), help="handoffs at once")
     parser.add_argument("--concurrent-blocks", type=int, default=16, help="blocks of each of several handoffs at once")
     parser.add_argument("--repeats", type=int, default=300, help="most repeats of a cell")
-    parser.add_argument("--cell-s", type=float, default=4.0, help="seconds after which a cell is not repeated any more")
+    parser.add_argument("--cell-s", type=float, default=2.5, help="seconds after which a cell is not repeated any more")
     parser.add_argument("--memory-mib", type=int, default=6144, help="skip what needs more memory")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="directory in memory")  # noqa: S108
     parser.add_argument("--contiguous", action="store_true", help="neighbouring blocks; default: shuffled ones")
     parser.add_argument("--pod-blocks", type=_numbers, default=(1, 16, 128), help="blocks that pods hand over")
-    parser.add_argument("--pod-repeats", type=int, help="handoffs of each kind between pods, 0 for none; default: 7")
+    parser.add_argument("--pod-repeats", type=int, help="handoffs of each kind between pods, 0 for none; default: 5")
     parser.add_argument("--quick", action="store_true", help="little, and no pods, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
@@ -87,7 +88,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.quick:
         args.block_kib, args.blocks, args.concurrency, args.repeats = (64,), (1, 16), (2,), 1
     if args.pod_repeats is None:
-        args.pod_repeats = 0 if args.quick else 7
+        args.pod_repeats = 0 if args.quick else 5
     return Plan(
         connectors=tuple(args.connectors),
         block_bytes=tuple(size * KIB for size in args.block_kib),

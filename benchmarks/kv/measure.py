@@ -13,7 +13,7 @@ from benchmarks.kv.pods import PodHandoffs, measure_pods
 from benchmarks.kv.wire import BARE_MODES, MODES, Mode, Run
 
 MIB = 1 << 20
-_MIN_REPEATS = 3
+_MIN_REPEATS = 5
 _FEW_BLOCKS = 16  # whose staging is compared with that of the most blocks, and on which bare media are checked
 _CACHES = 4  # both sides' caches, the memory that memcpy goes to, and what is in the medium
 
@@ -102,7 +102,7 @@ def measure(plan: Plan, tell: Callable[[Cell | PodHandoffs], None]) -> Results:
             fitting = _fitting(plan, connector, block_bytes, results.skipped)
             if fitting:
                 _measure_pair(plan, connector, block_bytes, fitting, results, tell)
-        if plan.pod_repeats:
+        if plan.pod_repeats and connector != "nixl-tcp":
             for handoffs in measure_pods(connector, plan.pod_blocks, plan.pod_repeats, plan.tmpfs):
                 results.pods.append(handoffs)
                 tell(handoffs)

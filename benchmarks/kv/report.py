@@ -96,7 +96,7 @@ def _hidden(connector: str, pods: Sequence[PodHandoffs]) -> list[Verdict]:
         return []
     chunked = next(handoffs for handoffs in own if handoffs.num_chunks == NUM_CHUNKS)
     whole = next(h for h in own if h.num_chunks == 1 and h.num_blocks == chunked.num_blocks)
-    share = hidden_share(own[0], whole, chunked)
+    share = hidden_share(whole, chunked)
     target = f"{connector}: with {NUM_CHUNKS} chunks at least {MIN_HIDDEN:.0%} of the transfer hidden behind compute"
     return [Verdict(target, f"{share:.0%} (at most {1 - 1 / NUM_CHUNKS:.1%} can be)", share >= MIN_HIDDEN)]
 
