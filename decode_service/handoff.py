@@ -8,7 +8,19 @@
 
 OPENING lasts while the prefill queues: the request is not in the engine yet and holds no blocks. At `computing` it is
 added as a consumer, which reserves blocks; when it has them, the prefill pod is told how much of the prompt they
-hold already. Every wait has a deadline, and the break of the stream is seen at once.
+hold already. The break of the stream is seen at once, and every wait has a deadline:
+
+    waits for                                   at most                     renewed by
+    the prefill's turn                          handoff_queue_timeout_s     (nothing)
+    KV                                          handoff_stall_timeout_s     each event; a slow prefill pod repeats its
+                                                                            progress as long as its engine works
+    our own blocks, direct connectors only      the request's deadline      (the prefill pod can do nothing without)
+
+In the last case it is the prefill pod that waits, and holds KV: its lease is renewed while our engine works. For its
+other leases see `prefill_service.transfers`.
+
+A handoff joins one incarnation of either pod: the end of one breaks the stream, and its successor knows nothing of the
+handoff. What the router tries next has another epoch, so that what is left of this one concerns nobody.
 
 A direct connector's producer is also told which blocks these are, and writes into them. They stay reserved until it is
 quiet, whatever became of the request meanwhile: its `delivered` or `failed` says so, also as the answer to our
@@ -62,6 +74,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
+DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not say how long it is
+RENEWALS_PER_LEASE = 3  # so that one may be late
+MIN_RENEWAL_S = 0.01  # whatever lease the prefill pod names
 GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
 ABORT_TIMEOUT_S = 1.0  # for the router's word that a request has ended, after its prefill was cancelled
 
@@ -74,6 +89,9 @@ class Consumer(Protocol):
 
     def reserve(self) -> None:
         """Enter the engine: reserve blocks and wait for KV."""
+
+    def is_alive(self) -> bool:
+        """Whether its engine has worked since the last time that this was asked."""
 
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         """The KV of so many leading prompt tokens can be loaded. `digests`: of the blocks that this adds, in order,
@@ -155,6 +173,7 @@ class Handoff:
         self._digests: list[bytes] = []  # of them, those that the consumer has not got
         self._held: asyncio.Future[_Held] = asyncio.get_running_loop().create_future()
         self._told_held = False
+        self._lease_s = DEFAULT_LEASE_S
         self._said_quiet = not offer.is_direct
         self._is_ended = asyncio.get_running_loop().create_future()
         self._stream_is_over = False  # its last event has come
@@ -260,13 +279,14 @@ class Handoff:
         """Wait for an event, our own reservation, which the prefill pod is told of, or an end from outside. True:
         `reading` is done. It is not cancelled when time is up: that would end the call, and nothing could be said on
         it any more."""
-        opening = self.phase is Phase.OPENING
-        timeout_s = self._timeouts.handoff_queue_timeout_s if opening else self._timeouts.handoff_stall_timeout_s
+        timeout_s = self._timeout_s
         awaited: set[asyncio.Future[Any]] = {reading, self._is_ended}
         if not self._told_held:
             awaited.add(self._held)
         done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
+        if not done and self._waits_for_blocks:
+            await self._renew(call)
+        elif not done:
             raise _HandoffError("handoff_timeout", f"no event within {timeout_s:g} s")
         if self._held in done and not self.is_over:
             self._told_held = True
@@ -274,6 +294,22 @@ class Handoff:
             reserved = pods_pb2.HandoffReserved(num_held_tokens=held.num_tokens, block_ids=held.block_ids)
             await _write(call, pods_pb2.HandoffCommand(reserved=reserved))
         return reading in done and not self.is_over
+
+    @property
+    def _waits_for_blocks(self) -> bool:
+        """The prefill pod can do nothing more for us before we have blocks."""
+        return self.offer.is_direct and self.phase is Phase.RESERVED and not self._told_held
+
+    @property
+    def _timeout_s(self) -> float:
+        if self._waits_for_blocks:
+            return max(self._lease_s / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
+        is_queued = self.phase is Phase.OPENING
+        return self._timeouts.handoff_queue_timeout_s if is_queued else self._timeouts.handoff_stall_timeout_s
+
+    async def _renew(self, call: _Call) -> None:
+        if self._consumer.is_alive():
+            await _write(call, pods_pb2.HandoffCommand(renew=pods_pb2.HandoffRenew()))
 
     def _end(self, phase: Phase) -> None:
         self.phase = phase
@@ -288,6 +324,7 @@ class Handoff:
         match event.WhichOneof("event"):
             case "computing" if self.phase is Phase.OPENING:
                 self.phase = Phase.RESERVED
+                self._lease_s = event.computing.lease_s or DEFAULT_LEASE_S
                 self._consumer.reserve()
             case "progress" if self.phase is Phase.RESERVED:
                 self._advance(event.progress.num_ready_tokens, event.progress.digests)

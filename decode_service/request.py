@@ -84,6 +84,7 @@ class DecodeRequest:
         self._submitted_at = time.monotonic()
         self._entered_at = self._submitted_at  # the engine
         self._engine_id: RequestId | None = None
+        self._known_figures = around.pod.stats.latest
         self._handoff: Handoff | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
@@ -131,6 +132,11 @@ class DecodeRequest:
             transfer_id=TransferId(self._remote.transfer_id), epoch=self._remote.epoch, role="consumer"
         )
         self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
+
+    def is_alive(self) -> bool:
+        """Each step of the engine has figures of its own."""
+        known, self._known_figures = self._known_figures, self._pod.stats.latest
+        return self._known_figures is not known
 
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         """More KV can be loaded."""

@@ -24,6 +24,7 @@ from prefill_service.transfers import Reservation, Transfer, TransferKey, Transf
 logger = logging.getLogger(__name__)
 
 HANDOFF_START_TIMEOUT_S = 10.0  # for the first message of a handoff stream
+RENEWALS_PER_LEASE = 3  # so that one may be late
 HANG_UP_TIMEOUT_S = 1.0  # for the decode pod to end its side, after the last event
 FLUSH_TIMEOUT_S = 2.0  # for decode pods to take the last events of a closing pod
 
@@ -118,23 +119,39 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
     async def _tell(self, transfer: Transfer, context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent]) -> None:
         """Write events as they come, skipping progress that is overtaken by more."""
         told_computing, told_ready, told_digests = False, 0, 0
+        is_renewal = False
         while True:
             transfer.changed.clear()
             if transfer.is_computing and not told_computing:
                 told_computing = True
-                computing = pods_pb2.HandoffComputing(incarnation=self._pod.incarnation)
+                computing = pods_pb2.HandoffComputing(
+                    incarnation=self._pod.incarnation, lease_s=self._transfers.lease_s
+                )
                 await context.write(pods_pb2.HandoffEvent(computing=computing))
             if transfer.error is not None and not transfer.is_quiet:
                 raise transfer.error
             if transfer.is_settled:
                 await context.write(_verdict(transfer, transfer.digests[told_digests:]))
                 return
-            if transfer.num_ready_tokens > told_ready:
+            if transfer.num_ready_tokens > told_ready or (is_renewal and told_computing):
                 digests = transfer.digests[told_digests:]
                 told_ready, told_digests = transfer.num_ready_tokens, len(transfer.digests)
                 progress = pods_pb2.HandoffProgress(num_ready_tokens=told_ready, digests=digests)
                 await context.write(pods_pb2.HandoffEvent(progress=progress))
-            await transfer.changed.wait()
+            is_renewal = await self._wait_for_news(transfer)
+
+    async def _wait_for_news(self, transfer: Transfer) -> bool:
+        """False: there is news. True: for a while there was none, but the engine works."""
+        while True:
+            figures = self._pod.stats.latest
+            try:
+                async with asyncio.timeout(self._transfers.lease_s / RENEWALS_PER_LEASE):
+                    await transfer.changed.wait()
+            except TimeoutError:
+                if self._pod.stats.latest is not figures:
+                    return True
+            else:
+                return False
 
     async def _obey(
         self, commands: AsyncIterator[pods_pb2.HandoffCommand], transfer: Transfer, start: pods_pb2.HandoffStart
@@ -148,6 +165,8 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                     logger.info("transfer %s: %s no longer wants it: %s", transfer.key, decode_pod_id, reason)
                     self._transfers.cancel(transfer, RequestCancelledError(f"the decode pod gave up: {reason}"))
                     return
+                case "renew":
+                    self._transfers.renew(transfer)
                 case "reserved":
                     held = command.reserved.num_held_tokens
                     logger.debug("transfer %s: %s has %d tokens already", transfer.key, decode_pod_id, held)

@@ -20,6 +20,21 @@ the connector is a direct one, which would go on writing into blocks that the co
 A direct connector's transfer is settled only when its engine writes no more: a verdict promises that.
 After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
 A failed transfer is only remembered; it no longer counts as open work of the pod.
+
+Leases. Each wait has one; whoever is waited for renews it by being heard of:
+
+    waits for                                       began with                      renewed by
+    the producer                                    the consumer's stream           (nothing)
+    the consumer                                    the verdict                     (nothing)
+    a consumer's blocks, direct connectors only     the first token                 its `renew`, while its engine works
+    the last saves                                  the first token, the blocks     each save
+
+The consumer has the other half of it: it waits for news of a prefill that is being computed, and is told again what it
+knows if there is none but the engine works. See `decode_service.handoff`.
+
+Restarts. A transfer belongs to one incarnation of either pod. A new incarnation of this one knows no transfers: the
+streams of the old one have broken. A new incarnation of the decode pod comes with another epoch, to which nothing
+sticks of the one before: neither verdicts nor blocks nor the address of its connector.
 """
 
 from __future__ import annotations
@@ -106,7 +121,7 @@ class TransferRegistry:
         self._is_direct = is_direct
         self._is_closed = False
         self._max_transfers = max_transfers
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._transfers: dict[TransferKey, Transfer] = {}
 
     def __len__(self) -> int:
@@ -197,6 +212,12 @@ class TransferRegistry:
         if transfer.producer is not None:
             transfer.producer.take_reservation(reservation)
 
+    def renew(self, transfer: Transfer) -> None:
+        """The consumer still waits for blocks: what it is to be written to them is kept as long again. Nothing else of
+        a transfer waits for the consumer, so that nothing else is renewed by it."""
+        if transfer.has_producer and transfer.lease is not None and not self._has_target(transfer):
+            self._start_lease(transfer)
+
     def cancel(self, transfer: Transfer, error: BatonError) -> None:
         """The consumer no longer wants the KV: the prefill ends too, even if it is still to come."""
         if transfer.producer is not None:
@@ -269,13 +290,13 @@ class TransferRegistry:
         transfer.lease = None
         if transfer.is_settled:
             if transfer.error is None:
-                logger.warning("transfer %s: no decode pod asked for it within %g s", transfer.key, self._lease_s)
+                logger.warning("transfer %s: no decode pod asked for it within %g s", transfer.key, self.lease_s)
             self._remove(transfer)
         elif transfer.has_producer:
             missing = "no KV was saved" if self._has_target(transfer) else "the decode pod reserved no blocks"
-            self.cancel(transfer, DeadlineExceededError(f"{missing} for {self._lease_s:g} s"))
+            self.cancel(transfer, DeadlineExceededError(f"{missing} for {self.lease_s:g} s"))
         else:
-            self.fail(transfer, DeadlineExceededError(f"no prefill request came within {self._lease_s:g} s"))
+            self.fail(transfer, DeadlineExceededError(f"no prefill request came within {self.lease_s:g} s"))
 
     def _has_target(self, transfer: Transfer) -> bool:
         return not self._is_direct or transfer.reservation is not None
@@ -287,7 +308,7 @@ class TransferRegistry:
 
     def _start_lease(self, transfer: Transfer) -> None:
         self._end_lease(transfer)
-        transfer.lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, transfer)
+        transfer.lease = asyncio.get_running_loop().call_later(self.lease_s, self._expire, transfer)
 
     def _end_lease(self, transfer: Transfer) -> None:
         if transfer.lease is not None:

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from common.pb import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/pods.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"^\n\x0ePrefillRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\xca\x01\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\'\n\x06timing\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefillTiming\"3\n\rPrefillTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\"\x9a\x01\n\rDecodeCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\'\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x16.baton.v1.AbortCommandH\x00\x12\x31\n\x0eprefill_failed\x18\x03 \x01(\x0b\x32\x17.baton.v1.PrefillFailedH\x00\x42\t\n\x07\x63ommand\"\xac\x01\n\x06Submit\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12/\n\x0eremote_prefill\x18\x02 \x01(\x0b\x32\x17.baton.v1.RemotePrefill\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x34\n\x11kv_failure_policy\x18\x04 \x01(\x0e\x32\x19.baton.v1.KVFailurePolicy\"L\n\rRemotePrefill\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"W\n\rPrefillFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12#\n\x06reason\x18\x03 \x01(\x0e\x32\x13.baton.v1.ErrorCode\"4\n\x0c\x44\x65\x63odeEvents\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.baton.v1.TokenDelta\"\xed\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bstart_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Error\x12&\n\x06report\x18\x07 \x01(\x0b\x32\x16.baton.v1.DecodeReport\"\x84\x01\n\x0c\x44\x65\x63odeReport\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_external_tokens\x18\x02 \x01(\r\x12\x18\n\x10recompute_reason\x18\x03 \x01(\t\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\"\x9e\x01\n\x0eHandoffCommand\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.baton.v1.HandoffStartH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoffReservedH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.HandoffCancelH\x00\x42\t\n\x07\x63ommand\"\xb9\x01\n\x0cHandoffStart\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x15\n\rdecode_pod_id\x18\x05 \x01(\t\x12\x19\n\x11\x63onnector_address\x18\x06 \x01(\x0c\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x08 \x01(\x04\"=\n\x0fHandoffReserved\x12\x17\n\x0fnum_held_tokens\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\x1f\n\rHandoffCancel\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xd3\x01\n\x0cHandoffEvent\x12/\n\tcomputing\x18\x01 \x01(\x0b\x32\x1a.baton.v1.HandoffComputingH\x00\x12-\n\x08progress\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoffProgressH\x00\x12/\n\tdelivered\x18\x03 \x01(\x0b\x32\x1a.baton.v1.HandoffDeliveredH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.baton.v1.HandoffFailedH\x00\x42\x07\n\x05\x65vent\"\'\n\x10HandoffComputing\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"<\n\x0fHandoffProgress\x12\x18\n\x10num_ready_tokens\x18\x01 \x01(\r\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x83\x01\n\x10HandoffDelivered\x12\x18\n\x10num_ready_tokens\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12,\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\"Z\n\rHandoffFailed\x12\x1e\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x18\n\x10num_ready_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\"\x10\n\x0eGetInfoRequest\"\xa5\x02\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.baton.v1.PodRole\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\",\n\x11WatchStatsRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"\xf9\x01\n\x08PodStats\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_waiting_for_remote_kv\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x13\n\x0blast_step_s\x18\x07 \x01(\x01\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"\x0e\n\x0c\x44rainRequest\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"\x17\n\x15\x43heckIntegrityRequest\"t\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\x03 \x01(\r\x12\x15\n\rnum_transfers\x18\x04 \x01(\r*N\n\x07PodRole\x12\x18\n\x14POD_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10POD_ROLE_PREFILL\x10\x01\x12\x13\n\x0fPOD_ROLE_DECODE\x10\x02\x32I\n\x07Prefill\x12>\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse2H\n\x06\x44\x65\x63ode\x12>\n\x07Session\x12\x17.baton.v1.DecodeCommand\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x32G\n\x07Handoff\x12<\n\x04Open\x12\x18.baton.v1.HandoffCommand\x1a\x16.baton.v1.HandoffEvent(\x01\x30\x01\x32\x8d\x02\n\x03Pod\x12\x36\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x11.baton.v1.PodInfo\x12?\n\nWatchStats\x12\x1b.baton.v1.WatchStatsRequest\x1a\x12.baton.v1.PodStats0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12S\n\x0e\x43heckIntegrity\x12\x1f.baton.v1.CheckIntegrityRequest\x1a .baton.v1.CheckIntegrityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/pods.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"^\n\x0ePrefillRequest\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\xca\x01\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\'\n\x06timing\x18\x05 \x01(\x0b\x32\x17.baton.v1.PrefillTiming\"3\n\rPrefillTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\"\x9a\x01\n\rDecodeCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\'\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x16.baton.v1.AbortCommandH\x00\x12\x31\n\x0eprefill_failed\x18\x03 \x01(\x0b\x32\x17.baton.v1.PrefillFailedH\x00\x42\t\n\x07\x63ommand\"\xac\x01\n\x06Submit\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12/\n\x0eremote_prefill\x18\x02 \x01(\x0b\x32\x17.baton.v1.RemotePrefill\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x34\n\x11kv_failure_policy\x18\x04 \x01(\x0e\x32\x19.baton.v1.KVFailurePolicy\"L\n\rRemotePrefill\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\"\"\n\x0c\x41\x62ortCommand\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"W\n\rPrefillFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12#\n\x06reason\x18\x03 \x01(\x0e\x32\x13.baton.v1.ErrorCode\"4\n\x0c\x44\x65\x63odeEvents\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.baton.v1.TokenDelta\"\xed\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bstart_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Error\x12&\n\x06report\x18\x07 \x01(\x0b\x32\x16.baton.v1.DecodeReport\"\x84\x01\n\x0c\x44\x65\x63odeReport\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_external_tokens\x18\x02 \x01(\r\x12\x18\n\x10recompute_reason\x18\x03 \x01(\t\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\thandoff_s\x18\x05 \x01(\x01\"\xc7\x01\n\x0eHandoffCommand\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x16.baton.v1.HandoffStartH\x00\x12-\n\x08reserved\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoffReservedH\x00\x12)\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x17.baton.v1.HandoffCancelH\x00\x12\'\n\x05renew\x18\x04 \x01(\x0b\x32\x16.baton.v1.HandoffRenewH\x00\x42\t\n\x07\x63ommand\"\xb9\x01\n\x0cHandoffStart\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x11\n\tconnector\x18\x04 \x01(\t\x12\x15\n\rdecode_pod_id\x18\x05 \x01(\t\x12\x19\n\x11\x63onnector_address\x18\x06 \x01(\x0c\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x08 \x01(\x04\"=\n\x0fHandoffReserved\x12\x17\n\x0fnum_held_tokens\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\x0e\n\x0cHandoffRenew\"\x1f\n\rHandoffCancel\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xd3\x01\n\x0cHandoffEvent\x12/\n\tcomputing\x18\x01 \x01(\x0b\x32\x1a.baton.v1.HandoffComputingH\x00\x12-\n\x08progress\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoffProgressH\x00\x12/\n\tdelivered\x18\x03 \x01(\x0b\x32\x1a.baton.v1.HandoffDeliveredH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.baton.v1.HandoffFailedH\x00\x42\x07\n\x05\x65vent\"8\n\x10HandoffComputing\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"<\n\x0fHandoffProgress\x12\x18\n\x10num_ready_tokens\x18\x01 \x01(\r\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x83\x01\n\x10HandoffDelivered\x12\x18\n\x10num_ready_tokens\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12,\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\"Z\n\rHandoffFailed\x12\x1e\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x18\n\x10num_ready_tokens\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\"\x10\n\x0eGetInfoRequest\"\xa5\x02\n\x07PodInfo\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.baton.v1.PodRole\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\",\n\x11WatchStatsRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"\xf9\x01\n\x08PodStats\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_waiting_for_remote_kv\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x13\n\x0blast_step_s\x18\x07 \x01(\x01\x12\x18\n\x10last_step_tokens\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"\x0e\n\x0c\x44rainRequest\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"\x17\n\x15\x43heckIntegrityRequest\"t\n\x16\x43heckIntegrityResponse\x12\x12\n\nviolations\x18\x01 \x03(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\x03 \x01(\r\x12\x15\n\rnum_transfers\x18\x04 \x01(\r*N\n\x07PodRole\x12\x18\n\x14POD_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10POD_ROLE_PREFILL\x10\x01\x12\x13\n\x0fPOD_ROLE_DECODE\x10\x02\x32I\n\x07Prefill\x12>\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse2H\n\x06\x44\x65\x63ode\x12>\n\x07Session\x12\x17.baton.v1.DecodeCommand\x1a\x16.baton.v1.DecodeEvents(\x01\x30\x01\x32G\n\x07Handoff\x12<\n\x04Open\x12\x18.baton.v1.HandoffCommand\x1a\x16.baton.v1.HandoffEvent(\x01\x30\x01\x32\x8d\x02\n\x03Pod\x12\x36\n\x07GetInfo\x12\x18.baton.v1.GetInfoRequest\x1a\x11.baton.v1.PodInfo\x12?\n\nWatchStats\x12\x1b.baton.v1.WatchStatsRequest\x1a\x12.baton.v1.PodStats0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12S\n\x0e\x43heckIntegrity\x12\x1f.baton.v1.CheckIntegrityRequest\x1a .baton.v1.CheckIntegrityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.pods_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PODROLE']._serialized_start=3174
-  _globals['_PODROLE']._serialized_end=3252
+  _globals['_PODROLE']._serialized_start=3248
+  _globals['_PODROLE']._serialized_end=3326
   _globals['_PREFILLREQUEST']._serialized_start=56
   _globals['_PREFILLREQUEST']._serialized_end=150
   _globals['_PREFILLRESPONSE']._serialized_start=153
@@ -57,45 +57,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREPORT']._serialized_start=1240
   _globals['_DECODEREPORT']._serialized_end=1372
   _globals['_HANDOFFCOMMAND']._serialized_start=1375
-  _globals['_HANDOFFCOMMAND']._serialized_end=1533
-  _globals['_HANDOFFSTART']._serialized_start=1536
-  _globals['_HANDOFFSTART']._serialized_end=1721
-  _globals['_HANDOFFRESERVED']._serialized_start=1723
-  _globals['_HANDOFFRESERVED']._serialized_end=1784
-  _globals['_HANDOFFCANCEL']._serialized_start=1786
-  _globals['_HANDOFFCANCEL']._serialized_end=1817
-  _globals['_HANDOFFEVENT']._serialized_start=1820
-  _globals['_HANDOFFEVENT']._serialized_end=2031
-  _globals['_HANDOFFCOMPUTING']._serialized_start=2033
-  _globals['_HANDOFFCOMPUTING']._serialized_end=2072
-  _globals['_HANDOFFPROGRESS']._serialized_start=2074
-  _globals['_HANDOFFPROGRESS']._serialized_end=2134
-  _globals['_HANDOFFDELIVERED']._serialized_start=2137
-  _globals['_HANDOFFDELIVERED']._serialized_end=2268
-  _globals['_HANDOFFFAILED']._serialized_start=2270
-  _globals['_HANDOFFFAILED']._serialized_end=2360
-  _globals['_GETINFOREQUEST']._serialized_start=2362
-  _globals['_GETINFOREQUEST']._serialized_end=2378
-  _globals['_PODINFO']._serialized_start=2381
-  _globals['_PODINFO']._serialized_end=2674
-  _globals['_WATCHSTATSREQUEST']._serialized_start=2676
-  _globals['_WATCHSTATSREQUEST']._serialized_end=2720
-  _globals['_PODSTATS']._serialized_start=2723
-  _globals['_PODSTATS']._serialized_end=2972
-  _globals['_DRAINREQUEST']._serialized_start=2974
-  _globals['_DRAINREQUEST']._serialized_end=2988
-  _globals['_DRAINRESPONSE']._serialized_start=2990
-  _globals['_DRAINRESPONSE']._serialized_end=3029
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=3031
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=3054
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=3056
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=3172
-  _globals['_PREFILL']._serialized_start=3254
-  _globals['_PREFILL']._serialized_end=3327
-  _globals['_DECODE']._serialized_start=3329
-  _globals['_DECODE']._serialized_end=3401
-  _globals['_HANDOFF']._serialized_start=3403
-  _globals['_HANDOFF']._serialized_end=3474
-  _globals['_POD']._serialized_start=3477
-  _globals['_POD']._serialized_end=3746
+  _globals['_HANDOFFCOMMAND']._serialized_end=1574
+  _globals['_HANDOFFSTART']._serialized_start=1577
+  _globals['_HANDOFFSTART']._serialized_end=1762
+  _globals['_HANDOFFRESERVED']._serialized_start=1764
+  _globals['_HANDOFFRESERVED']._serialized_end=1825
+  _globals['_HANDOFFRENEW']._serialized_start=1827
+  _globals['_HANDOFFRENEW']._serialized_end=1841
+  _globals['_HANDOFFCANCEL']._serialized_start=1843
+  _globals['_HANDOFFCANCEL']._serialized_end=1874
+  _globals['_HANDOFFEVENT']._serialized_start=1877
+  _globals['_HANDOFFEVENT']._serialized_end=2088
+  _globals['_HANDOFFCOMPUTING']._serialized_start=2090
+  _globals['_HANDOFFCOMPUTING']._serialized_end=2146
+  _globals['_HANDOFFPROGRESS']._serialized_start=2148
+  _globals['_HANDOFFPROGRESS']._serialized_end=2208
+  _globals['_HANDOFFDELIVERED']._serialized_start=2211
+  _globals['_HANDOFFDELIVERED']._serialized_end=2342
+  _globals['_HANDOFFFAILED']._serialized_start=2344
+  _globals['_HANDOFFFAILED']._serialized_end=2434
+  _globals['_GETINFOREQUEST']._serialized_start=2436
+  _globals['_GETINFOREQUEST']._serialized_end=2452
+  _globals['_PODINFO']._serialized_start=2455
+  _globals['_PODINFO']._serialized_end=2748
+  _globals['_WATCHSTATSREQUEST']._serialized_start=2750
+  _globals['_WATCHSTATSREQUEST']._serialized_end=2794
+  _globals['_PODSTATS']._serialized_start=2797
+  _globals['_PODSTATS']._serialized_end=3046
+  _globals['_DRAINREQUEST']._serialized_start=3048
+  _globals['_DRAINREQUEST']._serialized_end=3062
+  _globals['_DRAINRESPONSE']._serialized_start=3064
+  _globals['_DRAINRESPONSE']._serialized_end=3103
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=3105
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=3128
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=3130
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=3246
+  _globals['_PREFILL']._serialized_start=3328
+  _globals['_PREFILL']._serialized_end=3401
+  _globals['_DECODE']._serialized_start=3403
+  _globals['_DECODE']._serialized_end=3475
+  _globals['_HANDOFF']._serialized_start=3477
+  _globals['_HANDOFF']._serialized_end=3548
+  _globals['_POD']._serialized_start=3551
+  _globals['_POD']._serialized_end=3820
 # @@protoc_insertion_point(module_scope)

@@ -403,6 +403,7 @@ class HandoffCommand(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___HandoffStart:
         """First message of the stream."""
@@ -411,18 +412,21 @@ class HandoffCommand(_message.Message):
     def reserved(self) -> Global___HandoffReserved: ...
     @_builtins.property
     def cancel(self) -> Global___HandoffCancel: ...
+    @_builtins.property
+    def renew(self) -> Global___HandoffRenew: ...
     def __init__(
         self,
         *,
         start: Global___HandoffStart | None = ...,
         reserved: Global___HandoffReserved | None = ...,
         cancel: Global___HandoffCancel | None = ...,
+        renew: Global___HandoffRenew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserved", b"reserved", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "renew", b"renew", "reserved", b"reserved", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserved", b"reserved", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "renew", b"renew", "reserved", b"reserved", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "reserved", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "reserved", "cancel", "renew"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -505,6 +509,25 @@ class HandoffReserved(_message.Message):
 Global___HandoffReserved: _TypeAlias = HandoffReserved  # noqa: Y015
 
 @_typing.final
+class HandoffRenew(_message.Message):
+    """"I still wait for blocks of my own." Direct connectors: restarts the lease on KV that has no place to go yet. Sent a few
+    times per lease, while the decode pod's engine works.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffRenew: _TypeAlias = HandoffRenew  # noqa: Y015
+
+@_typing.final
 class HandoffCancel(_message.Message):
     """The decode pod no longer wants the KV."""
 
@@ -569,16 +592,20 @@ class HandoffComputing(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Incarnation id of the prefill pod."""
+    lease_s: _builtins.float
+    """Seconds for which it waits for `reserved` or `renew`."""
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_s", b"lease_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,7 +613,9 @@ Global___HandoffComputing: _TypeAlias = HandoffComputing  # noqa: Y015
 
 @_typing.final
 class HandoffProgress(_message.Message):
-    """The KV of the first n prompt tokens is in the connector."""
+    """The KV of the first n prompt tokens is in the connector. Said again when nothing is new but the prefill pod's engine
+    works, so that a slow prefill is told from a hung one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

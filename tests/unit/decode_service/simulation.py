@@ -39,8 +39,8 @@ from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
 from common.pod.tasks import TaskSet
-from common.rpc.convert import finish_reason_to_pb
-from common.types import FinishReason, RequestId
+from common.rpc.convert import finish_reason_to_pb, sampling_to_pb
+from common.types import FinishReason, RequestId, SamplingParams
 from decode_service.config import DecodeConfig
 from decode_service.quarantine import Quarantine
 from decode_service.request import Surroundings
@@ -88,18 +88,26 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         while True:
             self.call_soon(self.stop)
             self.run_forever()
-            if not self._ready:  # type: ignore[attr-defined]
+            if not self._ready and not self._is_due(self._now):  # type: ignore[attr-defined]
                 return
 
     def advance(self, seconds: float) -> None:
         """Let time pass, timer by timer."""
         end = self._now + seconds
-        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        while timers and timers[0].when() <= end:
-            self._now = max(self._now, timers[0].when())
+        while self._is_due(end):
+            self._now = max(self._now, self._timers[0].when())
             self.run_until_idle()
         self._now = end
         self.run_until_idle()
+
+    @property
+    def _timers(self) -> list[asyncio.TimerHandle]:
+        """The next one first."""
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        return timers
+
+    def _is_due(self, moment: float) -> bool:
+        return bool(self._timers) and self._timers[0].when() <= moment
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -647,6 +655,12 @@ async def _read_to_end(wire: Wire) -> None:
     with contextlib.suppress(grpc.aio.AioRpcError):
         while await wire.read() is not grpc.aio.EOF:
             pass
+
+
+def engine_request(name: str, prompt: list[int], max_tokens: int) -> common_pb2.EngineRequest:
+    """What the router sends of a request."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return common_pb2.EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling_to_pb(sampling))
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

@@ -65,6 +65,9 @@ class RecordingConsumer:
     def reserve(self) -> None:
         self.calls.append(("reserve",))
 
+    def is_alive(self) -> bool:
+        return True
+
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         self.calls.append(("load", num_ready_tokens, *digests))
 

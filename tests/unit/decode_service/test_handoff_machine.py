@@ -15,21 +15,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.pb import common_pb2, pods_pb2
-from common.rpc.convert import finish_reason_to_pb, sampling_to_pb
-from common.types import FinishReason, SamplingParams
+from common.pb import pods_pb2
+from common.rpc.convert import finish_reason_to_pb
+from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import create_request, expected_output
-from tests.unit.decode_service.simulation import LEASE_S, MAX_MODEL_LEN, NOTICE_S, QUARANTINE_S, Simulation
+from tests.unit.decode_service.simulation import (
+    LEASE_S,
+    MAX_MODEL_LEN,
+    NOTICE_S,
+    QUARANTINE_S,
+    Simulation,
+    engine_request,
+)
 
 MAX_REQUESTS = 4  # at once
 PROMPTS = st.integers(1, 14).flatmap(lambda size: st.lists(st.integers(10, 11), min_size=size, max_size=size))
 LATENCIES = st.sampled_from([0.0, 0.0, 0.2, 3.0])
 NOTICES = st.sampled_from([0.0, 1.0, NOTICE_S])
-
-
-def engine_request(name: str, prompt: list[int], max_tokens: int) -> common_pb2.EngineRequest:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return common_pb2.EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling_to_pb(sampling))
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -97,6 +99,15 @@ class HandoffMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.is_harmed = True  # leases end
         self.sim.advance(seconds)
+
+    @rule(num_steps=st.integers(1, 8))
+    def work_slowly(self, num_steps):
+        """As slowly as may be without being taken for dead."""
+        self.is_harmed = True  # a prompt of many chunks may wait longer for its saves than their lease
+        for _ in range(num_steps):
+            self.sim.advance(LEASE_S / 3)
+            self.sim.step_prefill()
+            self.sim.step_decode()
 
     # -- the transport ----------------------------------------------------------------------------------------------
 
