@@ -132,5 +132,7 @@ class Dispatcher:
             blocks=-(-int(uncached) // cluster.model.block_size),
         )
         num_held = int(placement.cached_tokens) // cluster.model.block_size
-        expectation = cluster.index.expect(facts.slot, request.block_hashes, num_held, now, request.deadline - now)
+        expectation = cluster.index.expect(
+            facts.slot, request.block_hashes, num_held, now, request.deadline - now, arrives=not computes
+        )
         return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from router.policies import StepTimes
+
 _NEWEST = 0.05  # share of the newest value in a mean
 _FIRST_OUTPUT_TOKENS = 128.0
-_FIRST_HANDOFF_TOKEN_S = 2e-5  # 128 KiB per token at 6 GB/s
+_LARGE_HANDOFF = 8192  # tokens
 
 
 class Estimates:
-    """Moving means; before anything is known, guesses."""
+    """Moving figures; before anything is known, guesses."""
 
     def __init__(self) -> None:
         self.output_tokens = _FIRST_OUTPUT_TOKENS  # of an answer
-        self.handoff_token_s = _FIRST_HANDOFF_TOKEN_S  # seconds that moving one token's KV takes
+        # From the end of a prefill until decode can go on. The guess: 2 ms, and 128 KiB per token at 6 GB/s.
+        self._handoffs = StepTimes(_LARGE_HANDOFF, base_s=2e-3, token_s=2e-5)
+
+    @property
+    def handoff_token_s(self) -> float:
+        """Seconds by which a token whose KV is to be moved delays a handoff."""
+        return self._handoffs.token_s
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """How long an answer will be that may have `max_tokens` tokens."""
@@ -24,5 +32,4 @@ class Estimates:
 
     def handed_over(self, seconds: float, num_tokens: int) -> None:
         """A handoff took so long after the prompt's last chunk was computed; `num_tokens` came that way."""
-        if num_tokens > 0 and seconds >= 0:
-            self.handoff_token_s += _NEWEST * (seconds / num_tokens - self.handoff_token_s)
+        self._handoffs.observe(seconds, num_tokens)

@@ -48,6 +48,13 @@ class IndexSize(NamedTuple):
     num_expectations: int
 
 
+class Held(NamedTuple):
+    """Leading blocks of a prompt that each pod has, by slot."""
+
+    computed: NDArray[np.int64]  # held, or computed there before another prompt has its turn
+    arriving: NDArray[np.int64]  # and those that are being handed over: later than a prompt that is sent now
+
+
 class _Holder:
     """One pod's share of the index."""
 
@@ -64,10 +71,11 @@ class _Holder:
 class Expectation:
     """A prompt that a pod will hold soon. `settle` it when the pod is done with it, whatever the outcome."""
 
-    __slots__ = ("block_hashes", "expires_at", "num_held", "slot")
+    __slots__ = ("arrives", "block_hashes", "expires_at", "num_held", "slot")
 
-    def __init__(self, slot: int, block_hashes: bytes, num_held: int, expires_at: float) -> None:
+    def __init__(self, slot: int, block_hashes: bytes, num_held: int, expires_at: float, *, arrives: bool) -> None:
         self.slot = slot
+        self.arrives = arrives  # is handed over, as opposed to computed there
         self.block_hashes = block_hashes
         self.num_held = num_held  # leading blocks that the pod holds or is expected to hold anyway
         self.expires_at = expires_at  # seconds on the caller's clock
@@ -154,8 +162,8 @@ class PrefixIndex:
         self._store(holder, stored)
         return True
 
-    def match(self, block_hashes: bytes, now: float) -> NDArray[np.int64]:
-        """How many leading blocks of a prompt each pod holds or is expected to hold, by slot."""
+    def match(self, block_hashes: bytes, now: float) -> Held:
+        """How many leading blocks of a prompt each pod holds or is expected to hold."""
         counts = np.zeros(self._num_slots, dtype=np.int64)
         num_blocks = len(block_hashes) // HASH_BYTES
         if num_blocks:
@@ -164,15 +172,17 @@ class PrefixIndex:
             for drop, mask in self._drops(block_hashes, num_blocks, first):
                 counts += (drop - depth) * self._bits(mask)
                 depth = drop
-            self._add_expected(counts, block_hashes, num_blocks, now)
-        return counts
+            return self._with_expected(counts, block_hashes, num_blocks, now)
+        return Held(counts, counts)
 
-    def expect(self, slot: int, block_hashes: bytes, num_held: int, now: float, lifetime_s: float) -> Expectation:
+    def expect(
+        self, slot: int, block_hashes: bytes, num_held: int, now: float, lifetime_s: float, *, arrives: bool
+    ) -> Expectation:
         """Count a prompt as held by a pod for `lifetime_s` seconds from `now` on, or until it is settled.
 
-        `num_held`: of its blocks, what `match` has said of this pod.
+        `num_held`: of its blocks, what `match` has said of this pod. `arrives`: it is handed over to the pod.
         """
-        expectation = Expectation(slot, block_hashes, num_held, now + lifetime_s)
+        expectation = Expectation(slot, block_hashes, num_held, now + lifetime_s, arrives=arrives)
         self._num_new += 1
         if self._num_new >= _EXPECTED_PER_EXPIRY:
             self._num_new = 0
@@ -286,14 +296,23 @@ class PrefixIndex:
 
     # --- expectations ---
 
-    def _add_expected(self, counts: NDArray[np.int64], block_hashes: bytes, num_blocks: int, now: float) -> None:
-        for num_held, group in self._expected.items():
-            start = num_held * HASH_BYTES
-            for each in group.get(block_hashes[start : start + HASH_BYTES], ()):
-                if now < each.expires_at:
-                    known = max(int(counts[each.slot]), num_held)
-                    if known == num_held or _same_block(each.block_hashes, block_hashes, known - 1):
-                        counts[each.slot] = _num_common(each.block_hashes, block_hashes, known, num_blocks)
+    def _with_expected(self, counts: NDArray[np.int64], block_hashes: bytes, num_blocks: int, now: float) -> Held:
+        due = [
+            each
+            for num_held, group in self._expected.items()
+            for each in group.get(block_hashes[num_held * HASH_BYTES : (num_held + 1) * HASH_BYTES], ())
+            if now < each.expires_at
+        ]
+        for each in due:
+            if not each.arrives:
+                _raise_count(counts, each, block_hashes, num_blocks)
+        if not any(each.arrives for each in due):
+            return Held(counts, counts)
+        arriving = counts.copy()
+        for each in due:
+            if each.arrives:
+                _raise_count(arriving, each, block_hashes, num_blocks)
+        return Held(counts, arriving)
 
     def _keep_expected(self, keep: Callable[[Expectation], bool]) -> None:
         kept = [
@@ -316,6 +335,13 @@ def _same_block(some: bytes, others: bytes, index: int) -> bool:
     start = index * HASH_BYTES
     block_hash = some[start : start + HASH_BYTES]
     return len(block_hash) == HASH_BYTES and block_hash == others[start : start + HASH_BYTES]
+
+
+def _raise_count(counts: NDArray[np.int64], expected: Expectation, block_hashes: bytes, num_blocks: int) -> None:
+    """Count what an expected prompt, whose first new block is in this one too, has in common with it."""
+    known = max(int(counts[expected.slot]), expected.num_held)
+    if known == expected.num_held or _same_block(expected.block_hashes, block_hashes, known - 1):
+        counts[expected.slot] = _num_common(expected.block_hashes, block_hashes, known, num_blocks)
 
 
 def _num_common(some: bytes, others: bytes, known: int, num_blocks: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.config import RemotePrefill
-from router.index import PrefixIndex
+from router.index import Held, PrefixIndex
 from router.policies import Candidates, Leg, PodColumns, PodFacts, PodTable, Policy, RequestFacts, create_policy
 
 NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
@@ -158,12 +158,12 @@ class Planner:
         why = "lower_ttft" if here.ttft_s > remote_ttft_s else "itl_target"
         return remote._replace(reason=why, others=(here,))
 
-    def _local(self, query: Query, decode: PodColumns, held: NDArray[np.int64], reason: str) -> Plan:
+    def _local(self, query: Query, decode: PodColumns, held: Held, reason: str) -> Plan:
         placement = self._place(self._decode_policy, query, Leg.WHOLE, decode, held)
         assert placement is not None
         return Plan(placement, None, reason)
 
-    def _remote(self, query: Query, decode: PodColumns, held: NDArray[np.int64]) -> Plan | None:
+    def _remote(self, query: Query, decode: PodColumns, held: Held) -> Plan | None:
         """None: no prefill pod can hand such a prompt over to a decode pod that is ready."""
         pods = self._prefill_table.columns()
         pods = pods.where(pods.max_model_len > query.num_prompt_tokens)
@@ -174,9 +174,7 @@ class Planner:
         giving = self._place(self._prefill_policy, query, Leg.PREFILL, pods.where(pods.connectors == connector), held)
         return None if giving is None else Plan(taking, giving, "planned")
 
-    def _place(
-        self, policy: Policy, query: Query, leg: Leg, pods: PodColumns, held: NDArray[np.int64]
-    ) -> Placement | None:
+    def _place(self, policy: Policy, query: Query, leg: Leg, pods: PodColumns, held: Held) -> Placement | None:
         request = RequestFacts(
             num_prompt_tokens=query.num_prompt_tokens,
             block_size=query.block_size,
@@ -184,7 +182,7 @@ class Planner:
             handoff_token_s=query.handoff_token_s,
             session=query.session,
         )
-        candidates = Candidates(request, leg, pods, held)
+        candidates = Candidates(request, leg, pods, held.arriving if leg is Leg.DECODE else held.computed)
         chosen = policy.choose(candidates)
         return None if chosen is None else Placement(policy, candidates, chosen)
 

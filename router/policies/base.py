@@ -49,6 +49,11 @@ class Candidates:
         else:
             self.cached_tokens = num_cached_blocks[pods.slots].astype(np.float64) * request.block_size
 
+    @property
+    def computes(self) -> bool:
+        """Whether the chosen pod is to compute the prompt."""
+        return self.leg is not Leg.DECODE
+
     @cached_property
     def prediction(self) -> Prediction:
         """What each pod would make of the request; computed once for all who ask."""
@@ -59,7 +64,7 @@ class Candidates:
             expected_output_tokens=request.expected_output_tokens,
             handoff_token_s=request.handoff_token_s,
             block_size=request.block_size,
-            computes=self.leg is not Leg.DECODE,
+            computes=self.computes,
             decodes=self.leg is not Leg.PREFILL,
             pods=pods,
         )

@@ -27,7 +27,8 @@ def load_with(candidates: Candidates) -> Column:
     """The load that each pod would have with the request: what it holds of the prompt adds none."""
     pods, request = candidates.pods, candidates.request
     uncached = request.num_prompt_tokens - candidates.cached_tokens
-    return load_of(pods) + uncached * (1 / pods.max_num_batched_tokens + 1 / (pods.num_blocks * request.block_size))
+    load = load_of(pods) + uncached / (pods.num_blocks * request.block_size)
+    return load + uncached / pods.max_num_batched_tokens if candidates.computes else load
 
 
 class LeastLoaded:

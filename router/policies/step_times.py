@@ -24,12 +24,33 @@ _MIN_TOKEN_S = 1e-9
 class StepTimes:
     """Of one pod, or of all pods of a role together."""
 
-    __slots__ = ("_budget", "_log_speed", "_num_steps", "_prior", "_w", "_x", "_xx", "_xy", "_y", "base_s", "token_s")
+    __slots__ = (
+        "_budget",
+        "_constants",
+        "_log_speed",
+        "_num_steps",
+        "_prior",
+        "_w",
+        "_x",
+        "_xx",
+        "_xy",
+        "_y",
+        "base_s",
+        "token_s",
+    )
 
-    def __init__(self, budget: float, prior: StepTimes | None = None) -> None:
-        """`budget`: most tokens of a step. `prior`: of the role."""
+    def __init__(
+        self,
+        budget: float,
+        prior: StepTimes | None = None,
+        *,
+        base_s: float = PRIOR_BASE_S,
+        token_s: float = PRIOR_TOKEN_S,
+    ) -> None:
+        """`budget`: most tokens of a step. `prior`: of the role; without one, the two constants are."""
         self._budget = max(budget, 2.0)
         self._prior = prior
+        self._constants = base_s, token_s
         self._num_steps = 0.0
         self._log_speed = 0.0  # sum of log(seconds / prior)
         self._w = self._x = self._xx = self._y = self._xy = (
@@ -62,7 +83,7 @@ class StepTimes:
 
     def _prior_line(self) -> tuple[float, float]:
         if self._prior is None:
-            return PRIOR_BASE_S, PRIOR_TOKEN_S
+            return self._constants
         return self._prior.base_s, self._prior.token_s
 
     def _solve(self, base_s: float, token_s: float) -> None:

@@ -81,12 +81,12 @@ def test_a_prompt_stays_expected_until_the_pod_can_have_said_so_itself(load, fed
     index = PrefixIndex(100)
     slot = index.join(100)
     blocks = b"b" * 32
-    claim = PodClaim(load, Share(), index.expect(slot, blocks, 0, NOW, 600), fed=fed)
-    assert index.match(blocks, NOW + 500).tolist() == [2]
+    claim = PodClaim(load, Share(), index.expect(slot, blocks, 0, NOW, 600, arrives=False), fed=fed)
+    assert index.match(blocks, NOW + 500).computed.tolist() == [2]
     claim.prefilled(NOW + 500)
     claim.release(NOW + 700)
-    assert index.match(blocks, NOW + 500 + lasts_s - 0.1).tolist() == [2]
-    assert index.match(blocks, NOW + 500 + lasts_s).tolist() == [0]
-    failed = PodClaim(load, Share(), index.expect(slot, blocks, 0, NOW + 600, 600), fed=fed)
+    assert index.match(blocks, NOW + 500 + lasts_s - 0.1).computed.tolist() == [2]
+    assert index.match(blocks, NOW + 500 + lasts_s).computed.tolist() == [0]
+    failed = PodClaim(load, Share(), index.expect(slot, blocks, 0, NOW + 600, 600, arrives=False), fed=fed)
     failed.release(NOW + 601)
-    assert index.match(blocks, NOW + 601).tolist() == [0]
+    assert index.match(blocks, NOW + 601).computed.tolist() == [0]

@@ -34,22 +34,22 @@ def index_of(*holdings: bytes, capacity=100, max_holdings=1000) -> PrefixIndex:
 
 def test_leading_blocks_are_counted_for_each_pod():
     index = index_of(blocks("a", "b", "c"), blocks("a"), b"", blocks("x"), blocks("a", "z"))
-    assert index.match(blocks("a", "b", "c", "d"), NOW).tolist() == [3, 1, 0, 0, 1]
-    assert index.match(blocks("q"), NOW).tolist() == [0] * 5
-    assert index.match(b"", NOW).tolist() == [0] * 5
-    assert PrefixIndex(1).match(blocks("a"), NOW).tolist() == []
+    assert index.match(blocks("a", "b", "c", "d"), NOW).computed.tolist() == [3, 1, 0, 0, 1]
+    assert index.match(blocks("q"), NOW).computed.tolist() == [0] * 5
+    assert index.match(b"", NOW).computed.tolist() == [0] * 5
+    assert PrefixIndex(1).match(blocks("a"), NOW).computed.tolist() == []
 
 
 def test_long_prompts_and_many_pods():
     prompt = b"".join(number.to_bytes(HASH_BYTES, "big") for number in range(5000))
     lengths = [0, 1, 255, 256, 257, 4999, 5000, *(random.Random(3).randrange(5000) for _ in range(120))]
     index = index_of(*(prompt[: length * HASH_BYTES] for length in lengths), capacity=5000, max_holdings=10**6)
-    assert index.match(prompt, NOW).tolist() == lengths
+    assert index.match(prompt, NOW).computed.tolist() == lengths
 
 
 def test_a_hole_is_no_harm():
     index = index_of(blocks("a") + chain("a", "b", "c")[2], blocks("a", "b"))
-    assert index.match(blocks("a", "b", "c"), NOW).tolist() in ([1, 2], [3, 2])
+    assert index.match(blocks("a", "b", "c"), NOW).computed.tolist() in ([1, 2], [3, 2])
 
 
 def test_events_must_come_in_order():
@@ -59,10 +59,10 @@ def test_events_must_come_in_order():
     assert index.apply(slot, 7, blocks("a"), b"", is_snapshot=True)
     assert index.apply(slot, 8, chain("a", "b")[1], b"")
     assert not index.apply(slot, 10, chain("a", "b", "c")[2], b"")
-    assert index.match(blocks("a", "b", "c"), NOW).tolist() == [2], "what came before the gap still counts"
+    assert index.match(blocks("a", "b", "c"), NOW).computed.tolist() == [2], "what came before the gap still counts"
     assert not index.apply(slot, 9, b"", b""), "nothing but a snapshot helps"
     assert index.apply(slot, 20, blocks("a"), b"", is_snapshot=True)
-    assert index.match(blocks("a", "b", "c"), NOW).tolist() == [1]
+    assert index.match(blocks("a", "b", "c"), NOW).computed.tolist() == [1]
     assert index.apply(slot, 21, b"", blocks("a"))
     assert index.size.num_blocks == 0
 
@@ -91,14 +91,14 @@ def test_impossible_events(stored, removed, is_snapshot, said):
 def test_memory_is_bounded_and_what_is_beyond_may_still_be_removed():
     index = index_of(blocks("a", "b", "c"), blocks("a", "b"), max_holdings=4)
     assert index.size[:3] == (3, 4, 1)
-    assert index.match(blocks("a", "b", "c"), NOW).tolist() == [3, 1]
+    assert index.match(blocks("a", "b", "c"), NOW).computed.tolist() == [3, 1]
     assert index.apply(1, 2, b"", chain("a", "b")[1])
     assert index.size.num_unindexed == 0
     with pytest.raises(ImpossibleEventError):
         index.apply(1, 3, b"", chain("a", "b")[1])
     assert index.apply(0, 2, b"", chain("a", "b", "c")[2])
     assert index.apply(1, 4, chain("a", "b")[1], b""), "room again"
-    assert index.match(blocks("a", "b"), NOW).tolist() == [2, 2]
+    assert index.match(blocks("a", "b"), NOW).computed.tolist() == [2, 2]
 
 
 def test_a_forgotten_pod_counts_no_more_and_its_slot_is_used_again_when_it_is_swept():
@@ -106,47 +106,55 @@ def test_a_forgotten_pod_counts_no_more_and_its_slot_is_used_again_when_it_is_sw
     index = index_of(blocks("a") + many, blocks("a"), capacity=6000, max_holdings=10_000)
     index.forget(0)
     for start in range(0, len(many), HASH_BYTES):
-        assert not index.match(many[start : start + HASH_BYTES], NOW).any()
+        assert not index.match(many[start : start + HASH_BYTES], NOW).computed.any()
     assert index.join(10) == 2, "slot 0 is not swept yet"
     for sequence in range(2, 5):
         index.apply(1, sequence, b"", b"")
     assert index.size[:2] == (1, 1)
     slot = index.join(10)
     assert slot == 0
-    assert index.match(blocks("a"), NOW).tolist() == [0, 1, 0]
+    assert index.match(blocks("a"), NOW).computed.tolist() == [0, 1, 0]
 
 
 def test_what_a_pod_will_hold_counts_until_it_is_over():
     index = index_of(blocks("a"), b"", b"")
-    index.expect(2, blocks("a", "b", "c", "d"), 0, NOW, 20)
-    short = index.expect(1, blocks("a", "b"), 0, NOW, 10)
-    index.expect(0, blocks("z"), 0, NOW, 20)
-    index.expect(0, blocks("a", "b"), 2, NOW, 20)
+    index.expect(2, blocks("a", "b", "c", "d"), 0, NOW, 20, arrives=False)
+    short = index.expect(1, blocks("a", "b"), 0, NOW, 10, arrives=False)
+    index.expect(0, blocks("z"), 0, NOW, 20, arrives=False)
+    index.expect(0, blocks("a", "b"), 2, NOW, 20, arrives=False)
     prompt = blocks("a", "b", "c", "x")
-    assert index.match(prompt, NOW).tolist() == [1, 2, 3]
+    assert index.match(prompt, NOW).computed.tolist() == [1, 2, 3]
     short.settle(NOW + 1)
-    assert index.match(prompt, NOW + 0.5).tolist() == [1, 2, 3]
-    assert index.match(prompt, NOW + 1).tolist() == [1, 0, 3]
+    assert index.match(prompt, NOW + 0.5).computed.tolist() == [1, 2, 3]
+    assert index.match(prompt, NOW + 1).computed.tolist() == [1, 0, 3]
     index.forget(2)
-    assert index.match(prompt, NOW + 1).tolist() == [1, 0, 0]
+    assert index.match(prompt, NOW + 1).computed.tolist() == [1, 0, 0]
 
 
 def test_expectations_build_on_what_is_held_and_on_each_other():
     index = index_of(blocks("a", "b"), b"")
-    index.expect(0, blocks("a", "b", "c", "d"), 2, NOW, 20)
-    assert index.match(blocks("a", "b", "c", "x"), NOW).tolist() == [3, 0]
-    index.expect(0, blocks("a", "b", "c", "x", "y"), 3, NOW, 20)
-    assert index.match(blocks("a", "b", "c", "x", "y", "z"), NOW).tolist() == [5, 0]
-    assert index.match(blocks("a", "b", "c", "d", "e"), NOW).tolist() == [4, 0]
-    assert index.match(blocks("a", "x", "c"), NOW).tolist() == [1, 0]
+    index.expect(0, blocks("a", "b", "c", "d"), 2, NOW, 20, arrives=False)
+    assert index.match(blocks("a", "b", "c", "x"), NOW).computed.tolist() == [3, 0]
+    index.expect(0, blocks("a", "b", "c", "x", "y"), 3, NOW, 20, arrives=False)
+    assert index.match(blocks("a", "b", "c", "x", "y", "z"), NOW).computed.tolist() == [5, 0]
+    assert index.match(blocks("a", "b", "c", "d", "e"), NOW).computed.tolist() == [4, 0]
+    assert index.match(blocks("a", "x", "c"), NOW).computed.tolist() == [1, 0]
     assert index.apply(0, 2, b"", chain("a", "b")[1])
-    assert index.match(blocks("a", "b", "c", "x", "y"), NOW).tolist() == [5, 0]
+    assert index.match(blocks("a", "b", "c", "x", "y"), NOW).computed.tolist() == [5, 0]
+
+
+def test_what_is_handed_over_comes_later_than_a_prompt_that_is_sent_now():
+    index = index_of(blocks("a"), b"")
+    index.expect(0, blocks("a", "b", "c"), 1, NOW, 20, arrives=True)
+    index.expect(1, blocks("a", "b"), 0, NOW, 20, arrives=False)
+    held = index.match(blocks("a", "b", "x"), NOW)
+    assert (held.computed.tolist(), held.arriving.tolist()) == ([1, 2], [2, 2])
 
 
 def test_expectations_that_are_over_are_given_back():
     index = index_of(b"")
     for number in range(3000):
-        index.expect(0, blocks(str(number)), 0, NOW + number, 1)
+        index.expect(0, blocks(str(number)), 0, NOW + number, 1, arrives=False)
     assert index.size.num_expectations <= 256
 
 
@@ -185,7 +193,7 @@ def test_against_a_model(all_prompts, seed, num_pods):
             del held[slot]
             join()
         probe = chain(*choices.choice(all_prompts))
-        counts = index.match(b"".join(probe), NOW)
+        counts = index.match(b"".join(probe), NOW).computed
         for each, blocks_held in held.items():
             expected = next((depth for depth, block in enumerate(probe) if block not in blocks_held), len(probe))
             assert counts[each] == expected

@@ -105,7 +105,7 @@ def test_each_leg_goes_where_its_blocks_are():
 def test_a_burst_of_equal_prompts_is_spread_when_the_queue_costs_more_than_the_prompt():
     pods = Pods({"p1": {}, "p2": {}}, {"d": {}}, remote_prefill="always")
     first = pods.route(320)[1]
-    pods.index.expect(pods.slots[first], prompt_blocks(320), 0, NOW, 60)
+    pods.index.expect(pods.slots[first], prompt_blocks(320), 0, NOW, 60, arrives=False)
     assert [pods.route(320)[1] for _ in range(3)] == [first] * 3
 
 
