@@ -30,7 +30,7 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[RequestId, _BlockTable] = {}
 
     @property
@@ -57,7 +57,7 @@ class KVCacheManager:
 
     def find_cached_prefix(self, request: Request) -> list[Block]:
         """The longest run of cached blocks that `request` starts with, among its shareable ones."""
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return []
         max_blocks = self.num_shareable_blocks(request)
         request.complete_block_hashes(self.block_size, max_blocks)
@@ -99,7 +99,7 @@ class KVCacheManager:
         """Make the full blocks among the computed tokens of `request` findable. Called once they are computed."""
         table = self._tables[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
-        if num_full <= table.num_cached or not self._enable_prefix_caching:
+        if num_full <= table.num_cached or not self.enable_prefix_caching:
             return
         request.complete_block_hashes(self.block_size, num_full)
         for index in range(table.num_cached, num_full):

@@ -46,6 +46,7 @@ from common.engine.scheduler.outbox import Outbox
 from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.plan import Plan
 from common.engine.scheduler.tiers import AHEAD_SHARE, Lookup, Restore, Tiers
+from common.engine.scheduler.totals import Totals
 from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
 from common.engine.scheduler.waiting_queue import WaitingQueue
 from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
@@ -81,7 +82,6 @@ class Scheduler:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._enable_prefix_caching = enable_prefix_caching
         connector = connector or ConnectorFacts()
         self._is_direct = connector.is_direct
         # Each request of the batch gets at least one token per step.
@@ -112,11 +112,7 @@ class Scheduler:
         self._is_stalled = False  # the head of the queue was refused, and nothing happened since that may change it
         self._num_arrivals = 0
 
-        self._num_preemptions = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
+        self._totals = Totals()
         self._last_step_tokens = 0
 
     # ---------------------------------------------------------------- from the client
@@ -266,7 +262,7 @@ class Scheduler:
         self._release_blocks(request)
         request.status = RequestStatus.PREEMPTED
         self._enqueue(request)
-        self._num_preemptions += 1
+        self._totals.num_preemptions += 1
 
     def _admit_waiting(self, plan: Plan, now: float) -> None:
         self._is_stalled = False
@@ -331,10 +327,10 @@ class Scheduler:
     def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
         request.is_started = True
         num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._prefix_cache_hits += min(
+        self._totals.prefix_cache_hits += min(
             request.num_computed_tokens - request.num_restored_tokens, request.num_prompt_tokens
         )
-        self._prefix_cache_queries += request.num_prompt_tokens if self._enable_prefix_caching else 0
+        self._totals.prefix_cache_queries += request.num_prompt_tokens if self._kv.enable_prefix_caching else 0
         started = RequestStarted(
             queue_s=now - request.added_at,
             num_cached_tokens=num_cached,
@@ -354,7 +350,6 @@ class Scheduler:
         self._dropped = []
         self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
         self._start_loads(step)
-        wants_offloads = self._tiers.offloads is not None
         for request, num_tokens in plan.scheduled.items():
             start = request.num_computed_tokens
             request.num_computed_tokens = start + num_tokens
@@ -365,12 +360,10 @@ class Scheduler:
             else:
                 step.new_requests.append(self._introduce(request, start))
             if start < request.num_prompt_tokens:
-                self._num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+                self._totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
             if request.outgoing is not None:
                 self._start_saves(request, request.outgoing, step)
-            if wants_offloads:
-                self._tiers.offer(request)
-        step.saves.extend(self._tiers.take_saves())
+        step.saves.extend(self._tiers.take_saves(plan.scheduled))
         for request in self._savable:
             assert request.outgoing is not None
             self._start_saves(request, request.outgoing, step)  # what was computed before the target came
@@ -405,7 +398,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             self._kv.cache_computed(request)
             if request.num_uncomputed_tokens == 0:
-                self._num_generation_tokens += 1
+                self._totals.num_generation_tokens += 1
                 self._append_token(request, result.sampled[request_id])
         return self._outbox.drain()
 
@@ -652,11 +645,11 @@ class Scheduler:
             + sum(request.num_uncomputed_tokens for request in self._ready)
             + sum(request.num_tokens for request in self._tiers.waiting),
             last_step_tokens=self._last_step_tokens,
-            num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=self._num_generation_tokens,
+            num_preemptions=self._totals.num_preemptions,
+            prefix_cache_queries=self._totals.prefix_cache_queries,
+            prefix_cache_hits=self._totals.prefix_cache_hits,
+            num_prompt_tokens=self._totals.num_prompt_tokens,
+            num_generation_tokens=self._totals.num_generation_tokens,
             tier_queries=self._tiers.num_queried_tokens,
             tier_hits=self._tiers.num_restored_tokens,
             num_offloaded_blocks=offloads.num_saved if offloads is not None else 0,

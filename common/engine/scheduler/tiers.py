@@ -15,7 +15,7 @@ A lookup that finds nothing, a broken restore and a failed offload cost computin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
@@ -189,6 +189,8 @@ class Tiers:
 
     def take_lookups(self) -> list[BlockTransfer]:
         """Start the lookups asked for since the last call."""
+        if not self._unsent:
+            return []
         lookups = [self._look_up(request, request.lookup) for request in self._unsent if request.lookup is not None]
         self._unsent.clear()
         return lookups
@@ -216,9 +218,14 @@ class Tiers:
         if self.offloads is not None:
             self.offloads.forgo(request)
 
-    def take_saves(self) -> list[BlockTransfer]:
-        """What was offered since the last call, as one save if any."""
-        return [self.offloads.take_save()] if self.offered_blocks and self.offloads is not None else []
+    def take_saves(self, scheduled: Iterable[Request]) -> list[BlockTransfer]:
+        """Offer what this step fills of the `scheduled` requests. With what was offered since the last call it is one
+        save, if there is anything."""
+        if self.offloads is None:
+            return []
+        for request in scheduled:
+            self.offloads.offer(request)
+        return [self.offloads.take_save()] if self.offloads.offered_blocks else []
 
     @property
     def offered_blocks(self) -> Collection[Block]:
