@@ -28,7 +28,8 @@ from benchmarks.kv.wire import Mode, Setup
 
 _HEADER = bytes(128)  # as many bytes as our frames have, so that both write the same
 _PIPELINE_BYTES = 2 << 20  # measured: faster than one by one, and than less
-# Measured: with NIXL's own zero the progress thread takes a core for itself, and writes are six times slower.
+# Microseconds. With zero, which NIXL's own Python class always sets, the progress thread spins: measured on two cores to
+# cost up to ten times the CPU and to be the slower, the more the cores are used otherwise.
 _PROGRESS_DELAY_US = 100_000
 _POLL_S = 20e-6  # measured: as fast as without a pause in shared memory, faster over TCP
 _THREADS = 2  # as many as our store connectors have
@@ -65,7 +66,7 @@ def open_bare(setup: Setup, slabs: Slabs) -> dict[Mode, BareMedium]:
     """The media to compare the connector that `setup` names with."""
     memcpy = SharedMemory(Path(setup.scratch, "memcpy"), slabs)
     if setup.connector == "nixl":
-        return {"bare": RawNixl(slabs), "memcpy": memcpy}
+        return {"bare": RawNixl(slabs, is_stock=setup.is_stock), "memcpy": memcpy}
     store: _Threaded
     if setup.connector == "redis":
         store = RedisStrings(str(setup.options["url"]), slabs)
@@ -186,7 +187,7 @@ def _divide(move: Move) -> list[Move]:
 class RawNixl:
     """One agent with the KV cache registered."""
 
-    def __init__(self, slabs: Slabs) -> None:
+    def __init__(self, slabs: Slabs, *, is_stock: bool) -> None:
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl
@@ -194,7 +195,7 @@ class RawNixl:
         self._name = f"bare-{os.getpid()}"
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
-        config.pthrDelay = _PROGRESS_DELAY_US
+        config.pthrDelay = 0 if is_stock else _PROGRESS_DELAY_US
         self._agent: Any = nixl.nixlAgent(self._name, config)
         self._agent.createBackend("UCX", {})
         base, size = slabs.ctypes.data, slabs.nbytes

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from benchmarks.kv.pair import GIB, Pair, Sample, open_pair
 from benchmarks.kv.pods import PodHandoffs, measure_pods
@@ -15,7 +19,8 @@ from benchmarks.kv.wire import BARE_MODES, MODES, Mode, Run
 MIB = 1 << 20
 _MIN_REPEATS = 5
 _FEW_BLOCKS = 16  # whose staging is compared with that of the most blocks, and on which bare media are checked
-_CACHES = 4  # both sides' caches, the memory that memcpy goes to, and what is in the medium
+# Both sides' caches, the memory that memcpy goes to, and what is in the medium; or with NIXL all of a second pair.
+_CACHES = {False: 4, True: 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ def _fitting(plan: Plan, connector: str, block_bytes: int, skipped: list[str]) -
     shapes += [(plan.concurrent_blocks, handoffs) for handoffs in plan.concurrency]
     fitting = []
     for blocks, handoffs in shapes:
-        needed = _CACHES * block_bytes * blocks * handoffs
+        needed = _CACHES[_is_nixl(connector)] * block_bytes * blocks * handoffs
         if needed <= plan.memory_bytes:
             fitting.append((blocks, handoffs))
         else:
@@ -134,17 +139,64 @@ def _measure_pair(
     tell: Callable[[Cell | PodHandoffs], None],
 ) -> None:
     num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
-    with open_pair(connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous) as pair:
-        few = min(_FEW_BLOCKS, num_blocks - 1)
+    few = min(_FEW_BLOCKS, num_blocks - 1)
+    with _open_bench(plan, connector, block_bytes, num_blocks) as bench:
         for blocks in sorted({few, max(blocks for blocks, _ in shapes)}):
-            results.staging.append(_measure_staging(pair, connector, block_bytes, blocks))
-        pair.open_bare()
+            results.staging.append(_measure_staging(bench.pair, connector, block_bytes, blocks))
+        bench.pair.open_bare()
         for mode in _modes(connector)[1:-1]:
-            _check(pair, mode, few)
+            bench.check(mode, few)
         for blocks, handoffs in shapes:
-            cell = _measure_cell(plan, pair, connector, block_bytes, blocks, handoffs)
+            cell = _measure_cell(plan, bench, connector, block_bytes, blocks, handoffs)
             results.cells.append(cell)
             tell(cell)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What runs the modes. `stock`: a pair for NIXL as it comes, at rest but for its runs, as its threads never are."""
+
+    pair: Pair
+    stock: Pair | None
+
+    def run(self, mode: Mode, num_blocks: int, num_handoffs: int) -> Sample:
+        """One run."""
+        with self._pair(mode) as pair:
+            return pair.run(self._run(pair, mode, num_blocks, num_handoffs))
+
+    def check(self, mode: Mode, num_blocks: int) -> None:
+        """One run that must bring the right bytes."""
+        with self._pair(mode) as pair:
+            if not pair.check(replace(self._run(pair, mode, num_blocks, 1), check=True)).is_right:
+                raise SystemExit(f"{mode}: the consumer has other bytes than the producer")
+
+    def _run(self, pair: Pair, mode: Mode, num_blocks: int, num_handoffs: int) -> Run:
+        return Run("bare" if mode == "stock" else mode, pair.next_seed(), num_blocks, num_handoffs)
+
+    @contextmanager
+    def _pair(self, mode: Mode) -> Iterator[Pair]:
+        if mode != "stock":
+            yield self.pair
+            return
+        assert self.stock is not None
+        self.stock.go_on()
+        yield self.stock
+        self.stock.stop()
+
+
+@contextmanager
+def _open_bench(plan: Plan, connector: str, block_bytes: int, num_blocks: int) -> Iterator[_Bench]:
+    open_one = partial(
+        open_pair, connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous
+    )
+    with ExitStack() as stack:
+        stock = None
+        if _is_nixl(connector):
+            stock = stack.enter_context(open_one(is_stock=True))
+            stock.open_bare()
+            stack.callback(stock.go_on)  # so that it can close
+            stock.stop()
+        yield _Bench(stack.enter_context(open_one()), stock)
 
 
 def _measure_staging(pair: Pair, connector: str, block_bytes: int, num_blocks: int) -> Staging:
@@ -154,12 +206,9 @@ def _measure_staging(pair: Pair, connector: str, block_bytes: int, num_blocks: i
     return Staging(connector, block_bytes, num_blocks, checked.producer_growth, checked.consumer_growth)
 
 
-def _check(pair: Pair, mode: Mode, num_blocks: int) -> None:
-    if not pair.check(Run(mode, pair.next_seed(), num_blocks, check=True)).is_right:
-        raise SystemExit(f"{mode}: the consumer has other bytes than the producer")
-
-
-def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_blocks: int, num_handoffs: int) -> Cell:
+def _measure_cell(
+    plan: Plan, bench: _Bench, connector: str, block_bytes: int, num_blocks: int, num_handoffs: int
+) -> Cell:
     """All modes in turn, each round in another order; the first round warms up."""
     modes = _modes(connector) if num_handoffs == 1 else MODES[:2]
     samples: dict[Mode, list[Sample]] = {mode: [] for mode in modes}
@@ -169,7 +218,7 @@ def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_
             break
         first = repeat % len(modes)
         for mode in modes[first:] + modes[:first]:
-            sample = pair.run(Run(mode, pair.next_seed(), num_blocks, num_handoffs))
+            sample = bench.run(mode, num_blocks, num_handoffs)
             if repeat:
                 samples[mode].append(sample)
     total_bytes = block_bytes * num_blocks * num_handoffs
@@ -194,8 +243,13 @@ def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_
 
 
 def _modes(connector: str) -> tuple[Mode, ...]:
-    """One write of NIXL's is what it is, on whatever thread."""
-    return tuple(mode for mode in MODES if mode != "threaded" or not connector.startswith("nixl"))
+    """One write of NIXL's is what it is, on whatever thread; only NIXL comes with settings that matter."""
+    left_out = "threaded" if _is_nixl(connector) else "stock"
+    return tuple(mode for mode in MODES if mode != left_out)
+
+
+def _is_nixl(connector: str) -> bool:
+    return connector.startswith("nixl")
 
 
 def _way(samples: Sequence[Sample], total_bytes: int) -> Way:

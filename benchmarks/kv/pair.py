@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.kv.medium import Medium, open_medium
 from benchmarks.kv.wire import Close, Link, Meet, OpenBare, Ran, Ready, Run, Setup
@@ -38,11 +39,17 @@ class Checked:
     consumer_growth: int
 
 
+class _Side(NamedTuple):
+    link: Link
+    process: subprocess.Popen[bytes]
+
+
 class Pair:
     """A producer and a consumer of one connector and block size."""
 
-    def __init__(self, producer: Link, consumer: Link, medium: Medium) -> None:
-        self._sides = (producer, consumer)
+    def __init__(self, producer: _Side, consumer: _Side, medium: Medium) -> None:
+        self._processes = (producer.process, consumer.process)
+        self._sides = (producer.link, consumer.link)
         self._medium = medium
         self._seed = 0
         self._introduce(is_bare=False)
@@ -67,6 +74,16 @@ class Pair:
         produced, consumed = self._both(run)
         self._medium.clean()
         return Checked(produced.content == consumed.content, produced.rss_growth, consumed.rss_growth)
+
+    def stop(self) -> None:
+        """Until `go_on` the sides take no part of any core."""
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo `stop`."""
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End both sides."""
@@ -102,13 +119,15 @@ def _expect(side: Link, kind: type) -> Any:
 
 
 @contextmanager
-def open_pair(connector: str, block_bytes: int, num_blocks: int, *, tmpfs: Path, is_contiguous: bool) -> Iterator[Pair]:
+def open_pair(
+    connector: str, block_bytes: int, num_blocks: int, *, tmpfs: Path, is_contiguous: bool, is_stock: bool = False
+) -> Iterator[Pair]:
     """Start the medium and both sides, each with a KV cache of `num_blocks`."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=tmpfs))
         medium = stack.enter_context(open_medium(connector, Path(scratch)))
         options = {"timeout_s": 120.0, **medium.options}
-        setup = Setup(medium.connector, options, block_bytes, num_blocks, scratch, is_contiguous)
+        setup = Setup(medium.connector, options, block_bytes, num_blocks, scratch, is_contiguous, is_stock)
         between = socket.socketpair()
         sides = [
             stack.enter_context(_side(role, setup, end, medium.env))
@@ -122,7 +141,7 @@ def open_pair(connector: str, block_bytes: int, num_blocks: int, *, tmpfs: Path,
 
 
 @contextmanager
-def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str]) -> Iterator[Link]:
+def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str]) -> Iterator[_Side]:
     ours, theirs = socket.socketpair()
     numbers = (theirs.fileno(), between.fileno())
     command = [sys.executable, "-m", "benchmarks.kv.side", role, *map(str, numbers)]
@@ -132,7 +151,7 @@ def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str
         link = Link(ours)
         try:
             link.send(setup)
-            yield link
+            yield _Side(link, process)
             process.wait(_STOP_TIMEOUT_S)
         finally:
             process.kill()

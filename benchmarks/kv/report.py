@@ -53,6 +53,10 @@ def _bandwidth(connector: str, cells: Sequence[Cell]) -> list[Verdict]:
     worst = min(large, key=lambda cell: cell.share_of_bare)
     target = f"{connector}: bandwidth at least {MIN_SHARE_OF_BARE:.0%} of the bare medium from 16 MiB up"
     measured = f"{worst.share_of_bare:.0%} at worst ({_shape(worst)})"
+    if stock := [
+        cell.ways["ours"].bytes_per_s / cell.ways["stock"].bytes_per_s for cell in large if "stock" in cell.ways
+    ]:
+        measured += f"; of NIXL with the settings that it comes with {min(stock):.0%} at worst"
     return [Verdict(target, measured, worst.share_of_bare >= MIN_SHARE_OF_BARE)]
 
 
@@ -124,11 +128,12 @@ def format_row(figures: Cell | PodHandoffs) -> str:
 def _format_cell(cell: Cell) -> str:
     ours, bare = cell.ways["ours"], cell.bare
     digest = "" if cell.digest_share is None else f"  digest {cell.digest_share:4.0%}"
+    stock = f"  stock {cell.ways['stock'].bytes_per_s / 1e9:.2f} GB/s" if "stock" in cell.ways else ""
     return (
         f"{cell.connector:<15}{cell.num_handoffs:>3} x {cell.num_blocks:>4} x {cell.block_bytes >> 10:>4} KiB"
         f"  p50 {cell.p50_s * 1e3:9.3f} ms  p99 {cell.p99_s * 1e3:9.3f} ms"
         f"  {ours.bytes_per_s / 1e9:6.2f} GB/s  bare {bare.bytes_per_s / 1e9:6.2f}  {cell.share_of_bare:4.0%}"
-        f"  cpu {ours.cpu_s_per_gib:5.2f} s/GiB  bare {bare.cpu_s_per_gib:5.2f}  n {cell.num_samples}{digest}"
+        f"  cpu {ours.cpu_s_per_gib:5.2f} s/GiB  bare {bare.cpu_s_per_gib:5.2f}  n {cell.num_samples}{digest}{stock}"
     )
 
 
@@ -169,6 +174,8 @@ def format_markdown(machine: dict[str, str], results: Results, found: Sequence[V
 def _cell_table(cells: Sequence[Cell]) -> list[str]:
     columns = ["block", "blocks", "p50 ms", "p99 ms", "samples", "GB/s", "bare GB/s", "of bare", "memcpy GB/s"]
     columns += ["CPU s/GiB", "bare CPU", "ours - bare ms", "digest"]
+    has_stock = any("stock" in cell.ways for cell in cells)
+    columns += ["stock GB/s", "stock CPU"] if has_stock else []
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for cell in cells:
         ours, bare, memcpy = cell.ways["ours"], cell.bare, cell.ways["memcpy"]
@@ -179,6 +186,9 @@ def _cell_table(cells: Sequence[Cell]) -> list[str]:
             f"| {cell.share_of_bare:.0%} | {memcpy.bytes_per_s / 1e9:.2f} | {ours.cpu_s_per_gib:.2f} "
             f"| {bare.cpu_s_per_gib:.2f} | {cell.own_s * 1e3:.3g} | {digest} |"
         )
+        if has_stock:
+            stock = cell.ways["stock"]
+            lines[-1] += f" {stock.bytes_per_s / 1e9:.2f} | {stock.cpu_s_per_gib:.2f} |"
     return lines
 
 

@@ -79,6 +79,13 @@ def test_targets(words, good, bad):
     assert not verdict_of(replace(CELL, **bad), words).is_met
 
 
+def test_bandwidth_of_nixl_is_also_that_of_stock_nixl():
+    slow = replace(WAY, bytes_per_s=1e9)
+    verdict = verdict_of(replace(CELL, ways={**CELL.ways, "stock": slow}, share_of_bare=0.5), "bandwidth")
+    assert not verdict.is_met
+    assert "comes with 200%" in verdict.measured
+
+
 def test_small_handoffs_have_no_target_of_bandwidth():
     small = replace(CELL, num_blocks=15, share_of_bare=0.1)
     assert not [v for v in verdicts(Results([small], [], [], [])) if "bandwidth" in v.target]
