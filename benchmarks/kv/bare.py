@@ -28,8 +28,8 @@ from benchmarks.kv.wire import Mode, Setup
 
 _HEADER = bytes(128)  # as many bytes as our frames have, so that both write the same
 _PIPELINE_BYTES = 2 << 20  # measured: faster than one by one, and than less
-# Microseconds. With zero, which NIXL's own Python class always sets, the progress thread spins: measured on two cores to
-# cost up to ten times the CPU and to be the slower, the more the cores are used otherwise.
+# Microseconds. With zero, which NIXL's own Python class always sets, the progress thread spins: measured on two cores
+# to cost up to ten times the CPU and to be the slower, the more the cores are used otherwise.
 _PROGRESS_DELAY_US = 100_000
 _POLL_S = 20e-6  # measured: as fast as without a pause in shared memory, faster over TCP
 _THREADS = 2  # as many as our store connectors have
