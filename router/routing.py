@@ -3,9 +3,9 @@
 1. The prefix index says what every pod holds of the prompt.
 2. A decode pod is chosen to take the prompt over, and a prefill pod that fits it to compute the prompt.
 3. A decode pod is chosen to do both.
-4. `remote_prefill` auto: the first token comes from wherever it is predicted to come sooner. A decode pod that is to
-   compute a prompt must keep the target ITL while it does; else the prompt goes away. One on which nobody waits for a
-   token may break the target, but only for a clearly earlier first token: the next request may find it busy.
+4. `remote_prefill` auto: the prompt goes away, unless the first token would come from the decode pod in half the time,
+   since it holds the conversation so far, or since the prefill pods are busy. Less is not worth it, as whoever prefills
+   keeps the prompt for the next one. And a decode pod on which others wait for tokens must keep the target ITL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.policies import Candidates, Leg, PodColumns, PodFacts, PodTable, Pol
 
 NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
 _REMOTE_OVERHEAD_S = 0.002  # for one more pod to be asked
-_CLEARLY_SOONER = 0.75  # of the other's time
+_CLEARLY_SOONER = 0.5  # of the time that it takes with a prefill pod
 
 
 class Query(NamedTuple):
@@ -146,17 +146,11 @@ class Planner:
         assert there is not None
         if here.candidates.request.num_prompt_tokens - here.cached_tokens < self._min_remote_prefill_tokens:
             return local._replace(reason="short_prompt", others=(remote.decode, there))
-        remote_ttft_s = there.ttft_s + _REMOTE_OVERHEAD_S
-        if here.itl_s <= self._target_itl_s:
-            reason = "lower_ttft" if here.ttft_s <= remote_ttft_s else ""
-        elif here.num_requests == 0:
-            reason = "lower_ttft" if here.ttft_s <= _CLEARLY_SOONER * remote_ttft_s else ""
-        else:
-            reason = ""
-        if reason:
-            return local._replace(others=(remote.decode, there))
-        why = "lower_ttft" if here.ttft_s > remote_ttft_s else "itl_target"
-        return remote._replace(reason=why, others=(here,))
+        if here.ttft_s > _CLEARLY_SOONER * (there.ttft_s + _REMOTE_OVERHEAD_S):
+            return remote._replace(reason="lower_ttft", others=(here,))
+        if here.itl_s > self._target_itl_s and here.num_requests > 0:
+            return remote._replace(reason="itl_target", others=(here,))
+        return local._replace(others=(remote.decode, there))
 
     def _local(self, query: Query, decode: PodColumns, held: Held, reason: str) -> Plan:
         placement = self._place(self._decode_policy, query, Leg.WHOLE, decode, held)

@@ -72,14 +72,14 @@ def test_a_pod_to_avoid_is_used_only_if_there_is_no_other():
 @pytest.mark.parametrize(
     ("prefill", "decode", "num_tokens", "expected"),
     [
-        ({}, {}, 160, (None, "lower_ttft")),  # both idle: one pod fewer to ask
-        ({}, {"num_requests": 20}, 160, (None, "lower_ttft")),  # a chunk of 160 tokens keeps the target
-        ({}, {"num_requests": 40}, 800, ("p", "lower_ttft")),
-        ({"queued_tokens": 2000}, {"num_requests": 20}, 800, ("p", "itl_target")),  # later, but others go on
-        ({"queued_tokens": 2000}, {}, 800, (None, "lower_ttft")),  # nobody waits for a token here
-        ({}, {}, 800, ("p", "itl_target")),  # not clearly sooner
-        ({"queued_tokens": 2000}, {"num_requests": 20, "cached": 640}, 800, (None, "lower_ttft")),
-        ({"cached": 800}, {}, 160, ("p", "lower_ttft")),
+        ({}, {}, 160, ("p", "lower_ttft")),  # both idle
+        ({}, {}, 800, ("p", "lower_ttft")),
+        ({"queued_tokens": 300}, {}, 160, (None, "lower_ttft")),  # twice as soon
+        ({"queued_tokens": 200}, {}, 160, ("p", "lower_ttft")),  # sooner, but not that much
+        ({}, {"num_requests": 20, "cached": 640}, 800, (None, "lower_ttft")),  # the conversation so far is here
+        ({"cached": 640}, {"num_requests": 20, "cached": 640}, 800, ("p", "lower_ttft")),  # and there
+        ({"queued_tokens": 3000}, {"num_requests": 20}, 800, ("p", "itl_target")),  # later, but others go on
+        ({"queued_tokens": 3000}, {}, 800, (None, "lower_ttft")),  # nobody waits for a token here
         ({}, {"queued_tokens": 300}, 160, ("p", "lower_ttft")),
     ],
 )

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
-from common.pb import common_pb2
+from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
 from router.gateway import completions
 from router.generation import Generation
@@ -412,9 +412,7 @@ def _draft(request_id):
     [
         ({"remote_prefill": "prefer"}, PROMPT, True, "planned"),
         ({"remote_prefill": "never"}, PROMPT, False, "colocated"),
-        ({"remote_prefill": "auto"}, PROMPT, False, "lower_ttft"),
-        ({"remote_prefill": "auto"}, LONG_PROMPT, True, "itl_target"),
-        ({"remote_prefill": "auto", "target_itl_ms": 1000}, LONG_PROMPT, False, "lower_ttft"),
+        ({"remote_prefill": "auto"}, LONG_PROMPT, True, "lower_ttft"),
         ({"remote_prefill": "auto", "min_remote_prefill_tokens": 1001}, LONG_PROMPT, False, "short_prompt"),
         ({"remote_prefill": "always", "min_remote_prefill_tokens": 4}, PROMPT, True, "planned"),
     ],
@@ -425,6 +423,21 @@ async def test_where_the_prompt_is_prefilled(start_cluster, settings, prompt, re
     assert len(cluster.prefill[0].prefills) == remote
     assert cluster.decode[0].submits[0].HasField("remote_prefill") == remote
     assert cluster.metric("baton_dispatch_total", prefill="remote" if remote else "local", reason=reason) == 1
+
+
+async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
+    """The second time the decode pod is taken to hold the prompt, and the prefill pod has much to do."""
+    prefill = FakePrefillPod()
+    cluster = await start_cluster([prefill], [FakeDecodePod()], remote_prefill="auto")
+    await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)
+    await prefill.set_stats(pods_pb2.PodStats(num_queued_tokens=20_000, num_waiting=9, num_blocks=100))
+    (pod,) = cluster.router.cluster.prefill_pods
+    async with asyncio.timeout(30):
+        while pod.load.current().num_requests != 9:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)
+    assert len(prefill.prefills) == 1
+    assert cluster.metric("baton_dispatch_total", prefill="local", reason="lower_ttft") == 1
 
 
 async def test_without_a_fit_prefill_pod_decode_prefills_unless_that_is_forbidden(start_cluster):
