@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 50e-6  # between two looks at what is under way
 _MAX_PAUSE_S = 1e-3
+_PAUSE_SHARE = 1 / 8  # of the time since something happened: a write is seen at most that much too late
 _DRAIN_S = 2.0  # that writes under way get to complete when we close
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -176,20 +178,18 @@ class _Sending:
         """Serve the inbox until it is closed. Sleeps while there is nothing to do, and ever longer between looks at
         what is under way."""
         self._digester = Digester(kv_cache, self._block_size)
-        pause_s = _MIN_PAUSE_S
+        last_event = time.monotonic()
         while True:
-            try:
+            pause_s = min(max(_MIN_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - last_event)), _MAX_PAUSE_S)
+            with suppress(queue.Empty):
                 job = inbox.get(timeout=pause_s if self._queued or self._posted else None)
-            except queue.Empty:
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-            else:
                 if job is None:
                     break
                 self._queued.append(job)
-                pause_s = _MIN_PAUSE_S
+                last_event = time.monotonic()
             self._post_ready()
             if self._reap():
-                pause_s = _MIN_PAUSE_S
+                last_event = time.monotonic()
         self._close()
 
     def _post_ready(self) -> None:
