@@ -16,11 +16,9 @@ from common.pb import pods_pb2
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.pods.pod import Pod, PodState
-from router.policies import PodTable, StepTimes
+from router.policies import PodTable
 
 logger = logging.getLogger(__name__)
-
-_TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class ModelFacts(NamedTuple):
@@ -58,8 +56,14 @@ class Cluster:
         self.index = index
         self.prefill_table = PodTable()  # of the ready ones
         self.decode_table = PodTable()
-        self.prefill_pods = self._pods(pods_pb2.POD_ROLE_PREFILL, prefill, index)
-        self.decode_pods = self._pods(pods_pb2.POD_ROLE_DECODE, decode, index)
+        self.prefill_pods = [
+            Pod(pods_pb2.POD_ROLE_PREFILL, address, self._judge, index, self.prefill_table.step_times)
+            for address in prefill
+        ]
+        self.decode_pods = [
+            Pod(pods_pb2.POD_ROLE_DECODE, address, self._judge, index, self.decode_table.step_times)
+            for address in decode
+        ]
         self.by_address = {pod.address: pod for pod in self.pods}
         self.model: ModelFacts | None = None  # None until a decode pod has connected
         self._metrics = metrics
@@ -67,10 +71,6 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
         self._listeners: list[Callable[[], None]] = []
-
-    def _pods(self, role: pods_pb2.PodRole.ValueType, addresses: Sequence[str], index: PrefixIndex) -> list[Pod]:
-        step_times = StepTimes(_TYPICAL_BUDGET)  # of the role
-        return [Pod(role, address, self._judge, index, step_times) for address in addresses]
 
     @property
     def pods(self) -> list[Pod]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from common.pb import pods_pb2
 from router.index import Expectation
-from router.policies import Load, PodRow, StepTimes
+from router.policies import Load, PodRow, Slowness, StepTimes, can_be
 
 _SETTLING_S = 1.0  # from the end of a leg until the pod's event about its blocks has come
 _UNFED_SETTLING_S = 30.0  # the same if the pod sends no events: how long a prompt is taken to stay cached
@@ -27,10 +27,11 @@ class Share(NamedTuple):
 class PodLoad:
     """Of one pod, across its connections. Writes to the pod's row while it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_times: StepTimes) -> None:
+        """`step_times`: of all pods of the role, which learn from this one too."""
+        self._step_times = step_times
         self.row: PodRow | None = None  # while the pod is ready; set by the Cluster
-        self.step_times = StepTimes(2.0)  # of this connection
-        self.role_step_times = self.step_times
+        self._slowness = Slowness()  # of this incarnation
         self.num_requests = 0  # of this router, as are the next three
         self.num_tokens = 0
         self.work = 0.0
@@ -40,10 +41,9 @@ class PodLoad:
         self._claimed_tokens = (0, 0)  # between the last two reports, since the last one
         self._reported = pods_pb2.PodStats()
 
-    def connected(self, step_times: StepTimes, role_step_times: StepTimes) -> None:
+    def connected(self) -> None:
         """A new incarnation: nothing is known of its load yet."""
-        self.step_times = step_times
-        self.role_step_times = role_step_times
+        self._slowness = Slowness()
         self._reported = pods_pb2.PodStats()
 
     def report(self, stats: pods_pb2.PodStats) -> None:
@@ -53,8 +53,7 @@ class PodLoad:
         self._requests_at_report = self.num_requests
         self._claimed_tokens = (self._claimed_tokens[1], 0)
         if (stats.last_step_s, stats.last_step_tokens) != (before.last_step_s, before.last_step_tokens):
-            self.role_step_times.observe(stats.last_step_s, stats.last_step_tokens)
-            self.step_times.observe(stats.last_step_s, stats.last_step_tokens)
+            self._learn(stats.last_step_s, stats.last_step_tokens)
         self._write()
 
     def add(self, share: Share) -> None:
@@ -80,9 +79,13 @@ class PodLoad:
             num_requests=max(self.num_requests, reported + self.num_requests - self._requests_at_report),
             queued_tokens=self._queued_tokens(),
             free_blocks=max(0, stats.num_free_blocks - self.num_blocks),
-            step_base_s=self.step_times.base_s,
-            step_token_s=self.step_times.token_s,
+            slowness=self._slowness.value,
         )
+
+    def _learn(self, seconds: float, tokens: int) -> None:
+        if can_be(seconds, tokens):
+            self._slowness.observe(seconds, self._step_times.predict(tokens))
+            self._step_times.observe(seconds / self._slowness.value, tokens)
 
     def _queued_tokens(self) -> float:
         """This router's work, and what the pod has from others, of which as much is taken to be cached as of ours; but

@@ -53,12 +53,12 @@ class Pod:
         address: str,
         on_change: Callable[[], None],
         index: PrefixIndex,
-        role_step_times: StepTimes,
+        step_times: StepTimes,
     ) -> None:
-        """`on_change` is called whenever the state may have changed."""
+        """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
         self.role = role
         self.address = address
-        self.load = PodLoad()
+        self.load = PodLoad(step_times)
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
         self.lie = ""  # what it reported that cannot be true; it is refused for as long as it lives
@@ -73,7 +73,6 @@ class Pod:
         self._stats: pods_pb2.PodStats | None = None
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
         self._index = index
-        self._role_step_times = role_step_times
         self._liar: int | None = None  # its incarnation
 
     @property
@@ -175,7 +174,7 @@ class Pod:
         self.is_fed = False
         if info.incarnation != self._liar:
             self.lie = ""
-        self.load.connected(StepTimes(info.max_num_batched_tokens, self._role_step_times), self._role_step_times)
+        self.load.connected()
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Until one of the streams ends; raises why."""

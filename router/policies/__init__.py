@@ -3,7 +3,7 @@
 from router.policies.base import Candidates, Leg, Policy, RequestFacts
 from router.policies.prediction import Prediction, prefill_work
 from router.policies.registry import create_policy
-from router.policies.step_times import StepTimes
+from router.policies.step_times import Slowness, StepTimes, can_be
 from router.policies.table import Column, Load, PodColumns, PodFacts, PodRow, PodTable, connector_number
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "Policy",
     "Prediction",
     "RequestFacts",
+    "Slowness",
     "StepTimes",
+    "can_be",
     "connector_number",
     "create_policy",
     "prefill_work",

@@ -7,16 +7,18 @@ import numpy as np
 from router.policies.base import Candidates
 from router.policies.table import Column
 
-_LEAST_COST_S = 1e-4  # differences below count for nothing
+_SOFTENING_S = 0.01  # so that differences of less hardly count
 
 
 class KVAware:
-    """Least predicted cost / predicted cost, so the best pod scores 1."""
+    """Least predicted cost / predicted cost, so the best pod scores 1. What no pod can spare the request is left out: it
+    would make all pods look alike."""
 
     name = "kv_aware"
 
     def score(self, candidates: Candidates) -> Column:
         """See Scorer."""
-        cost_s = candidates.prediction.cost_s + _LEAST_COST_S
+        prediction = candidates.prediction
+        cost_s = prediction.cost_s + (_SOFTENING_S - prediction.answer_s.min(initial=np.inf))
         scores: Column = cost_s.min(initial=np.inf) / cost_s
         return scores

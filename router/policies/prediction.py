@@ -1,6 +1,6 @@
 """What a request would see on each pod, in seconds.
 
-A step of a pod takes `step_base_s + tokens * step_token_s`; both are learned per pod (`step_times`). From that:
+A step takes `base_s + tokens * token_s`, times the pod's slowness; all three are learned (`step_times`). From that:
 
 - queue: the prompt tokens before this request's, computed at the pod's pace;
 - prefill: the prompt's own tokens that are not cached, in steps of at most the token budget. Attention makes a token
@@ -30,6 +30,7 @@ class Prediction(NamedTuple):
     wait_s: Column  # for room to decode in
     transfer_s: Column  # to move the prompt's KV here
     ttft_s: Column  # until the first token, of what happens on this pod
+    answer_s: Column  # for the answer's tokens; 0 if another pod produces them
     itl_s: Column  # between tokens, at the worst: while prompts are computed
     cost_s: Column  # all that the request takes here; policies prefer less
 
@@ -52,7 +53,8 @@ def predict(
 ) -> Prediction:
     """What a request would see. `computes`: the pod computes the prompt; `decodes`: it produces the answer."""
     nothing = np.zeros(len(pods))
-    base_s, token_s, budget = pods.step_base_s, pods.step_token_s, pods.max_num_batched_tokens
+    base_s, token_s = pods.step_times.base_s * pods.slowness, pods.step_times.token_s * pods.slowness
+    budget = pods.max_num_batched_tokens
     uncached = np.maximum(num_prompt_tokens - cached_tokens, 1)  # one is computed in any case, to have a first token
     num_requests = pods.num_requests if decodes else nothing
 
@@ -65,7 +67,7 @@ def predict(
         queue_s = pods.queued_tokens * (token_s + step_s / room)
         prefill_s = np.ceil(work / room) * step_s + work * token_s
         chunk = chunk + uncached
-    itl_s = cost_s = nothing
+    itl_s = answer_s = cost_s = nothing
     if decodes:
         chunk = np.minimum(chunk, np.maximum(budget - num_requests, 0))
         pure_itl_s = base_s + token_s * (num_requests + 1)
@@ -82,4 +84,4 @@ def predict(
     ttft_s = queue_s + prefill_s + (wait_s if computes else nothing)
     if computes:
         cost_s = cost_s + queue_s + prefill_s
-    return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, itl_s, cost_s)
+    return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, answer_s, itl_s, cost_s)

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from router.policies.step_times import StepTimes
+
 Column = NDArray[np.float64]
 
-_NUM_FIELDS = 9  # first those of Load, then the numbers of PodFacts
+_NUM_FIELDS = 8  # first those of Load, then the numbers of PodFacts
 _FIRST_CAPACITY = 8
+_TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class PodFacts(NamedTuple):
@@ -37,8 +40,7 @@ class Load(NamedTuple):
     num_requests: float  # running, waiting, or waiting for remote KV
     queued_tokens: float  # prompt tokens that it still has to compute, cached ones left out where that is known
     free_blocks: float  # KV blocks that can be allocated, cached unreferenced ones included
-    step_base_s: float  # a step takes step_base_s + tokens * step_token_s seconds
-    step_token_s: float
+    slowness: float  # how much longer its steps take than those of the role's pods together
 
 
 class PodColumns:
@@ -51,18 +53,19 @@ class PodColumns:
         connectors: NDArray[np.int64],
         keys: NDArray[np.uint64],
         facts: list[PodFacts],
+        step_times: StepTimes,
     ) -> None:
         self._values = values  # [fields, pods]
         self.slots = slots
         self.connectors = connectors  # see connector_number
         self.keys = keys  # hashes of their addresses, the same in every router
         self.facts = facts
+        self.step_times = step_times  # of the role
         rows: Iterator[Column] = iter(values)
         self.num_requests = next(rows)
         self.queued_tokens = next(rows)
         self.free_blocks = next(rows)
-        self.step_base_s = next(rows)
-        self.step_token_s = next(rows)
+        self.slowness = next(rows)
         self.num_blocks = next(rows)
         self.max_num_seqs = next(rows)
         self.max_num_batched_tokens = next(rows)
@@ -76,7 +79,9 @@ class PodColumns:
         if keep.all():
             return self
         facts = [facts for facts, kept in zip(self.facts, keep.tolist(), strict=True) if kept]
-        return PodColumns(self._values[:, keep], self.slots[keep], self.connectors[keep], self.keys[keep], facts)
+        return PodColumns(
+            self._values[:, keep], self.slots[keep], self.connectors[keep], self.keys[keep], facts, self.step_times
+        )
 
 
 class PodRow:
@@ -97,7 +102,9 @@ class PodRow:
 class PodTable:
     """The ready pods of one role."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_times: StepTimes | None = None) -> None:
+        """`step_times`: of the role, kept up to date by the caller."""
+        self.step_times = StepTimes(_TYPICAL_BUDGET) if step_times is None else step_times
         self._values = np.zeros((_NUM_FIELDS, _FIRST_CAPACITY))
         self._slots = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._connectors = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
@@ -119,7 +126,7 @@ class PodTable:
         self._slots[number] = facts.slot
         self._connectors[number] = connector_number(facts.connector)
         self._keys[number] = stable_hash(facts.address)
-        self._values[5:, number] = (
+        self._values[4:, number] = (
             facts.num_blocks,
             facts.max_num_seqs,
             facts.max_num_batched_tokens,
@@ -145,13 +152,18 @@ class PodTable:
     def write(self, number: int, load: Load) -> None:
         """For rows only."""
         values = self._values
-        values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
+        values[0, number], values[1, number], values[2, number], values[3, number] = load
 
     def columns(self) -> PodColumns:
         """All pods. Valid until the table changes."""
         size = len(self._rows)
         return PodColumns(
-            self._values[:, :size], self._slots[:size], self._connectors[:size], self._keys[:size], self._facts
+            self._values[:, :size],
+            self._slots[:size],
+            self._connectors[:size],
+            self._keys[:size],
+            self._facts,
+            self.step_times,
         )
 
     def _grow(self) -> None:

@@ -15,9 +15,7 @@ NOW = 50.0
 
 @pytest.fixture
 def load():
-    load = PodLoad()
-    load.connected(StepTimes(2048), StepTimes(2048))
-    return load
+    return PodLoad(StepTimes(2048))
 
 
 def report(load, **stats):
@@ -53,16 +51,35 @@ def test_a_pod_has_no_more_to_compute_than_it_says(load):
     assert load.current().queued_tokens == 1100
 
 
-def test_steps_are_learned_once_each(load):
-    before = load.current()
+def test_steps_are_learned_once_each():
+    times = StepTimes(2048)
+    load = PodLoad(times)
+    before = times.predict(100)
     for _ in range(50):
         report(load, last_step_s=0.5, last_step_tokens=100)
-    assert load.step_times._num_steps == 1
-    assert load.role_step_times._num_steps == 1
-    now = load.current()
-    assert before.step_base_s + before.step_token_s * 100 < now.step_base_s + now.step_token_s * 100
-    report(load)
-    assert load.step_times._num_steps == 1
+    assert times._num_steps == 1
+    assert times.predict(100) > before
+    for nothing in ({}, {"last_step_s": float("nan"), "last_step_tokens": 5}, {"last_step_s": 0.1}):
+        report(load, **nothing)
+    assert times._num_steps == 1
+
+
+def test_a_slow_pod_is_told_from_the_others():
+    times = StepTimes(2048)
+    pods = {name: PodLoad(times) for name in ("slow", "usual", "odd", "fast")}
+    factors = {"slow": 3, "usual": 1, "odd": 1.15, "fast": 0.3}
+    for step in range(200):
+        tokens = (1, 64, 2048)[step % 3]
+        for name, load in pods.items():
+            report(
+                load, last_step_s=(0.01 + tokens * 1e-4) * factors[name] * (1 + step * 1e-6), last_step_tokens=tokens
+            )
+    slowness = {name: load.current().slowness for name, load in pods.items()}
+    assert slowness["usual"] == slowness["odd"] == 1
+    assert slowness["slow"] > 1.8
+    assert slowness["fast"] < 0.6
+    pods["slow"].connected()
+    assert pods["slow"].current().slowness == 1
 
 
 def test_the_row_follows(load):

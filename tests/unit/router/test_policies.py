@@ -99,7 +99,7 @@ class TestKVAware:
         assert prediction.prefill_s[0] == pytest.approx(0.0101, rel=0.01)
 
     def test_a_fast_pod_beats_a_slow_one(self):
-        table = table_of(slow={"step_token_s": 2e-4}, fast={"queued_tokens": 400})
+        table = table_of(slow={"slowness": 2}, fast={"queued_tokens": 400})
         assert chosen(self.policy(), candidates_of(table, num_prompt_tokens=900)) == ["fast"]
 
     def test_decode_prefers_small_batches_and_room(self):

@@ -29,19 +29,13 @@ def test_steps_are_foretold_whatever_the_hardware(base_s, token_s, lengths):
     assert times.token_s > 0
 
 
-def test_steps_of_one_length_leave_the_shape_to_the_prior_at_this_pods_speed():
-    role = StepTimes(2048)
-    learn(role, 0.01, 1e-4, (1, 512, 2048))
-    slow = StepTimes(2048, role)
-    learn(slow, 0.03, 3e-4, (2048,))
-    assert slow.predict(1) == pytest.approx(0.03, rel=0.15)
+def test_steps_of_one_length_leave_the_shape_to_the_prior():
+    times = StepTimes(2048)
+    learn(times, 0.03, 3e-4, (2048,))
+    assert times.predict(1) == pytest.approx(0.03, rel=0.15)
 
 
-def test_a_pod_that_has_not_reported_is_like_the_others():
-    role = StepTimes(2048)
-    learn(role, 0.02, 1e-3, (1, 2048))
-    new = StepTimes(2048, role)
-    assert new.predict(700) == role.predict(700)
+def test_steps_that_cannot_be_are_passed_over():
     times = StepTimes(2048)
     before = times.predict(100)
     for seconds, tokens in [(0, 5), (5, 0), (-1, 5), (math.nan, 5), (1, math.nan), (math.inf, 5), (1, math.inf)]:
