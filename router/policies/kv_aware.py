@@ -11,8 +11,8 @@ _SOFTENING_S = 0.01  # so that differences of less hardly count
 
 
 class KVAware:
-    """Least predicted cost / predicted cost, so the best pod scores 1. What no pod can spare the request is left out, or
-    all pods would look alike."""
+    """Least predicted cost / predicted cost, so the best pod scores 1. What no pod can spare the request is left out,
+    or all pods would look alike."""
 
     name = "kv_aware"
 

@@ -1,10 +1,10 @@
 """How long a step takes, learned from the steps that pods report.
 
-For all pods of a role together, the model is `base_s + tokens * token_s`: weighted least squares over the latest steps,
-in which old ones fade. Errors count relative to the step's length, so that short decode steps and long prefill steps
-both fit. What the steps do not show (all were of one length, say, or there were none) is taken from a prior. A step that
-is far from what was expected counts as half or twice of that, so that one hiccup changes little and a lasting change gets
-through all the same.
+For all pods of a role together, the model is `base_s + tokens * token_s`: weighted least squares over the latest
+steps, in which old ones fade. Errors count relative to the step's length, so that short decode steps and long prefill
+steps both fit. What the steps do not show (all were of one length, say, or there were none) is taken from a prior. A
+step that is far from what was expected counts as half or twice of that, so that one hiccup changes little and a
+lasting change gets through all the same.
 
 Of a single pod only its speed next to that is learned, and small differences count for nothing: they come from what it
 happens to run, and a router that believed them would send everything to whichever pod looks fastest.
