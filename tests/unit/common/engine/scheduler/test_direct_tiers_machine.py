@@ -56,6 +56,10 @@ class DirectTiersMachine(DirectHandoffMachine):
         engine.medium = self.medium
         return engine
 
+    def retryable(self):
+        """With tiers a producer whose handoff has failed already may wait much longer before it ends."""
+        return [each for each in super().retryable() if each.request.request_id not in self.prefill.scheduler._live]
+
     @rule()
     def step_decode(self):
         for load in self.decode.step().loads:
