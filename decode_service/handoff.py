@@ -65,7 +65,7 @@ from common.pb.pods_pb2_grpc import HandoffStub
 from common.pod.convert import sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
-from common.types import SampledToken
+from common.types import SampledToken, block_size_misfit
 from decode_service.config import DecodeConfig
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ _Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
 class Consumer(Protocol):
     """The request for which the handoff is made. Calls come in the order of the diagram and return at once."""
 
-    def reserve(self) -> None:
-        """Enter the engine: reserve blocks and wait for KV."""
+    def reserve(self, peer_block_size: int) -> None:
+        """Enter the engine: reserve blocks and wait for KV, which comes in blocks of `peer_block_size` tokens."""
 
     def is_alive(self) -> bool:
         """Whether its engine has worked since the last time that this was asked."""
@@ -323,9 +323,10 @@ class Handoff:
         self._note_verdict(event)
         match event.WhichOneof("event"):
             case "computing" if self.phase is Phase.OPENING:
+                peer_block_size = self._block_size_of(event.computing)
                 self.phase = Phase.RESERVED
                 self._lease_s = event.computing.lease_s or DEFAULT_LEASE_S
-                self._consumer.reserve()
+                self._consumer.reserve(peer_block_size)
             case "progress" if self.phase is Phase.RESERVED:
                 self._advance(event.progress.num_ready_tokens, event.progress.digests)
                 self._consumer.load(self._num_ready_tokens, self._take_digests())
@@ -340,6 +341,14 @@ class Handoff:
                 raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
             case kind:
                 raise _HandoffError("handoff_invalid", f"{kind} while {self.phase.name}")
+
+    def _block_size_of(self, computing: pods_pb2.HandoffComputing) -> int:
+        """That of the prefill pod, which has compared it with ours; what it says is not taken on trust."""
+        ours, theirs = self.offer.block_size, computing.block_size or self.offer.block_size
+        misfit = block_size_misfit(ours, theirs, is_direct=self.offer.is_direct)
+        if misfit:
+            raise _HandoffError("incompatible", f"block_size is {ours} here and {theirs} on the prefill pod: {misfit}")
+        return theirs
 
     def _note_verdict(self, event: pods_pb2.HandoffEvent) -> None:
         self._stream_is_over |= event.WhichOneof("event") in ("delivered", "failed")

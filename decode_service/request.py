@@ -125,11 +125,14 @@ class DecodeRequest:
 
     # -- Consumer ---------------------------------------------------------------------------------------------------
 
-    def reserve(self) -> None:
+    def reserve(self, peer_block_size: int) -> None:
         """The prefill has begun: take blocks."""
         assert self._remote is not None
         params = KVTransferParams(
-            transfer_id=TransferId(self._remote.transfer_id), epoch=self._remote.epoch, role="consumer"
+            transfer_id=TransferId(self._remote.transfer_id),
+            epoch=self._remote.epoch,
+            role="consumer",
+            peer_block_size=0 if peer_block_size == self._pod.spec.block_size else peer_block_size,
         )
         self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
 

@@ -99,7 +99,7 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Seals and verifies the frames of one model's blocks."""
+    """Seals and verifies the frames of one model's blocks of one size."""
 
     fingerprint: bytes  # FINGERPRINT_BYTES of them
     layout: BlockLayout
@@ -115,8 +115,8 @@ class BlockFormat:
 
     @property
     def namespace(self) -> str:
-        """Name under which this model's blocks are kept apart from all others; safe as a file name."""
-        return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}"
+        """Name under which this model's blocks of this size are kept apart from all others; safe as a file name."""
+        return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}-{self.layout.block_size}"
 
     def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
         """Write the header of a frame whose payload is in place."""

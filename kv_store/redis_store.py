@@ -10,6 +10,7 @@ only the blocks move that it gains or takes along.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import socket
@@ -28,7 +29,7 @@ from redis.retry import Retry
 
 from common.errors import ConfigError, StoreError
 from common.types import BlockHash
-from kv_store.base import Buffer, StoreConnectorOptions
+from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class RedisStore:
         """See BlockStore."""
         nodes = parse_nodes(self._options.url)
         _check_tls(nodes, self._options.tls_ca_file)
-        self._prefix = f"baton:{namespace}:".encode()
+        self._prefix = _prefix_of(namespace)
         self._servers = [_Server(node, self._options) for node in nodes]
         for server in self._servers:
             try:
@@ -241,6 +242,12 @@ class RedisStore:
             except redis.RedisError as error:
                 self.close()
                 raise ConfigError(f"url: cannot use Redis at {server.name}: {_one_line(error)}", param="url") from error
+
+    def sibling(self, namespace: str) -> BlockStore:
+        """See BlockStore."""
+        sibling = copy.copy(self)
+        sibling._prefix = _prefix_of(namespace)  # noqa: SLF001 - one of us
+        return sibling
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
@@ -301,6 +308,10 @@ class RedisStore:
 
     def _name_of(self, key: BlockHash) -> bytes:
         return self._prefix + key.hex().encode()
+
+
+def _prefix_of(namespace: str) -> bytes:
+    return f"baton:{namespace}:".encode()
 
 
 def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:

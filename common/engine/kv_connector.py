@@ -17,6 +17,9 @@ the blocks' digests, which travel on the handoff stream; the consumer's load mov
 arrived with them. Its reserved blocks stay pinned until the producer says that it is quiet, see
 `common.engine.scheduler.transfers`.
 
+A producer and a consumer over a store may have blocks of different sizes, one of which is a multiple of the other. The
+producer saves its own; the consumer's loads name the producer's blocks and say how to regroup them (Regroup).
+
 Some connectors also *keep* blocks (ConnectorFacts.keeps_blocks): what was saved once can be found and loaded by later
 requests. These are the tiers below the device. A lookup asks how many leading blocks of a prefix are there, in one
 round trip; loads and saves for the sake of a tier, not of a handoff, are marked as such.
@@ -26,9 +29,9 @@ The engine owns this Protocol; `kv_store` implements it; the pod's composition r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.types import BlockHash, RequestId
 
@@ -44,18 +47,47 @@ class Destination:
     block_ids: tuple[int, ...]  # in the consumer's KV cache, one for each block of the transfer
 
 
+class Piece(NamedTuple):
+    """Adjacent tokens of one of the producer's blocks that go into one of the consumer's."""
+
+    block: int  # index into BlockTransfer.block_ids
+    start: int  # first slot in it
+    source: int  # first slot in the producer's block
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """How the blocks of a load lie to those that it fills, where the producer's have another size."""
+
+    block_size: int  # tokens of each of the blocks that `block_hashes` names
+    offset: int  # of the first one's first token from the first slot of `block_ids`; tokens before it are not wanted
+
+    def pieces(self, index: int, num_tokens: int, block_size: int) -> Iterator[Piece]:
+        """Where the `num_tokens` tokens of the producer's block `index` go, in blocks of `block_size` tokens."""
+        first = self.offset + index * self.block_size
+        slot, stop = max(first, 0), first + num_tokens
+        while slot < stop:
+            block, start = divmod(slot, block_size)
+            piece = Piece(block, start, slot - first, min(block_size - start, stop - slot))
+            yield piece
+            slot += piece.num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
+    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names, unless they are to be
+    regrouped."""
 
     job_id: int  # unique per engine
     request_id: RequestId  # whose blocks; empty for a save of several requests' blocks
     block_ids: tuple[int, ...]  # empty for a lookup
     block_hashes: tuple[BlockHash, ...]
-    num_tokens_in_last: int  # tokens in the last block; block_size if it is full
+    num_tokens_in_last: int  # tokens in the last block that is named; all it can hold if it is full
     destination: Destination | None = None  # saves of a direct connector only
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: what the producer says of each block's bytes
     is_for_tier: bool = False  # no other pod waits for it
+    regroup: Regroup | None = None  # loads of a store's connector only: `block_hashes` are of blocks of another size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +95,7 @@ class TransferResult:
     """A settled job: the transport no longer touches its blocks."""
 
     job_id: int
-    num_blocks_ok: int  # leading blocks moved and verified; of a lookup: that a load would find
+    num_blocks_ok: int  # leading blocks, as named by hashes, moved and verified; of a lookup: that a load would find
     error: str = ""  # reason label (TransferError.reason) if not all were
     digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
 

@@ -20,6 +20,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: TransferId
     epoch: int  # attempt number, from 1; updates of another epoch are ignored
     role: Literal["producer", "consumer"]
+    peer_block_size: int = 0  # consumer: tokens per block of the producer; 0: as many as here
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -153,7 +154,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts of a started engine, "auto" resolved."""
 
-    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
+    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout but for the block size
     block_size: int
     num_blocks: int
     max_model_len: int

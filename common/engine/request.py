@@ -37,6 +37,7 @@ class Request:
     """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
 
     __slots__ = (
+        "_peer_block_hashes",
         "_root_hash",
         "added_at",
         "block_hashes",
@@ -91,6 +92,7 @@ class Request:
 
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
+        self._peer_block_hashes: list[BlockHash] = []  # of all blocks of the prompt, once asked for
 
         self.lookup: Lookup | None = None  # the last one since it lost its blocks
         self.restore: Restore | None = None  # while it is under way
@@ -101,7 +103,7 @@ class Request:
         self.incoming: Incoming | None = None
         self.outgoing: Outgoing | None = None
         if transfer is not None and transfer.role == "consumer":
-            self.incoming = Incoming(transfer.epoch, is_direct=is_direct)
+            self.incoming = Incoming(transfer.epoch, is_direct=is_direct, peer_block_size=transfer.peer_block_size)
         elif transfer is not None:
             self.outgoing = Outgoing(transfer.epoch, is_direct=is_direct)
 
@@ -165,6 +167,16 @@ class Request:
             prompt = self.token_ids[: self.num_prompt_tokens]
             hashes.append(hash_partial_block(prompt, block_size, self.block_hashes[:num_full], self._root_hash))
         return tuple(hashes)
+
+    def peer_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
+        """Hashes of prompt blocks [start, stop) in the producer's blocks, of `block_size` tokens."""
+        if not self._peer_block_hashes:
+            prompt = self.token_ids[: self.num_prompt_tokens]
+            full = hash_prompt(prompt, block_size, self._root_hash)
+            is_whole = len(full) * block_size == len(prompt)
+            last = [] if is_whole else [hash_partial_block(prompt, block_size, full, self._root_hash)]
+            self._peer_block_hashes = full + last
+        return tuple(self._peer_block_hashes[start:stop])
 
     def misfit_block_hash(self, block_size: int) -> int | None:
         """Index of the first given hash that is not that of its block, None if all are right.

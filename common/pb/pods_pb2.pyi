@@ -457,9 +457,11 @@ class HandoffStart(_message.Message):
     connector_address: _builtins.bytes
     """Direct connectors: what the prefill pod needs to write to the decode pod."""
     block_size: _builtins.int
-    """Tokens per KV block of the decode pod; must equal the prefill pod's."""
+    """Tokens per KV block of the decode pod. It and the prefill pod's: one divides the"""
     bytes_per_block: _builtins.int
-    """Bytes per KV block of the decode pod; must equal the prefill pod's."""
+    """other, with direct connectors they are equal.
+    Bytes per KV block of the decode pod; per token they equal the prefill pod's.
+    """
     def __init__(
         self,
         *,
@@ -593,19 +595,23 @@ class HandoffComputing(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Incarnation id of the prefill pod."""
     lease_s: _builtins.float
     """Seconds for which it waits for `reserved` or `renew`."""
+    block_size: _builtins.int
+    """Tokens per KV block of the prefill pod: the KV comes in such."""
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         lease_s: _builtins.float = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incarnation", b"incarnation", "lease_s", b"lease_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,6 +749,7 @@ class PodInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    IS_DIRECT_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
     incarnation: _builtins.int
@@ -768,6 +775,8 @@ class PodInfo(_message.Message):
     """Connector name; empty: none."""
     version: _builtins.str
     """Version of Baton."""
+    is_direct: _builtins.bool
+    """The connector writes blocks as they are: all pods need one block size."""
     def __init__(
         self,
         *,
@@ -784,10 +793,11 @@ class PodInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         connector: _builtins.str = ...,
         version: _builtins.str = ...,
+        is_direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "is_direct", b"is_direct", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

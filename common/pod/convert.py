@@ -42,7 +42,7 @@ def add_request_from_pb(
         prompt_token_ids=prompt,
         sampling=sampling,
         output_token_ids=outputs,
-        block_hashes=_split_hashes(message.block_hashes, len(prompt) // spec.block_size),
+        block_hashes=_block_hashes(message, len(prompt), spec.block_size),
         cache_salt=message.cache_salt,
         priority=message.priority,
         transfer=transfer,
@@ -54,8 +54,11 @@ def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs |
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
 
 
-def _split_hashes(packed: bytes, num_full_blocks: int) -> list[BlockHash]:
-    """Block hashes of the wire; none at all leaves the work to the engine."""
+def _block_hashes(message: common_pb2.EngineRequest, num_prompt_tokens: int, block_size: int) -> list[BlockHash]:
+    """Block hashes of the wire; none at all, or of blocks of another size, leaves the work to the engine."""
+    if message.hash_block_size not in (0, block_size):
+        return []
+    packed, num_full_blocks = message.block_hashes, num_prompt_tokens // block_size
     if packed and len(packed) != num_full_blocks * HASH_BYTES:
         raise InvalidRequestError(
             f"block_hashes has {len(packed)} bytes, but the prompt has {num_full_blocks} full blocks on this pod",

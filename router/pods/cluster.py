@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from common.pb import pods_pb2
+from common.types import block_size_misfit
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.pods.pod import Pod, PodState
@@ -22,22 +23,25 @@ logger = logging.getLogger(__name__)
 
 
 class ModelFacts(NamedTuple):
-    """What pods must agree on to share KV and tokens."""
+    """What pods must agree on to share KV and tokens; block sizes need not be equal with every connector."""
 
     fingerprint: bytes
     block_size: int  # tokens
     vocab_size: int
+    is_direct: bool  # its connector writes blocks as they are
 
     @classmethod
     def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
         """Those of one pod."""
-        return cls(info.fingerprint, info.block_size, info.vocab_size)
+        return cls(info.fingerprint, info.block_size, info.vocab_size, info.is_direct)
 
     def mismatch(self, other: ModelFacts) -> str:
         """Why a pod with the facts `other` does not fit; empty: it does."""
-        for name in ("block_size", "vocab_size"):
-            if getattr(self, name) != getattr(other, name):
-                return f"its {name} is {getattr(other, name)}, the cluster's is {getattr(self, name)}"
+        misfit = block_size_misfit(self.block_size, other.block_size, is_direct=self.is_direct or other.is_direct)
+        if misfit:
+            return f"its block_size is {other.block_size}, the cluster's is {self.block_size}: {misfit}"
+        if self.vocab_size != other.vocab_size:
+            return f"its vocab_size is {other.vocab_size}, the cluster's is {self.vocab_size}"
         if self.fingerprint != other.fingerprint:
             return (
                 f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "

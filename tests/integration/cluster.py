@@ -93,6 +93,8 @@ async def running_cluster(
     num_decode: int = 1,
     decode_blocks: int = 256,
     prefix_caching: bool = True,
+    prefill_block_size: int = BLOCK_SIZE,
+    decode_block_size: int = BLOCK_SIZE,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked."""
     directory = _with_tokenizer(tiny_model_dir(model), path / "model")
@@ -107,11 +109,11 @@ async def running_cluster(
             engine = AsyncInprocClient(config.engine_config(), InprocExecutor)
             return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
 
-        def cache(num_blocks: int) -> CacheConfig:
-            return CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
+        def cache(num_blocks: int, block_size: int) -> CacheConfig:
+            return CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
 
-        prefill_config = PrefillConfig(cache=cache(256), **settings)  # type: ignore[arg-type]
-        decode_config = DecodeConfig(cache=cache(decode_blocks), **settings)  # type: ignore[arg-type]
+        prefill_config = PrefillConfig(cache=cache(256, prefill_block_size), **settings)  # type: ignore[arg-type]
+        decode_config = DecodeConfig(cache=cache(decode_blocks, decode_block_size), **settings)  # type: ignore[arg-type]
         prefill = [
             await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
             for _ in range(num_prefill)

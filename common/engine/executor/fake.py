@@ -76,10 +76,10 @@ class MemoryConnector:
     def start_load(self, transfer: BlockTransfer) -> None:
         """Copy blocks in up to the first that the store lacks."""
         num_ok = 0
-        for block_id, block_hash in zip(transfer.block_ids, transfer.block_hashes, strict=True):
+        for index, block_hash in enumerate(transfer.block_hashes):
             if block_hash not in self.store:
                 break
-            self._kv_cache[block_id].copy_(self.store[block_hash])
+            self._fill(transfer, index, self.store[block_hash])
             num_ok += 1
         self._settle(transfer, num_ok)
 
@@ -100,8 +100,18 @@ class MemoryConnector:
     def close(self) -> None:
         """Nothing to release."""
 
+    def _fill(self, transfer: BlockTransfer, index: int, content: torch.Tensor) -> None:
+        if transfer.regroup is None:
+            self._kv_cache[transfer.block_ids[index]].copy_(content)
+            return
+        is_last = index == len(transfer.block_hashes) - 1
+        num_tokens = transfer.num_tokens_in_last if is_last else transfer.regroup.block_size
+        for block, start, source, count in transfer.regroup.pieces(index, num_tokens, self._kv_cache.shape[-2]):
+            target = self._kv_cache[transfer.block_ids[block]]
+            target[..., start : start + count, :] = content[..., source : source + count, :]
+
     def _settle(self, transfer: BlockTransfer, num_ok: int) -> None:
-        error = "" if num_ok == len(transfer.block_ids) else "block_missing"
+        error = "" if num_ok == len(transfer.block_hashes) else "block_missing"
         self._settled.append(TransferResult(transfer.job_id, num_ok, error))
         self._on_settled()
 

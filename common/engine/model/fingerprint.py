@@ -1,4 +1,4 @@
-"""Model fingerprint: two engines with equal ones compute interchangeable KV blocks.
+"""Model fingerprint: two engines with equal ones compute interchangeable KV.
 
 SHA-256 over
 
@@ -6,9 +6,10 @@ SHA-256 over
   and `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` of its tensors: every fine-tuned or re-quantised checkpoint
   differs in them, and reading them takes milliseconds whatever the size of the model;
 - the parsed config.json without fields that change no number;
-- compute dtype, KV layout and block size.
+- compute dtype and KV layout: what a token's KV looks like.
 
-Paths are no part of it: the same files fingerprint the same everywhere.
+Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which says how the KV is
+divided, not what it is: whoever compares blocks compares it as well.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _IRRELEVANT = frozenset(
 )
 
 
-def fingerprint_model(weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec, block_size: int) -> bytes:
+def fingerprint_model(weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec) -> bytes:
     """The 32-byte fingerprint. `config` is the parsed config.json. Raises OSError if a file cannot be read."""
     digest = hashlib.sha256(b"baton.fingerprint.v1")
     for path in sorted(weight_files, key=lambda path: path.name):
         digest.update(_digest_weights(path))
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     digest.update(json.dumps(relevant, sort_keys=True).encode())
-    layout = [str(spec.dtype), spec.value_head_dim, *spec.block_shape(block_size)]
+    layout = [str(spec.dtype), spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.value_head_dim]
     digest.update(json.dumps(layout).encode())
     return digest.digest()
 

@@ -50,7 +50,7 @@ from common.engine.scheduler.totals import Totals
 from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
 from common.engine.scheduler.waiting_queue import WaitingQueue
 from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
-from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken
+from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken, block_size_misfit
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +166,18 @@ class Scheduler:
             )
         if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
             raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
+        if message.transfer is not None and message.transfer.peer_block_size:
+            self._check_peer_block_size(message.transfer.peer_block_size)
         num_waiting = len(self._waiting) + len(self._tiers.waiting)
         if num_waiting >= self._config.max_num_waiting:
             raise OverloadedError(f"{num_waiting} requests are waiting already")
+
+    def _check_peer_block_size(self, theirs: int) -> None:
+        misfit = block_size_misfit(self._block_size, theirs, is_direct=self._is_direct)
+        if misfit:
+            raise InvalidRequestError(
+                f"block_size is {self._block_size} here and {theirs} at the producer: {misfit}", param="peer_block_size"
+            )
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
         """End requests now; one output with FinishReason.ABORT for each that was live. Their transfers are hurried,
@@ -420,7 +429,7 @@ class Scheduler:
         """The consumer holds blocks for its whole prompt; from now on KV may come."""
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         self._remote[request.request_id] = request
-        incoming.reserve(request.num_computed_tokens // self._block_size)
+        incoming.reserve(request.num_computed_tokens, self._block_size)
         reserved: list[int] = []
         if self._is_direct and not incoming.is_quiet and incoming.final_at is None:
             reserved = self._transfers.open_window(request, incoming.epoch, incoming.num_local)
@@ -468,7 +477,8 @@ class Scheduler:
         """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
         is left to prefill."""
         num_local = request.num_computed_tokens
-        num_valid = max(num_local, min(incoming.num_moved * self._block_size, request.num_prompt_tokens))
+        unit = incoming.unit(self._block_size)
+        num_valid = max(num_local, min(incoming.num_moved * unit, request.num_prompt_tokens))
         is_complete = num_valid >= request.num_prompt_tokens and incoming.first_token is not None
         request.incoming = None
         self._remote.pop(request.request_id)
@@ -482,7 +492,7 @@ class Scheduler:
         known = request.num_tokens if incoming.first_token is not None else request.num_tokens - 1
         request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
-        if not incoming.is_direct:
+        if not incoming.is_direct and unit == self._block_size:
             request.num_offered_blocks = request.num_computed_tokens // self._block_size  # a store has them already
         self._tiers.offer(request)
         request.status = RequestStatus.WAITING

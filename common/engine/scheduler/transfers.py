@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
+from common.engine.kv_connector import BlockTransfer, Destination, Regroup, TransferResult
 from common.types import RequestId, SampledToken
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class BlockStream:
-    """A request's blocks on the move: blocks [0, num_started) were handed to the connector, in order."""
+    """A request's blocks on the move: blocks [0, num_started) were handed to the connector, in order. They are of
+    `unit` tokens."""
 
     __slots__ = ("_broken_at", "_in_flight", "error", "num_started")
     is_for_tier: ClassVar[bool] = False  # True: full blocks of prompt and output; False: the prompt's, for a handoff
@@ -63,6 +64,10 @@ class BlockStream:
         """Leading blocks that are moved for certain."""
         moved = min(self._in_flight.values(), default=self.num_started)
         return moved if self._broken_at is None else min(moved, self._broken_at)
+
+    def unit(self, block_size: int) -> int:
+        """Tokens of each block of the stream, in an engine with blocks of `block_size`."""
+        return block_size
 
     def start(self, job_id: int, num_blocks: int) -> None:
         """The next `num_blocks` blocks are under way."""
@@ -97,7 +102,8 @@ class BlockStream:
 
 
 class Incoming(BlockStream):
-    """Consumer: the prompt's KV comes through the connector. Updates may come before the blocks are reserved."""
+    """Consumer: the prompt's KV comes through the connector. Updates may come before the blocks are reserved. Its
+    unit are blocks of the producer's size."""
 
     __slots__ = (
         "_digests",
@@ -109,23 +115,30 @@ class Incoming(BlockStream):
         "is_quiet",
         "num_local",
         "num_ready_tokens",
+        "peer_block_size",
     )
 
-    def __init__(self, epoch: int, *, is_direct: bool) -> None:
+    def __init__(self, epoch: int, *, is_direct: bool, peer_block_size: int = 0) -> None:
+        """`peer_block_size`: tokens per block of the producer; 0: as many as here."""
         super().__init__()
         self.epoch = epoch
         self.is_direct = is_direct
+        self.peer_block_size = peer_block_size
         self.is_quiet = False  # direct: the producer writes no more
         self._digests: list[bytes] = []  # direct: of the blocks after the local ones
-        self.num_local = 0  # leading blocks found in the local prefix cache
+        self.num_local = 0  # leading blocks wholly in the local prefix cache
         self.num_ready_tokens = 0  # leading prompt tokens that can be loaded
         self.final_at: float | None = None  # when the last update came
         self.first_token: SampledToken | None = None
         self.failure = ""  # reason label, from the last update
 
-    def reserve(self, num_local: int) -> None:
-        """The request has blocks; the first `num_local` of them hold their content already."""
-        self.num_local = self.num_started = num_local
+    def unit(self, block_size: int) -> int:
+        """See BlockStream."""
+        return self.peer_block_size or block_size
+
+    def reserve(self, num_local_tokens: int, block_size: int) -> None:
+        """The request has blocks; the first `num_local_tokens` tokens are in them already."""
+        self.num_local = self.num_started = num_local_tokens // self.unit(block_size)
 
     def apply(self, update: TransferUpdate, now: float) -> None:
         """Take news of the handoff; nothing but quiet follows a final update."""
@@ -143,6 +156,7 @@ class Incoming(BlockStream):
         """Leading blocks whose content can be loaded. The partial last one comes with the end of the prompt."""
         if self.is_broken:
             return 0
+        block_size = self.unit(block_size)
         if self.num_ready_tokens >= num_prompt_tokens:
             num_blocks = -(-num_prompt_tokens // block_size)
         else:
@@ -249,6 +263,7 @@ class Job:
     request: Request | None  # None: it has blocks of several requests
     owner: JobOwner
     blocks: Sequence[Block]  # pinned; empty for a lookup
+    num_blocks: int  # that it moves, in the owner's unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +322,20 @@ class TransferLedger:
         self._kv.unpin(self._windows.pop(request_id).blocks)
         return True
 
-    def open(self, request: Request | None, owner: JobOwner, blocks: Sequence[Block]) -> int:
-        """Enter a job whose blocks are pinned already. Its id."""
+    def open(
+        self, request: Request | None, owner: JobOwner, blocks: Sequence[Block], num_blocks: int | None = None
+    ) -> int:
+        """Enter a job whose blocks are pinned already. `num_blocks` if it counts them in another unit. Its id."""
         job_id = self._next_job_id
         self._next_job_id += 1
-        self._jobs[job_id] = Job(request, owner, blocks)
+        self._jobs[job_id] = Job(request, owner, blocks, len(blocks) if num_blocks is None else num_blocks)
         return job_id
 
     def start(self, request: Request, stream: BlockStream, stop: int) -> BlockTransfer:
         """Begin to move blocks [stream.num_started, stop) of `request` and pin them."""
         block_size = self._kv.block_size
+        if stream.unit(block_size) != block_size:
+            return self._start_regrouping(request, stream, stop)
         start = stream.num_started
         blocks = self._kv.blocks(request)[start:stop]
         self._kv.pin(blocks)
@@ -338,6 +357,25 @@ class TransferLedger:
             is_for_tier=stream.is_for_tier,
         )
 
+    def _start_regrouping(self, request: Request, stream: BlockStream, stop: int) -> BlockTransfer:
+        """`start` for blocks of the producer's size. Tokens that are here already are left as they are: their blocks
+        may be shared."""
+        block_size, unit, start = self._kv.block_size, stream.unit(self._kv.block_size), stream.num_started
+        num_tokens = min(stop * unit, request.num_prompt_tokens)
+        first = max(start * unit, request.num_computed_tokens) // block_size
+        blocks = self._kv.blocks(request)[first : self._kv.num_blocks_for(num_tokens)]
+        self._kv.pin(blocks)
+        job_id = self.open(request, stream, blocks, stop - start)
+        stream.start(job_id, stop - start)
+        return BlockTransfer(
+            job_id=job_id,
+            request_id=request.request_id,
+            block_ids=tuple(block.block_id for block in blocks),
+            block_hashes=request.peer_block_hashes(unit, start, stop),
+            num_tokens_in_last=num_tokens - (stop - 1) * unit,
+            regroup=Regroup(unit, start * unit - first * block_size),
+        )
+
     def settle(self, result: TransferResult) -> Job | None:
         """End a job and unpin its blocks. Its request may have ended. None for an unknown job."""
         job = self._jobs.pop(result.job_id, None)
@@ -345,7 +383,7 @@ class TransferLedger:
             return None
         self._cancelled.discard(result.job_id)
         self._kv.unpin(job.blocks)
-        job.owner.settle(result, len(job.blocks))
+        job.owner.settle(result, job.num_blocks)
         return job
 
     def cancel(self, request: Request, owner: JobOwner | None = None) -> None:

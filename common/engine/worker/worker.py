@@ -41,7 +41,7 @@ class Worker:
         loaded = self._loaded = load_model(self._config.model)
         block_size = self._config.cache.block_size
         try:
-            fingerprint = fingerprint_model(loaded.weight_files, loaded.config, loaded.kv_spec, block_size)
+            fingerprint = fingerprint_model(loaded.weight_files, loaded.config, loaded.kv_spec)
         except OSError as error:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(

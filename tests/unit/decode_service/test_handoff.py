@@ -61,8 +61,10 @@ class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
 class RecordingConsumer:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.peer_block_size = 0
 
-    def reserve(self) -> None:
+    def reserve(self, peer_block_size: int) -> None:
+        self.peer_block_size = peer_block_size
         self.calls.append(("reserve",))
 
     def is_alive(self) -> bool:
@@ -157,7 +159,7 @@ async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatc
 
 async def test_prefill_pod_is_told_of_the_reservation() -> None:
     async with handoff_with([COMPUTING]) as (handoff, consumer, servicer):
-        consumer.reserve = lambda: handoff.note_held(16)  # type: ignore[method-assign]
+        consumer.reserve = lambda _: handoff.note_held(16)  # type: ignore[method-assign]
 
         async def deliver_once_reserved(request_iterator, context):
             await anext(request_iterator)
@@ -175,10 +177,29 @@ async def test_prefill_pod_is_told_of_the_reservation() -> None:
 
 async def test_fault_of_the_consumer_is_a_reason_too(caplog: pytest.LogCaptureFixture) -> None:
     async with handoff_with([COMPUTING]) as (handoff, consumer, _):
-        consumer.reserve = lambda: 1 / 0  # type: ignore[method-assign]
+        consumer.reserve = lambda _: 1 / 0  # type: ignore[method-assign]
         await handoff.run()
     assert consumer.calls == [("recompute", "internal", 0)]
     assert "ZeroDivisionError" in caplog.text
+
+
+def computing_in(block_size: int) -> pods_pb2.HandoffEvent:
+    return pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1, block_size=block_size))
+
+
+@pytest.mark.parametrize(("said", "understood"), [(0, 16), (16, 16), (8, 8), (64, 64)])
+async def test_kv_may_come_in_blocks_of_another_size(said: int, understood: int) -> None:
+    async with handoff_with([computing_in(said), delivered(40)]) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.peer_block_size == understood
+    assert handoff.phase is Phase.DELIVERED
+
+
+@pytest.mark.parametrize(("said", "is_direct"), [(24, False), (12, False), (2**32 - 1, False), (32, True)])
+async def test_blocks_that_cannot_be_regrouped_fail_the_handoff(said: int, is_direct: bool) -> None:
+    async with handoff_with([computing_in(said)], is_direct=is_direct) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.calls[0][:2] == ("recompute", "incompatible")
 
 
 # -- direct connectors: 40 tokens in blocks of 16, of which the decode pod holds the first -----------------------------
@@ -191,7 +212,7 @@ async def direct_handoff_with(
     """The prefill pod says `events` once blocks are reserved, then breaks off or answers a cancellation."""
     async with handoff_with([], is_direct=True, handoff_quarantine_s=DEADLINE_S) as (handoff, consumer, servicer):
 
-        def reserve() -> None:
+        def reserve(_: int) -> None:
             consumer.calls.append(("reserve",))
             handoff.note_held(16, [5, 6])
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.engine.config import SchedulerConfig
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, Regroup, TransferResult
 from common.engine.messages import (
     AddRequest,
     KVTransferParams,
@@ -79,6 +79,7 @@ def create_request(
     cache_salt: str = "",
     priority: int = 0,
     block_hashes: Sequence[BlockHash] = (),
+    peer_block_size: int = 0,
     **sampling: Any,
 ) -> AddRequest:
     """A request. `prompt` is its tokens, or how many different ones; `sampling` are those of SamplingParams."""
@@ -93,7 +94,14 @@ def create_request(
         block_hashes=list(block_hashes),
         cache_salt=cache_salt,
         priority=priority,
-        transfer=KVTransferParams(transfer_id=TransferId(request_id), epoch=epoch, role=role) if role else None,  # type: ignore[arg-type]
+        transfer=KVTransferParams(
+            transfer_id=TransferId(request_id),
+            epoch=epoch,
+            role=role,  # type: ignore[arg-type]
+            peer_block_size=peer_block_size,
+        )
+        if role
+        else None,
     )
 
 
@@ -256,6 +264,9 @@ class FakeEngine:
             num_kept = min([*kept, False].index(False), num_blocks_ok)
             self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=int(num_kept), error=error))
             return
+        if transfer.regroup is not None:
+            self._settled.append(self._settle_regrouping(transfer, transfer.regroup, num_blocks_ok, error))
+            return
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
             is_last = index == len(transfer.block_ids) - 1
@@ -295,6 +306,21 @@ class FakeEngine:
             for block_id, content in zip(transfer.destination.block_ids[:num_ok], contents, strict=False):
                 peer.write_block(block_id, content)
         return TransferResult(transfer.job_id, num_ok, error, digests[:num_ok])
+
+    def _settle_regrouping(
+        self, transfer: BlockTransfer, regroup: Regroup, num_blocks_ok: float, error: str
+    ) -> TransferResult:
+        assert 0 not in transfer.block_ids
+        for index, block_hash in enumerate(transfer.block_hashes):
+            if index >= num_blocks_ok or block_hash not in self.medium:
+                return TransferResult(transfer.job_id, index, error or "block_missing")
+            is_last = index == len(transfer.block_hashes) - 1
+            content = self.medium[block_hash]
+            assert len(content) == (transfer.num_tokens_in_last if is_last else regroup.block_size)
+            for block, start, source, count in regroup.pieces(index, len(content), self.block_size):
+                first = transfer.block_ids[block] * self.block_size + start
+                self._kv.update(enumerate(content[source : source + count], first))
+        return TransferResult(transfer.job_id, len(transfer.block_hashes), error)
 
     def block(self, block_id: int) -> list[int]:
         """What a block holds."""

@@ -18,26 +18,27 @@ def weights(tmp_path):
 
 
 def test_is_independent_of_path_and_cosmetics(weights):
-    expected = fingerprint_model([tiny_model_dir("llama") / "model.safetensors"], CONFIG, SPEC, 16)
+    expected = fingerprint_model([tiny_model_dir("llama") / "model.safetensors"], CONFIG, SPEC)
     cosmetics = {"_name_or_path": "/somewhere", "transformers_version": "9.9", "dtype": "float32"}
-    assert fingerprint_model([weights], {**cosmetics, **CONFIG}, SPEC, 16) == expected
+    assert fingerprint_model([weights], {**cosmetics, **CONFIG}, SPEC) == expected
     assert len(expected) == 32
 
 
 def test_depends_on_all_that_changes_kv(weights, tmp_path):
     variants = [
-        (CONFIG, SPEC, 16),
-        ({**CONFIG, "rope_theta": 20000.0}, SPEC, 16),
-        (CONFIG, KVSpec(3, 2, 12, 12, torch.bfloat16), 16),
-        (CONFIG, KVSpec(3, 2, 12, 8, torch.float32), 16),
-        (CONFIG, SPEC, 32),
+        (CONFIG, SPEC),
+        ({**CONFIG, "rope_theta": 20000.0}, SPEC),
+        (CONFIG, KVSpec(3, 2, 12, 12, torch.bfloat16)),
+        (CONFIG, KVSpec(3, 2, 12, 8, torch.float32)),
+        (CONFIG, KVSpec(4, 2, 12, 12, torch.float32)),
+        (CONFIG, KVSpec(3, 4, 12, 12, torch.float32)),
     ]
     fingerprints = {fingerprint_model([weights], *variant) for variant in variants}
     tensors = load_file(weights)
     for tensor in tensors.values():
         tensor += 0.01  # as fine-tuning does
     save_file(tensors, tmp_path / "tuned.safetensors")
-    fingerprints.add(fingerprint_model([tmp_path / "tuned.safetensors"], CONFIG, SPEC, 16))
+    fingerprints.add(fingerprint_model([tmp_path / "tuned.safetensors"], CONFIG, SPEC))
     assert len(fingerprints) == len(variants) + 1
 
 
@@ -69,5 +70,5 @@ def test_reads_little_of_a_large_file(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(large), "open", lambda path, mode: Counting(real_open(path, mode)))
-        fingerprint_model([large], CONFIG, SPEC, 16)
+        fingerprint_model([large], CONFIG, SPEC)
     assert 0 < read <= (NUM_CHUNKS + 2) * CHUNK_BYTES + 8
