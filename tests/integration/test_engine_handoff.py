@@ -239,7 +239,8 @@ def test_producer_aborted_with_saves_in_flight(open_handoffs):
     with faulty_store("producer").gate("write") as gate:
         handoffs.start_producer(request_id, PROMPT, GREEDY)
         handoffs.start_consumer(request_id)
-        handoffs.step_producer()
+        while not handoffs.producer.stats().num_prompt_tokens:  # it first asks what the store keeps
+            handoffs.step_producer()
         gate.wait_for_arrival()
         handoffs.producer.abort_requests([request_id])
         while handoffs.producer.has_unfinished:
