@@ -19,6 +19,7 @@ import numpy as np
 from router.policies.table import Column, PodColumns
 
 _ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
+_QUEUE_WEIGHT = 1.1  # waiting is a little dearer than computing: a queue may hold surprises, a second copy is of use
 _CROWDING = 4.0  # answers' times that a request waits for KV on a pod that lacks all of its blocks
 
 
@@ -83,5 +84,5 @@ def predict(
             cost_s = cost_s + transfer_s + pods.queued_tokens * token_s  # what is queued delays the answer's steps
     ttft_s = queue_s + prefill_s + (wait_s if computes else nothing)
     if computes:
-        cost_s = cost_s + queue_s + prefill_s
+        cost_s = cost_s + _QUEUE_WEIGHT * queue_s + prefill_s
     return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, answer_s, itl_s, cost_s)

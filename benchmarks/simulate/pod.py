@@ -1,0 +1,262 @@
+"""A simulated pod: continuous batching under a token budget, chunked prefill, prefix caching, preemption by recompute.
+
+Nothing happens between the ends of steps but arrivals. While all that runs decodes and nothing waits, many steps are
+taken as one stretch, which an arrival cuts short at the end of the step that it falls into.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from benchmarks.simulate.cache import BlockCache
+from benchmarks.simulate.timing import Hardware
+
+_LONGEST_STRETCH_S = 0.25
+
+
+class Clock:
+    """Simulated time: callbacks in order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, time_s: float, callback: Callable[[], None]) -> None:
+        """Call it then."""
+        heapq.heappush(self._events, (time_s, next(self._numbers), callback))
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Call it after a delay."""
+        self.at(self.now + delay_s, callback)
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self.now, _, callback = heapq.heappop(self._events)
+            callback()
+
+
+class Listener(Protocol):
+    """Who waits for a job."""
+
+    def on_scheduled(self, num_cached_tokens: int) -> None:
+        """Its prompt has its turn for the first time."""
+
+    def on_tokens(self, count: int, seconds_each: float) -> None:
+        """So many tokens, so far apart; the last one now."""
+
+    def on_end(self) -> None:
+        """All tokens were produced."""
+
+
+class Job:
+    """A request's leg on one pod."""
+
+    def __init__(
+        self,
+        hashes: list[bytes],
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        *,
+        handed_over: bool,
+        listener: Listener,
+    ) -> None:
+        """`hashes` of prompt and answer. `handed_over`: the prompt's KV and the first token come from elsewhere.
+
+        A prefill leg has one output token.
+        """
+        self.hashes = hashes
+        self.listener = listener
+        self.handed_over = handed_over
+        self.num_tokens = num_prompt_tokens + handed_over  # known so far
+        self.num_left = num_output_tokens - handed_over  # to be produced
+        self.num_computed = 0
+        self.num_filled = 0  # leading blocks that are full and computed
+        self.held: list[bytes] = []  # cached blocks in use
+        self.num_private = 0
+        self.started = False
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens to compute before, and for, the next one."""
+        return self.num_tokens - self.num_computed
+
+
+class SimulatedPod:
+    """One pod. `on_change` is called when there is something to report."""
+
+    def __init__(self, hardware: Hardware, clock: Clock, on_change: Callable[[SimulatedPod], None]) -> None:
+        self.hardware = hardware
+        self.cache = BlockCache(hardware.num_blocks)
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.last_step_s = 0.0
+        self.last_step_tokens = 0
+        self.num_preemptions = 0
+        self.busy_s = 0.0
+        self._clock = clock
+        self._on_change = on_change
+        self._stretch: tuple[float, float, int] | None = None  # start, seconds of a step, steps
+        self._chunks: list[tuple[Job, int]] = []
+        self._version = 0
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens not yet computed, waiting and running."""
+        return sum(job.num_uncomputed for job in self.waiting if not job.handed_over) + sum(
+            job.num_uncomputed for job in self.running
+        )
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+        self.waiting.append(job)
+        self._on_change(self)
+        if self._stretch is None:
+            self._start()
+        else:
+            start, step_s, steps = self._stretch
+            done = max(1, math.ceil((self._clock.now - start) / step_s))
+            if done < steps:
+                self._run(start, step_s, done)
+
+    def _start(self) -> None:
+        self._make_room()
+        hardware = self.hardware
+        room = hardware.max_num_batched_tokens
+        self._admit(room - sum(job.num_uncomputed for job in self.running))
+        chunks: list[tuple[Job, int]] = []
+        tokens = context = 0
+        attended = 0.0
+        for job in self.running:
+            if (chunk := min(job.num_uncomputed, room)) <= 0:
+                continue
+            room -= chunk
+            tokens += chunk
+            if job.num_uncomputed == 1:
+                context += job.num_tokens
+            else:
+                attended += chunk * (job.num_computed + chunk / 2)
+            chunks.append((job, chunk))
+        if not chunks:
+            return
+        self._chunks = chunks
+        step_s = hardware.step_s(tokens, len(chunks), context, attended)
+        self.last_step_s, self.last_step_tokens = step_s, tokens
+        self._run(self._clock.now, step_s, self._stretch_steps(step_s))
+
+    def _stretch_steps(self, step_s: float) -> int:
+        """How many equal steps follow, if nothing arrives."""
+        if self.waiting or any(job.num_uncomputed != 1 for job in self.running):
+            return 1
+        blocks = self.cache.num_free // len(self.running)
+        return max(
+            1,
+            min(
+                min(job.num_left for job in self.running),
+                int(_LONGEST_STRETCH_S / step_s),
+                blocks * self.hardware.block_size,
+            ),
+        )
+
+    def _run(self, start: float, step_s: float, steps: int) -> None:
+        self._stretch = (start, step_s, steps)
+        self._version += 1
+        version = self._version
+        self._clock.at(start + step_s * steps, lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version or self._stretch is None:
+            return
+        _, step_s, steps = self._stretch
+        self._stretch = None
+        self.busy_s += step_s * steps
+        for job, chunk in self._chunks:
+            self._advance(job, chunk if steps == 1 else steps, steps, step_s)
+        for job, _ in self._chunks:
+            if not job.num_left:
+                self.running.remove(job)
+                self._release(job)
+                job.listener.on_end()
+        self._on_change(self)
+        self._start()
+
+    def _advance(self, job: Job, computed: int, steps: int, step_s: float) -> None:
+        job.num_computed += computed
+        sampled = steps if job.num_computed >= job.num_tokens + steps - 1 else 0
+        if sampled:
+            job.num_tokens += sampled
+            job.num_left -= sampled
+            job.listener.on_tokens(sampled, step_s)
+        self._grow(job)
+        self._fill(job)
+
+    def _admit(self, room: int) -> None:
+        """Take waiting jobs in order, as long as there are seats, blocks, and tokens of the step's budget."""
+        block_size = self.hardware.block_size
+        while self.waiting and room > 0 and len(self.running) < self.hardware.max_num_seqs:
+            job = self.waiting[0]
+            whole = job.hashes[: (job.num_tokens - 1) // block_size]  # one token is computed in any case
+            num_cached = self.cache.match(whole)
+            num_new = -(-job.num_tokens // block_size) - num_cached
+            watermark = self.hardware.num_blocks // 100 if self.running else 0
+            if num_new + self.cache.num_idle(whole[:num_cached]) + watermark > self.cache.num_free:
+                return
+            self.waiting.popleft()
+            job.held = whole[:num_cached]
+            self.cache.share(job.held)
+            self.cache.allocate(num_new)
+            job.num_private = num_new
+            job.num_filled = num_cached
+            job.num_computed = num_cached * block_size
+            if job.handed_over:
+                job.num_computed = job.num_tokens - 1
+                job.handed_over = False
+                self._fill(job)
+            if not job.started:
+                job.started = True
+                job.listener.on_scheduled(num_cached * block_size)
+            self.running.append(job)
+            room -= job.num_uncomputed
+
+    def _make_room(self) -> None:
+        """Preempt the latest jobs until all others can grow by a block."""
+        while len(self.running) > 1 and self.cache.num_free < len(self.running):
+            needed = sum(self._lacks(job) for job in self.running)
+            if needed <= self.cache.num_free:
+                return
+            job = self.running.pop()
+            self._release(job)
+            job.num_computed = 0
+            self.waiting.appendleft(job)
+            self.num_preemptions += 1
+
+    def _lacks(self, job: Job) -> int:
+        """Blocks to take before the next token."""
+        if job.num_left <= 1:
+            return 0
+        return max(0, -(-(job.num_tokens + 1) // self.hardware.block_size) - len(job.held) - job.num_private)
+
+    def _grow(self, job: Job) -> None:
+        if (lacks := min(self._lacks(job), self.cache.num_free)) > 0:
+            self.cache.allocate(lacks)
+            job.num_private += lacks
+
+    def _fill(self, job: Job) -> None:
+        """Cache what is full now."""
+        full = min(job.num_computed // self.hardware.block_size, len(job.hashes))
+        while job.num_filled < full:
+            block_hash = job.hashes[job.num_filled]
+            job.num_filled += 1
+            if job.num_private and self.cache.fill(block_hash):
+                job.num_private -= 1
+                job.held.append(block_hash)
+
+    def _release(self, job: Job) -> None:
+        self.cache.release(job.held, job.num_private)
+        job.held, job.num_private, job.num_filled = [], 0, 0

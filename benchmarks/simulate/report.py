@@ -1,0 +1,80 @@
+"""Tables of simulated runs, and what they say about the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.simulate.cluster import Outcome
+
+_GOOD_TTFT_S, _GOOD_TPOT_S = 0.5, 0.025
+_BASELINES = ("round_robin", "least_loaded")
+_TOLERATED = 1.02  # of the better baseline's time, where nothing is shared
+
+
+class Row(NamedTuple):
+    """One policy on one trace."""
+
+    trace: str
+    shares: bool
+    policy: str
+    outcome: Outcome
+
+    @property
+    def line(self) -> str:
+        """As a table's row."""
+        outcome = self.outcome
+        figures = [
+            f"{outcome.ttft(50) * 1e3:.0f}",
+            f"{outcome.ttft(99) * 1e3:.0f}",
+            f"{outcome.itl(50) * 1e3:.1f}",
+            f"{outcome.itl(99) * 1e3:.1f}",
+            f"{outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f}",
+            f"{outcome.hit_rate:.0%}",
+            f"{outcome.local_share:.0%}",
+        ]
+        return "| " + " | ".join([self.trace, self.policy, *figures]) + " |"
+
+
+class Verdict(NamedTuple):
+    """kv_aware next to the better of round robin and least loaded."""
+
+    trace: str
+    percentile: int  # of the TTFT
+    ratio: float  # below 1: kv_aware is ahead
+    holds: bool
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Whether kv_aware beats both wherever prompts share something, and is at most 2 % worse where they do not."""
+    found = []
+    for trace in dict.fromkeys(row.trace for row in rows):
+        outcomes = {row.policy: row for row in rows if row.trace == trace}
+        if "kv_aware" not in outcomes or not all(name in outcomes for name in _BASELINES):
+            continue
+        ours = outcomes["kv_aware"]
+        for percentile in (50, 99):
+            best = min(outcomes[name].outcome.ttft(percentile) for name in _BASELINES)
+            ratio = ours.outcome.ttft(percentile) / best
+            found.append(Verdict(trace, percentile, ratio, ratio < 1 if ours.shares else ratio <= _TOLERATED))
+    return found
+
+
+def format_markdown(title: str, rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
+    """A section: table and verdicts."""
+    lines = [
+        f"## {title}",
+        "",
+        "| trace | policy | TTFT p50, ms | TTFT p99, ms | ITL p50, ms | ITL p99, ms | goodput, 1/s | cached | local |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(row.line for row in rows),
+        "",
+        "kv_aware's TTFT over that of the better of round robin and least loaded; below 1 it is ahead:",
+        "",
+        "| trace | p50 | p99 | target |",
+        "|---|---|---|---|",
+    ]
+    for p50, p99 in zip(judged[::2], judged[1::2], strict=True):
+        met = "met" if p50.holds and p99.holds else "missed"
+        lines.append(f"| {p50.trace} | {p50.ratio:.2f} | {p99.ratio:.2f} | {met} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,83 @@
+"""The simulator drives the router's real decisions, and kv_aware keeps its promises in it. Time is simulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.simulate.__main__ import SETUPS, Setup, compare, main, run
+from benchmarks.simulate.cache import BlockCache
+from benchmarks.simulate.cluster import Setting, SimulatedCluster
+from benchmarks.simulate.report import verdicts
+from benchmarks.simulate.timing import H100_8B
+
+SMALL = SETUPS["h100"]._replace(num_prefill=8, num_decode=8)
+COLOCATED = SETUPS["h100-colocated"]._replace(num_decode=8)
+BASELINES = ("round_robin", "least_loaded", "kv_aware")
+
+
+@pytest.mark.parametrize(
+    ("setup", "trace"),
+    [
+        (SMALL, "system_prompts"),
+        (SMALL, "chats"),
+        (SMALL, "agents"),
+        (SMALL, "bursts"),
+        (SMALL, "unshared"),
+        (COLOCATED, "system_prompts"),
+        (COLOCATED, "unshared"),
+    ],
+)
+def test_kv_aware_beats_round_robin_and_least_loaded_wherever_something_is_shared(setup: Setup, trace: str) -> None:
+    rows = compare(setup, setup.trace(trace, 600 if trace == "unshared" else 300, seed=1), BASELINES)
+    for verdict in verdicts(rows):
+        assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize("policy", ["kv_aware", "power_of_two:1,prefix_affinity:0.5"])
+def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
+    trace = SMALL.trace("agents", 100, seed=7)
+    first, second = (run(SMALL, trace, policy, "auto") for _ in range(2))
+    if policy == "kv_aware":  # lots are drawn anew
+        assert first.duration_s == second.duration_s
+        assert np.array_equal(first.ttft_s, second.ttft_s)
+    assert len(first.ttft_s) == trace.num_requests
+    assert (first.ttft_s > 0).all()
+
+
+@pytest.mark.parametrize("num_blocks", [6_700, 700])
+@pytest.mark.parametrize("remote_prefill", ["auto", "prefer", "never"])
+def test_the_index_is_right_about_every_pod_whatever_was_evicted_or_preempted(
+    remote_prefill: str, num_blocks: int
+) -> None:
+    setting = Setting(H100_8B._replace(num_blocks=num_blocks), 3, 3, "kv_aware", remote_prefill)
+    cluster = SimulatedCluster(setting)
+    outcome = cluster.serve(SMALL.trace("agents", 60, seed=3))
+    assert cluster.check() == []
+    assert cluster.check_index() == []
+    assert 0 < outcome.hit_rate < 1
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    arguments = ["--setup", "cpu", "--trace", "unshared", "--requests", "30", "--policies", "round_robin|kv_aware:2"]
+    assert main([*arguments, "--markdown", str(tmp_path / "out.md")]) == 0
+    assert "| no sharing | kv_aware:2 |" in capsys.readouterr().out
+    assert "| no sharing | round_robin |" in (tmp_path / "out.md").read_text()
+
+
+def test_a_cache_reports_what_changed_and_nothing_twice() -> None:
+    cache = BlockCache(3)
+    names = [bytes([number]) * 16 for number in range(4)]
+    cache.allocate(2)
+    assert cache.fill(names[0])
+    assert cache.fill(names[1])
+    assert cache.take_events() == (names[0] + names[1], b"")
+    cache.release(names[:2], 0)
+    assert (cache.num_free, cache.match(names)) == (3, 2)
+    cache.allocate(2)
+    assert cache.match(names) == 1, "the end of a prompt goes first"
+    assert cache.fill(names[1])
+    assert cache.take_events() == (b"", b""), "it came back before anybody was told"
+    assert not cache.fill(names[0]), "cached already"
+    cache.release([names[1]], 1)
+    assert cache.num_free == 3
