@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import grpc
@@ -57,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """A whole answer."""
         response = inference_pb2.GenerateResponse()
-        async with self._errors(context), self._run(request) as generation:
+        async with self._errors(context), self._run(request, context) as generation:
             response.request_id = generation.generation.request.request_id
             text = []
             async for delta in generation:
@@ -73,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _StreamContext
     ) -> None:
         """An answer piece by piece."""
-        async with self._errors(context), self._run(request) as generation:
+        async with self._errors(context), self._run(request, context) as generation:
             due = generation.generation.request.deadline + _LAST_CHUNK_S
             try:
                 async with asyncio.timeout(due - time.monotonic()):
@@ -106,8 +107,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             yield
 
     @asynccontextmanager
-    async def _run(self, message: inference_pb2.GenerateRequest) -> AsyncIterator[TextGeneration]:
-        request = await self._service.prepare(_draft(message))
+    async def _run(
+        self, message: inference_pb2.GenerateRequest, context: _Context | _StreamContext
+    ) -> AsyncIterator[TextGeneration]:
+        request = await self._service.prepare(replace(_draft(message), session=_session(context)))
         with self._service.run([request]) as (generation,):
             yield generation
 
@@ -132,6 +135,11 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
         kv_failure_policy=_kv_failure_policy(message.kv_failure_policy),
         arrived_at=time.monotonic(),
     )
+
+
+def _session(context: _Context | _StreamContext) -> str:
+    """As HTTP clients name it in a header of the same name."""
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == "x-session-id"), "")
 
 
 def _kv_failure_policy(number: int) -> str | None:

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from router.config import RemotePrefill
 from router.index import Held, PrefixIndex
-from router.policies import Candidates, Leg, PodColumns, PodFacts, PodTable, Policy, RequestFacts, create_policy
+from router.policies import (
+    Candidates,
+    Judgement,
+    Leg,
+    PodColumns,
+    PodFacts,
+    PodTable,
+    Policy,
+    RequestFacts,
+    create_policy,
+)
 
 NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
 _REMOTE_OVERHEAD_S = 0.002  # for one more pod to be asked
@@ -42,6 +52,7 @@ class Placement(NamedTuple):
 
     policy: Policy
     candidates: Candidates
+    judgement: Judgement
     chosen: int  # its index
 
     @property
@@ -169,6 +180,8 @@ class Planner:
         return None if giving is None else Plan(taking, giving, "planned")
 
     def _place(self, policy: Policy, query: Query, leg: Leg, pods: PodColumns, held: Held) -> Placement | None:
+        if not len(pods):
+            return None
         request = RequestFacts(
             num_prompt_tokens=query.num_prompt_tokens,
             block_size=query.block_size,
@@ -177,8 +190,8 @@ class Planner:
             session=query.session,
         )
         candidates = Candidates(request, leg, pods, held.arriving if leg is Leg.DECODE else held.computed)
-        chosen = policy.choose(candidates)
-        return None if chosen is None else Placement(policy, candidates, chosen)
+        judgement = policy.judge(candidates)
+        return Placement(policy, candidates, judgement, policy.pick(candidates, judgement))
 
 
 def _with_partner(decode: PodColumns, prefill: PodColumns) -> NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from router.output import TextGeneration
 from router.pods import Cluster
 from router.preprocess import Preprocessor
 from router.request import Draft, GenerationRequest
+from router.routing import Plan
 
 _RETRY_AFTER_S = 1.0
 _SHUTTING_DOWN = "the router is shutting down"
@@ -62,6 +63,12 @@ class InferenceService:
         self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         self.metrics.prompt_length.observe(len(request.prompt_token_ids))
         return request
+
+    async def plan(self, draft: Draft) -> tuple[GenerationRequest, Plan]:
+        """The request that comes of a draft, and where it would go now. Changes and counts nothing; raises as `prepare`
+        and `run` do."""
+        request = await self._preprocessor.prepare(draft)
+        return request, self._dispatcher.plan(request)
 
     @contextmanager
     def run(self, requests: Sequence[GenerationRequest]) -> Iterator[list[TextGeneration]]:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from common import __version__
 from common.errors import BatonError
 from router.gateway import protocol
-from router.gateway.completions import CHAT, COMPLETIONS, CompletionsEndpoint
+from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
 from router.gateway.errors import ErrorBody, error_headers, error_json, route_error
 from router.service import InferenceService
 
@@ -31,6 +31,7 @@ def create_app(service: InferenceService) -> FastAPI:
     app.router.routes += [
         Route("/v1/completions", CompletionsEndpoint(COMPLETIONS, service), methods=["POST"]),
         Route("/v1/chat/completions", CompletionsEndpoint(CHAT, service), methods=["POST"]),
+        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service), methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
@@ -122,6 +123,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                 }
             }
             for path, body in bodies.items()
+        }
+        document["paths"]["/v1/route/explain"] = {
+            "post": {
+                "requestBody": {"required": True, "content": {_JSON: {"schema": {"anyOf": list(bodies.values())}}}},
+                "responses": {
+                    "200": {"description": "Where the request would go, and why. Nothing is generated."},
+                    "default": {"description": "An error.", "content": {_JSON: {"schema": error}}},
+                },
+            }
         }
         for path in ("/v1/models", "/health", "/metrics", "/version"):
             document["paths"][path] = {"get": {"responses": {"200": {"description": "OK"}}}}

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions.
+"""POST /v1/completions, /v1/chat/completions and /v1/route/explain.
 
 The status is known before the first byte is sent: a stream begins with the first delta of any choice, and a failure
 before that is an ordinary error response.
@@ -17,7 +17,8 @@ from typing import Any
 from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.exchange import Exchange, Receive, Scope, Send
-from router.gateway.protocol import ChatBody, CompletionBody, parse_chat, parse_completion
+from router.gateway.explain import explain
+from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
 from router.output import TextGeneration
 from router.preprocess import choices_of
 from router.request import GenerationRequest, TextPrompt
@@ -36,10 +37,13 @@ class Api:
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
     format: type[AnswerFormat]
+    explains: bool = False  # answers with the route that the request would take
 
 
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
+EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
+SESSION_HEADER = "x-session-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class _Job:
 
 
 class CompletionsEndpoint:
-    """An ASGI application for one of the two APIs."""
+    """An ASGI application for one of the APIs."""
 
     def __init__(self, api: Api, service: InferenceService) -> None:
         self._api = api
@@ -86,7 +90,13 @@ class CompletionsEndpoint:
         await exchange.send_error(error)
 
     async def _serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
-        job = await self._prepare(self._api.parse(body), arrived_at)
+        parsed = self._api.parse(body)
+        parsed.session_id = parsed.session_id or exchange.header(SESSION_HEADER)
+        if self._api.explains or parsed.dry_run:
+            drafts = parsed.drafts(parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", arrived_at)
+            await exchange.send_json(await explain(self._service, drafts))
+            return
+        job = await self._prepare(parsed, arrived_at)
         with self._service.run(job.choices) as generations:
             if job.stream:
                 await self._stream(job, generations, exchange)

@@ -36,6 +36,11 @@ class Exchange:
         self._send = send
         self._streaming = False
 
+    def header(self, name: str) -> str:
+        """The first header of that name, in lower case; empty: there is none."""
+        wanted = name.encode()
+        return next((value.decode("latin-1") for header, value in self._headers if header == wanted), "")
+
     async def read_json(self, limit: int, timeout_s: float) -> bytes:
         """The whole body, unread. Raises InvalidRequestError if it is declared as something else, PayloadTooLargeError
         over `limit` bytes, DeadlineExceededError after `timeout_s` seconds, RequestCancelledError if the client goes

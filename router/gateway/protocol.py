@@ -72,14 +72,18 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # Baton's own.
     kv_failure_policy: str | None = None  # "recompute" or "fail"; absent: the router's setting
+    session_id: str | None = None  # requests of one session go to the same pods where the policy says so
+    dry_run: bool | None = None  # answer with the route that the request would take
+
+    # They name a session if session_id does not.
+    prompt_cache_key: str | None = None
+    user: str | None = None
 
     # Accepted and of no effect: they say who asks, not what.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     # Refused by `check_offered` unless they ask for nothing.
@@ -90,6 +94,11 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def include_usage(self) -> bool:
         """True if a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def session(self) -> str:
+        """Name of the session; empty: none."""
+        return self.session_id or self.prompt_cache_key or self.user or ""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -173,6 +182,7 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
+                session=self.session,
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "logprobs"},
                 arrived_at=arrived_at,
@@ -267,6 +277,7 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
+                session=self.session,
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
                 arrived_at=arrived_at,
@@ -300,6 +311,13 @@ def parse_completion(body: bytes) -> CompletionBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
     with _request_errors():
         return _completion_decoder.decode(body)
+
+
+def parse_any(body: bytes) -> CompletionBody | ChatBody:
+    """A chat if it has messages, else a completion. Raises InvalidRequestError."""
+    with _request_errors():
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return parse_chat(body) if "messages" in fields else parse_completion(body)
 
 
 def parse_chat(body: bytes) -> ChatBody:

@@ -1,6 +1,6 @@
 """Which pod gets a request: Filter -> Scorer -> Picker over columns of the ready pods."""
 
-from router.policies.base import Candidates, Leg, Policy, RequestFacts
+from router.policies.base import Candidates, Judgement, Leg, Policy, RequestFacts
 from router.policies.prediction import Prediction, prefill_work
 from router.policies.registry import create_policy
 from router.policies.step_times import Slowness, StepTimes, can_be
@@ -9,6 +9,7 @@ from router.policies.table import Column, Load, PodColumns, PodFacts, PodRow, Po
 __all__ = [
     "Candidates",
     "Column",
+    "Judgement",
     "Leg",
     "Load",
     "PodColumns",

@@ -96,6 +96,13 @@ class WeightedScorer(NamedTuple):
     weight: float = 1.0
 
 
+class Judgement(NamedTuple):
+    """What a policy makes of its candidates."""
+
+    scores: tuple[Column, ...]  # of each scorer, unweighted
+    totals: Column  # weighted sums
+
+
 class Policy:
     """Sums weighted scores, then picks. Candidates were filtered before: who is unfit is not among them."""
 
@@ -104,20 +111,22 @@ class Policy:
         self._scorers = tuple(scorers)
         self._picker = picker
 
-    def scores(self, candidates: Candidates) -> dict[str, Column]:
-        """What each scorer says, unweighted, by its name."""
-        return {scorer.name: scorer.score(candidates) for scorer, _ in self._scorers}
+    @property
+    def scorer_names(self) -> list[str]:
+        """In the order of a judgement's scores."""
+        return [scorer.name for scorer, _ in self._scorers]
 
-    def totals(self, candidates: Candidates) -> Column:
-        """The weighted sums."""
+    def judge(self, candidates: Candidates) -> Judgement:
+        """Score them all."""
+        scores = tuple(scorer.score(candidates) for scorer, _ in self._scorers)
         totals: Column = np.zeros(len(candidates.pods))
-        for scorer, weight in self._scorers:
-            totals += weight * scorer.score(candidates)
-        return totals
+        for column, (_, weight) in zip(scores, self._scorers, strict=True):
+            totals += weight * column
+        return Judgement(scores, totals)
 
-    def choose(self, candidates: Candidates) -> int | None:
-        """Index of the candidate to use; None if there is none. Says so of the same candidates until `note`."""
-        return self._picker.pick(candidates, self.totals(candidates)) if len(candidates.pods) else None
+    def pick(self, candidates: Candidates, judgement: Judgement) -> int:
+        """Index of the candidate to use, of at least one. The same one is picked again until something is noted."""
+        return self._picker.pick(candidates, judgement.totals)
 
     def note(self, slot: int) -> None:
         """A request was sent to the pod with this slot."""

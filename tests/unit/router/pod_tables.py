@@ -39,7 +39,7 @@ def chosen(policy, candidates: Candidates, times: int = 1) -> list[str]:
     """Addresses of the pods that get so many such requests one after the other."""
     addresses = []
     for _ in range(times):
-        facts = candidates.pods.facts[policy.choose(candidates)]
+        facts = candidates.pods.facts[policy.pick(candidates, policy.judge(candidates))]
         policy.note(facts.slot)
         addresses.append(facts.address)
     return addresses

@@ -26,9 +26,11 @@ def test_every_policy_takes_a_pod_and_uses_equal_ones_alike(name, leg):
     assert set(taken) == {"a", "b", "c"}
     if name != "power_of_two":
         assert taken[:6] == ["a", "b", "c"] * 2
-    assert create_policy(name).choose(Candidates(REQUEST, leg, PodTable().columns())) is None
-    scores = policy.scores(candidates)[name]
-    assert ((scores >= 0) & (scores <= 1)).all()
+    assert policy.scorer_names == [name]
+    for pods in (candidates, Candidates(REQUEST, leg, PodTable().columns())):
+        (scores,) = policy.judge(pods).scores
+        assert len(scores) == len(pods.pods)
+        assert ((scores >= 0) & (scores <= 1)).all()
 
 
 @pytest.mark.parametrize("load", [{"num_requests": 1}, {"queued_tokens": 1}, {"free_blocks": 99}])
