@@ -361,14 +361,16 @@ class StoreWorkerConnector:
         target = staging if job.transfer.regroup is None else self._regrouping(job)
         frames = target.frames[: len(blocks)]
         sizes = job.origin.store.read_into([block.key for block in blocks], frames)
+        num_verified = 0
         try:
             for block, frame, size in zip(blocks, frames, sizes, strict=True):
                 _verify(job.origin, block, frame, size)
-                batch.num_ok += 1
+                num_verified += 1
         finally:
             with job.lock:
                 if not job.settled:
-                    target.scatter([block.block_id for block in blocks[: batch.num_ok]], job.fence)
+                    target.scatter([block.block_id for block in blocks[:num_verified]], job.fence)
+                    batch.num_ok = num_verified  # not before: a copy that fails has brought nothing
 
 
 def _verify(origin: _Origin, block: _Block, frame: Buffer, size: int | None) -> None:

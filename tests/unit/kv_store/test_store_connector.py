@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.types import BlockHash, RequestId
+from kv_store.registry import create_connector
+from kv_store.staging import HostStaging
+
+
+def test_blocks_whose_copy_into_the_kv_cache_fails_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
+    settled = threading.Event()
+    connector = create_connector("memory", {})
+    connector.register_kv_cache(kv_cache, bytes(32), settled.set)
+
+    def result_of() -> TransferResult:
+        assert settled.wait(10)
+        settled.clear()
+        (result,) = connector.poll()
+        return result
+
+    def transfer(job_id: int, block_ids: tuple[int, ...]) -> BlockTransfer:
+        hashes = (BlockHash(bytes([1]) * 16), BlockHash(bytes([2]) * 16))
+        return BlockTransfer(job_id, RequestId("r"), block_ids, hashes, 4)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    try:
+        connector.start_save(transfer(1, (0, 1)))
+        assert result_of().num_blocks_ok == 2
+        monkeypatch.setattr(HostStaging, "scatter", fail)
+        connector.start_load(transfer(2, (2, 3)))
+        assert result_of() == TransferResult(2, 0, "transfer")
+    finally:
+        connector.close()
