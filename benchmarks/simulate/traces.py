@@ -97,13 +97,15 @@ class TraceMaker:
         return Trace("bursts", sorted(sessions, key=lambda session: session.start_s), shares=True)
 
     def quarter_shared(self, num_sessions: int, rate: float) -> Trace:
-        """Prompts of which a quarter is shared: 500 tokens of instructions, 1,500 of one's own. Naive cache awareness
-        was reported to be worse than round robin here."""
+        """Prompts of which the first quarter is shared with others. Naive cache awareness was reported to be worse than
+        round robin at such a share."""
         choices = self._choices("quarter shared")
+        apps = [self._story(f"app {number}", 4_096) for number in range(64)]
         sessions = []
         for number, start_s in enumerate(_arrivals(choices, num_sessions, rate)):
-            story = self._story(f"app {_zipf(choices, 64)}", 512)
-            story = self._tell(story, f"own {number}", _spread(choices, 1_500))
+            num_own = _spread(choices, 1_500)
+            num_shared = max(1, round(num_own / 3 / self._block_size)) * HASH_BYTES
+            story = self._tell(apps[_zipf(choices, len(apps))][:num_shared], f"own {number}", num_own)
             sessions.append(Session(f"user {number}", start_s, (self._turn(0, story, f"q{number}", choices, 200),)))
         return Trace("a quarter shared", sessions, shares=True)
 
