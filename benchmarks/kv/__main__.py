@@ -11,8 +11,9 @@ memory; all in turn, so that whatever else runs on the machine hits all of them.
                  handoff are saved after the forward, as if the prompt had been one chunk.
     GB/s         bytes handed over / time from forward end to the last of them runnable
     bare         shared-storage: a file written and read for each block, same tmpfs. redis: SET and GET in pipelines,
-                 same client, same server. Both on one thread or two, whichever is faster. nixl: one write of the same
-                 descriptors, polled. No digest, no copy on top.
+                 same client, same server. Both on one thread. nixl: one write of the same descriptors, polled. No
+                 digest, no copy on top.
+    threaded     the stores' bare media on as many threads as their connectors have
     stock        bare nixl whose progress thread spins, as NIXL's own Python class sets it; bare's sleeps, like ours
     CPU s/GiB    of producer, consumer and server
     digest       part of the time that is saved when digests of blocks cost nothing

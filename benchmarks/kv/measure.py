@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from benchmarks.kv.pair import GIB, Pair, Sample, open_pair
 from benchmarks.kv.pods import PodHandoffs, measure_pods
-from benchmarks.kv.wire import BARE_MODES, MODES, Mode, Run
+from benchmarks.kv.wire import MODES, Mode, Run
 
 MIB = 1 << 20
 _MIN_REPEATS = 5
@@ -62,7 +62,6 @@ class Cell:
     p50_s: float  # handoff latency
     p99_s: float
     ways: dict[Mode, Way]
-    bare_mode: Mode  # the faster of the bare medium's
     share_of_bare: float  # of its bandwidth: median over pairs of runs
     own_s: float  # ours less the bare medium: median over pairs of runs
     digest_share: float | None  # of the handoff; None: not measured
@@ -75,7 +74,7 @@ class Cell:
     @property
     def bare(self) -> Way:
         """The bare medium."""
-        return self.ways[self.bare_mode]
+        return self.ways["bare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +222,7 @@ def _measure_cell(
                 samples[mode].append(sample)
     total_bytes = block_bytes * num_blocks * num_handoffs
     ways = {mode: _way(taken, total_bytes) for mode, taken in samples.items()}
-    bare_mode = min((mode for mode in BARE_MODES if mode in ways), key=lambda mode: ways[mode].seconds)
-    ours, bare = samples["ours"], samples[bare_mode]
+    ours, bare = samples["ours"], samples["bare"]
     latencies = sorted(latency for sample in ours for latency in sample.latencies)
     return Cell(
         connector=connector,
@@ -235,7 +233,6 @@ def _measure_cell(
         p50_s=statistics.median(latencies),
         p99_s=latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
         ways=ways,
-        bare_mode=bare_mode,
         share_of_bare=statistics.median(b.seconds / o.seconds for o, b in zip(ours, bare, strict=True)),
         own_s=statistics.median(o.seconds - b.seconds for o, b in zip(ours, bare, strict=True)),
         digest_share=_digest_share(ours, samples.get("undigested", [])),

@@ -22,7 +22,6 @@ CELL = Cell(
     p50_s=0.01,
     p99_s=0.02,
     ways={"ours": WAY, "bare": WAY, "memcpy": WAY},
-    bare_mode="bare",
     share_of_bare=0.9,
     own_s=0.0005,
     digest_share=0.05,
