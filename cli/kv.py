@@ -31,9 +31,10 @@ _SUMMARIES = {
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which store. The same settings as those of `baton up` and of the pods."""
 
-    connector: Annotated[str, Meta(min_length=1, description=f"Whose store: {' or '.join(INSPECTABLE)}.")] = (
-        "shared-storage"
-    )
+    connector: Annotated[
+        str,
+        Meta(min_length=1, description=f"Whose store: {' or '.join(INSPECTABLE)}; or nixl, for the store below it."),
+    ] = "shared-storage"
     connector_path: Annotated[str, Meta(description="Directory of the shared-storage connector.")] = ""
     connector_options: Annotated[
         dict[str, str | int | float | bool], Meta(description="Further options of the connector, such as url.")

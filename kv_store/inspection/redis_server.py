@@ -27,21 +27,25 @@ class RedisInspector:
     frequency. Reading a block leaves its time to live alone, but counts as a use for the server's eviction.
     """
 
-    def __init__(self, options: RedisOptions) -> None:
-        """Raises ConfigError naming the option if a server cannot be used."""
-        with contextlib.closing(RedisStore(options)) as store:
-            store.open("", 0)  # finds what is wrong with the options and says it as the pods do
+    def __init__(self, options: RedisOptions, prefix: str = "") -> None:
+        """Raises ConfigError naming the option, `prefix` before it, if a server cannot be used."""
+        self._prefix = prefix
+        try:
+            with contextlib.closing(RedisStore(options)) as store:
+                store.open("", 0)  # finds what is wrong with the options and says it as the pods do
+        except ConfigError as error:
+            raise ConfigError(f"{prefix}{error.message}", param=f"{prefix}{error.param}") from error
         self._clients = {node.name: _client(node, options) for node in parse_nodes(options.url)}
 
     def blocks(self, namespace: str | None = None) -> Iterator[StoredBlock]:
         """See StoreInspector."""
         for name, client in self._clients.items():
-            with _server_errors(name):
+            with self._server_errors(name):
                 yield from _blocks_on(name, client, namespace)
 
     def read(self, block: StoredBlock) -> bytes | None:
         """See StoreInspector."""
-        with _server_errors(block.location):
+        with self._server_errors(block.location):
             try:
                 frame: bytes | None = self._clients[block.location].get(_key(block))
                 return frame
@@ -54,7 +58,7 @@ class RedisInspector:
         """See StoreInspector."""
         removed = 0
         for name, share in groupby(blocks, key=lambda block: block.location):
-            with _server_errors(name):
+            with self._server_errors(name):
                 removed += int(self._clients[name].unlink(*map(_key, share)))
         return removed
 
@@ -62,6 +66,16 @@ class RedisInspector:
         """See StoreInspector."""
         for client in self._clients.values():
             client.close()
+
+    @contextlib.contextmanager
+    def _server_errors(self, name: str) -> Iterator[None]:
+        """Raise what the server or the way to it reports as ConfigError."""
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            setting = f"{self._prefix}url"
+            message = f"{setting}: Redis at {name} failed: {error or type(error).__name__}"
+            raise ConfigError(message, param=setting) from error
 
 
 def _client(node: RedisNode, options: RedisOptions) -> Any:
@@ -110,12 +124,3 @@ def _describe(location: str, client: Any, keys: Sequence[bytes]) -> Iterator[Sto
 
 def _key(block: StoredBlock) -> str:
     return f"baton:{block.namespace}:{block.hash_hex}"
-
-
-@contextlib.contextmanager
-def _server_errors(name: str) -> Iterator[None]:
-    """Raise what the server or the way to it reports as ConfigError."""
-    try:
-        yield
-    except (redis.RedisError, OSError) as error:
-        raise ConfigError(f"url: Redis at {name} failed: {error or type(error).__name__}", param="url") from error

@@ -4,38 +4,63 @@ from __future__ import annotations
 
 from common.errors import ConfigError
 from kv_store.inspection.base import StoreInspector
-from kv_store.registry import Options, parse_options
+from kv_store.registry import _BELOW, Options, parse_options
 
 INSPECTABLE = ("redis", "shared-storage")
 
 
 def open_inspector(connector: str, options: Options) -> StoreInspector:
-    """The inspector of a connector's store; `options` are the connector's own.
+    """The inspector of a connector's store, or of the one below a direct connector; `options` are the connector's own.
 
     Raises ConfigError for a connector that keeps no blocks outside of the pods, an unfit option, or a store that cannot
     be reached.
     """
-    if connector == "shared-storage":
-        return _shared_storage(options)
-    if connector == "redis":
-        return _redis(options)
+    if connector == "nixl":
+        return _below_nixl(options)
+    if connector in INSPECTABLE:
+        return _open(connector, options)
     raise ConfigError(
         f"--connector: {connector!r} has no store to look into; those that do are {', '.join(INSPECTABLE)}",
         param="connector",
     )
 
 
-def _shared_storage(options: Options) -> StoreInspector:
+def _below_nixl(options: Options) -> StoreInspector:
+    from kv_store.tiered_connector import NixlTierOptions
+
+    own = {name: value for name, value in options.items() if not name.startswith(_BELOW)}
+    store = parse_options("nixl", own, NixlTierOptions).store
+    known = " or ".join(f"store={name}" for name in INSPECTABLE)
+    place = "connector nixl: connector_options.store"
+    if not store:
+        raise ConfigError(
+            f"{place}: not given, and nixl alone keeps no blocks to look into; name the store below it with {known}",
+            param="store",
+        )
+    if store not in INSPECTABLE:
+        raise ConfigError(f"{place}: {store!r} cannot be looked into; expected {known}", param="store")
+    below = {name.removeprefix(_BELOW): value for name, value in options.items() if name.startswith(_BELOW)}
+    return _open(store, below, _BELOW)
+
+
+def _open(store: str, options: Options, prefix: str = "") -> StoreInspector:
+    """`prefix`: how the names of the options begin where they are given."""
+    path = f"connector_options.{prefix}".rstrip(".")
+    return _redis(options, path, prefix) if store == "redis" else _shared_storage(options, path, prefix)
+
+
+def _shared_storage(options: Options, path: str, prefix: str) -> StoreInspector:
     from kv_store.inspection.shared_storage import SharedStorageInspector
     from kv_store.shared_storage import SharedStorageOptions
 
-    return SharedStorageInspector(parse_options("shared-storage", options, SharedStorageOptions))
+    parsed = parse_options("shared-storage", options, SharedStorageOptions, path)
+    return SharedStorageInspector(parsed, f"{prefix}path" if prefix else "--connector-path")
 
 
-def _redis(options: Options) -> StoreInspector:
+def _redis(options: Options, path: str, prefix: str) -> StoreInspector:
     try:
         from kv_store.inspection.redis_server import RedisInspector
         from kv_store.redis_store import RedisOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"--connector: redis needs the extra 'redis' ({error})", param="connector") from error
-    return RedisInspector(parse_options("redis", options, RedisOptions))
+    return RedisInspector(parse_options("redis", options, RedisOptions, path), prefix)

@@ -20,17 +20,18 @@ _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 class SharedStorageInspector:
     """A StoreInspector of a directory. A file's time of modification is its last use; reading does not change it."""
 
-    def __init__(self, options: SharedStorageOptions) -> None:
-        """Raises ConfigError if there is no such directory."""
+    def __init__(self, options: SharedStorageOptions, setting: str = "--connector-path") -> None:
+        """`setting`: what errors call the directory. Raises ConfigError if there is no such directory."""
+        self._setting = setting
         if not options.path:
-            raise ConfigError("--connector-path: required for shared-storage", param="connector_path")
+            raise self._error("required for shared-storage")
         self._root = Path(options.path).expanduser()
         if not self._root.is_dir():
-            raise ConfigError(f"--connector-path: no directory {options.path}", param="connector_path")
+            raise self._error(f"no directory {options.path}")
 
     def blocks(self, namespace: str | None = None) -> Iterator[StoredBlock]:
         """See StoreInspector."""
-        with _medium_errors():
+        with self._medium_errors():
             for model in _directories(self._root, NAMESPACE):
                 if namespace is None or model.name == namespace:
                     for fan_out in _directories(model, _FAN_OUT):
@@ -38,7 +39,7 @@ class SharedStorageInspector:
 
     def read(self, block: StoredBlock) -> bytes | None:
         """See StoreInspector."""
-        with _medium_errors():
+        with self._medium_errors():
             try:
                 return Path(block.location).read_bytes()
             except FileNotFoundError:
@@ -47,7 +48,7 @@ class SharedStorageInspector:
     def remove(self, blocks: Sequence[StoredBlock]) -> int:
         """See StoreInspector."""
         removed = 0
-        with _medium_errors():
+        with self._medium_errors():
             for block in blocks:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(block.location)
@@ -56,6 +57,17 @@ class SharedStorageInspector:
 
     def close(self) -> None:
         """See StoreInspector."""
+
+    @contextlib.contextmanager
+    def _medium_errors(self) -> Iterator[None]:
+        """Raise what the operating system reports as ConfigError."""
+        try:
+            yield
+        except OSError as error:
+            raise self._error(f"shared storage failed: {error}") from error
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self._setting}: {problem}", param=self._setting.removeprefix("--").replace("-", "_"))
 
     def _blocks_in(self, namespace: str, fan_out: Path) -> Iterator[StoredBlock]:
         for entry in _entries(fan_out):
@@ -79,12 +91,3 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
-
-
-@contextlib.contextmanager
-def _medium_errors() -> Iterator[None]:
-    """Raise what the operating system reports as ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--connector-path: shared storage failed: {error}", param="connector_path") from error

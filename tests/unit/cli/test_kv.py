@@ -45,6 +45,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.arguments = ["--connector-path", str(path)]
+        self.below = f"shared-storage, store.path: '{path}'"
 
     def open(self) -> BlockStore:
         return SharedStorageStore(SharedStorageOptions(path=str(self.path)))
@@ -74,6 +75,7 @@ class Redis:
     def __init__(self, server: RedisServer) -> None:
         self.url = server.url
         self.arguments = ["--connector", "redis", "--connector-options", f"url={server.url}"]
+        self.below = f"redis, store.url: '{server.url}'"
 
     def open(self) -> BlockStore:
         return RedisStore(RedisOptions(url=self.url))
@@ -264,6 +266,27 @@ def test_settings_may_come_from_the_file_of_baton_up(tmp_path, capsys):
     assert "cluster.connector_path: expected text" in capsys.readouterr().err
 
 
+def test_the_store_below_a_direct_connector(medium, tmp_path, capsys):
+    config = tmp_path / "baton.yaml"
+    config.write_text(f"cluster: {{connector: nixl, connector_options: {{host_bytes: 1GiB, store: {medium.below}}}}}\n")
+    fill(medium, 1, 2, 3)
+    assert main(["kv", "inspect", "--config", str(config)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [MODEL.namespace, "3"]
+    assert main(["kv", "purge", "--config", str(config), "--all", "--yes"]) == 0
+    assert not medium.names()
+
+
+def test_a_store_below_that_fails_on_the_way(capsys):
+    with running_redis() as server:
+        medium = Redis(server)
+        fill(medium, 1)
+        with redis.Redis.from_url(server.url) as client:
+            client.execute_command("ACL", "SETUSER", "default", "-get")
+        assert main(["kv", "verify", *NIXL, "store=redis", "--connector-options", f"store.url={server.url}"]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"baton: error: store.url: Redis at 127.0.0.1:{server.port}/0 failed: ")
+
+
 def test_a_store_that_needs_a_password():
     with running_redis(requirepass="secret") as server:
         medium = Redis(server)
@@ -290,6 +313,13 @@ def locked_server() -> Iterator[RedisServer]:
 
 
 REDIS = ["--connector", "redis", "--connector-options"]
+NIXL = ["--connector", "nixl", "--connector-options"]
+NIXL_FILES = [*NIXL, "store=shared-storage", "--connector-options"]
+NIXL_REDIS = [*NIXL, "store=redis", "--connector-options"]
+NO_STORE_BELOW = (
+    "connector nixl: connector_options.store: not given, and nixl alone keeps no blocks to look into; "
+    "name the store below it with store=redis or store=shared-storage\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +330,14 @@ REDIS = ["--connector", "redis", "--connector-options"]
         (["--connector-path", "{tmp}/file"], "--connector-path: no directory {tmp}/file"),
         (["--connector-options", "pth=x"], "connector shared-storage: connector_options.pth: unknown setting"),
         (["--connector", "pigeon"], "--connector: 'pigeon' has no store to look into"),
-        (["--connector", "nixl"], "--connector: 'nixl' has no store to look into"),
+        (["--connector", "nixl"], NO_STORE_BELOW),
+        ([*NIXL, "store.path={tmp}"], NO_STORE_BELOW),
+        ([*NIXL, "stor=redis"], "connector nixl: connector_options.stor: unknown setting; did you mean store?"),
+        ([*NIXL, "store=memory"], "connector nixl: connector_options.store: 'memory' cannot be looked into; expected "),
+        ([*NIXL_FILES[:-1]], "store.path: required for shared-storage"),
+        ([*NIXL_FILES, "store.path={tmp}/none"], "store.path: no directory {tmp}/none"),
+        ([*NIXL_FILES, "store.pth=x"], "connector shared-storage: connector_options.store.pth: unknown setting"),
+        ([*NIXL_REDIS, "store.url=redis://127.0.0.1:1"], "store.url: cannot use Redis at 127.0.0.1:1/0: "),
         ([*REDIS, "url=redis://127.0.0.1:1"], "url: cannot use Redis at 127.0.0.1:1/0: "),
         ([*REDIS, "url=redis://127.0.0.1:{port}"], "url: cannot use Redis at 127.0.0.1:{port}/0: "),
         ([*REDIS, "url=redis://:s3cret@127.0.0.1:{port}"], "url: cannot use Redis at 127.0.0.1:{port}/0: "),
