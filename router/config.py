@@ -54,8 +54,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 50.0
     max_index_blocks: Annotated[
         int,
-        Meta(ge=0, description="Most cached blocks of all pods that are remembered, about 150 bytes each."),
-    ] = 4_000_000
+        Meta(ge=0, description="Most cached blocks of all pods that are remembered, about 200 bytes each."),
+    ] = 2_000_000
     kv_failure_policy: Annotated[
         KVFailurePolicy,
         Meta(

@@ -15,7 +15,7 @@ that holds block i of a prompt has seen all blocks before it, and pods evict a p
 that rule (it may, after equal prompts were computed at the same time), the answer is too high for it until it computes
 the hole: a prediction is off, nothing else.
 
-Memory is bounded by the number of (block, pod) pairs, each about 150 bytes at most. What is beyond is not indexed.
+Memory is bounded by the number of (block, pod) pairs, each about 200 bytes. What is beyond is not indexed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from common.errors import ErrorCode
+from router.index import PrefixIndex
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -119,9 +120,20 @@ class RouterMetrics:
         self.token_mismatches = Counter(
             "baton_token_mismatch", "Prefill and decode pod chose different tokens for one index.", registry=registry
         )
+        self.index_blocks = Gauge(
+            "baton_prefix_index_blocks",
+            "Blocks that pods are known to hold: pairs of block and pod, remembered or beyond max_index_blocks.",
+            ["state"],
+            registry=registry,
+        )
         self.pod_ready = Gauge(
             "baton_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
         )
 
         for code in ErrorCode:  # so that each rate starts at 0 and not at nothing
             self.errors.labels(code.label)
+
+    def watch_index(self, index: PrefixIndex) -> None:
+        """Show what `index` holds whenever somebody asks."""
+        self.index_blocks.labels("remembered").set_function(lambda: index.size.num_holdings)
+        self.index_blocks.labels("beyond").set_function(lambda: index.size.num_unindexed)

@@ -58,6 +58,7 @@ class Cluster:
     ) -> None:
         """`index` learns what the pods hold."""
         self.index = index
+        metrics.watch_index(index)
         self.prefill_table = PodTable()  # of the ready ones
         self.decode_table = PodTable()
         self.prefill_pods = [
