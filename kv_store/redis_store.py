@@ -6,6 +6,9 @@ How much is kept is the server's `maxmemory`; it should evict what is least rece
 servers the blocks are spread by rendezvous hashing: each block lives on the server whose name scores highest together
 with its hash. So all pods agree, whatever the order in which they name the servers, and with one server more or less
 only the blocks move that it gains or takes along.
+
+A server that does not answer is put aside for a while, and its blocks go to the servers that score next. Each pod does
+so by itself; where two disagree for a moment, a block is not found and is computed again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import logging
 import re
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +42,7 @@ _T = TypeVar("_T")
 
 _DEFAULT_PORT = 6379
 _SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
+_COOL_DOWN_S = 5.0  # between two attempts at a server that does not answer, while there are others
 
 
 class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
@@ -108,7 +114,7 @@ _Command = tuple[bytes | memoryview, ...]
 class _Server:
     """A client of one server. Threads take connections of its pool."""
 
-    def __init__(self, node: RedisNode, options: RedisOptions) -> None:
+    def __init__(self, node: RedisNode, options: RedisOptions, clock: Callable[[], float]) -> None:
         timeout_s = min(_SOCKET_TIMEOUT_S, options.timeout_s)
         tls = {"ssl": True, "ssl_ca_certs": options.tls_ca_file or None} if node.tls else {}
         self.name = node.name
@@ -126,10 +132,39 @@ class _Server:
             **tls,
         )
         self._seed = xxhash.xxh3_64_intdigest(node.name.encode())
+        self._clock = clock
+        self._lock = threading.Lock()  # guards all below
+        self._retry_at: float | None = None  # by the clock; None: it answers
 
     def score(self, key: BlockHash) -> int:
         """The server with the highest score has the block."""
         return xxhash.xxh3_64_intdigest(key, self._seed)
+
+    @property
+    def is_aside(self) -> bool:
+        """It did not answer, and it is not yet time to try again."""
+        with self._lock:
+            return self._retry_at is not None and self._clock() < self._retry_at
+
+    def note_attempt(self) -> None:
+        """Keep others from waiting for a server that may still not answer."""
+        with self._lock:
+            if self._retry_at is not None:
+                self._retry_at = self._clock() + _COOL_DOWN_S
+
+    def note_failure(self, error: Exception) -> None:
+        """Put it aside."""
+        with self._lock:
+            was_aside, self._retry_at = self._retry_at is not None, self._clock() + _COOL_DOWN_S
+        if not was_aside:
+            logger.warning("Redis at %s is put aside, others take its blocks: %s", self.name, _one_line(error))
+
+    def note_answer(self) -> None:
+        """It is as good as the others."""
+        with self._lock:
+            was_aside, self._retry_at = self._retry_at is not None, None
+        if was_aside:
+            logger.warning("Redis at %s answers again and gets its blocks back", self.name)
 
     @contextmanager
     def send(self, commands: Sequence[_Command]) -> Iterator[redis.Connection]:
@@ -177,7 +212,8 @@ class _FrameReader:
         """Copy the next reply into `buffer`, what does not fit left out. Its size in bytes, None if there is none."""
         line = self._take_line()
         if line.startswith(b"-"):
-            raise redis.ResponseError(line[1:].decode(errors="replace"))
+            is_loading = line.startswith(b"-LOADING ")
+            raise (redis.BusyLoadingError if is_loading else redis.ResponseError)(line[1:].decode(errors="replace"))
         if not re.fullmatch(rb"\$(-1|\d+)", line):
             raise redis.InvalidResponse(f"not the length of a string: {line!r}")
         if (size := int(line[1:])) < 0:
@@ -224,8 +260,9 @@ class _FrameReader:
 class RedisStore:
     """A BlockStore on one or more Redis servers."""
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
+        self._clock = clock  # seconds
         self._ttl_s = b"%d" % options.ttl_s
         self._prefix = b""
         self._servers: list[_Server] = []
@@ -235,7 +272,7 @@ class RedisStore:
         nodes = parse_nodes(self._options.url)
         _check_tls(nodes, self._options.tls_ca_file)
         self._prefix = _prefix_of(namespace)
-        self._servers = [_Server(node, self._options) for node in nodes]
+        self._servers = [_Server(node, self._options, self._clock) for node in nodes]
         for server in self._servers:
             try:
                 server.client.ping()
@@ -272,11 +309,10 @@ class RedisStore:
 
     def discard(self, key: BlockHash) -> None:
         """See BlockStore."""
-        server = self._server_of(key)
         try:
-            server.client.unlink(self._name_of(key))
-        except redis.RedisError as error:
-            logger.warning("cannot delete corrupt block on Redis at %s: %s", server.name, _one_line(error))
+            self._ask([key], [(b"UNLINK", self._name_of(key))], lambda connection: lambda _: connection.read_response())
+        except StoreError as error:
+            logger.warning("cannot delete a corrupt block: %s", error)
 
     def close(self) -> None:
         """See BlockStore."""
@@ -290,24 +326,52 @@ class RedisStore:
         commands: Sequence[_Command],
         reader: Callable[[redis.Connection], Callable[[int], _T]],
     ) -> list[_T]:
-        """Send each key's command to the server that has it. `reader` makes of a connection what takes the next reply
-        from it, given the key's index."""
-        shares: dict[_Server, list[int]] = {}
-        for index, key in enumerate(keys):
-            shares.setdefault(self._server_of(key), []).append(index)
+        """Send each key's command to the server that has it, and what a server leaves unanswered to the next. `reader`
+        makes of a connection what takes the next reply from it, given the key's index."""
         taken: dict[int, _T] = {}
-        for server, indices in shares.items():
-            with _server_errors(server), server.send([commands[index] for index in indices]) as connection:
-                take = reader(connection)
-                for index in indices:
-                    taken[index] = take(index)
+        failed: set[_Server] = set()
+        give_up_at = self._clock() + self._options.timeout_s
+        while left := [index for index in range(len(keys)) if index not in taken]:
+            servers = self._servers_but(failed)
+            shares: dict[_Server, list[int]] = {}
+            for index in left:
+                shares.setdefault(_home_of(keys[index], servers), []).append(index)
+            for server, indices in shares.items():
+                server.note_attempt()
+                try:
+                    with server.send([commands[index] for index in indices]) as connection:
+                        take = reader(connection)
+                        for index in indices:
+                            taken[index] = take(index)
+                except (redis.RedisError, OSError) as error:  # some of the socket's own come through
+                    failed.add(server)
+                    if not self._can_do_without(server, error, failed) or self._clock() >= give_up_at:
+                        raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
+                else:
+                    server.note_answer()
         return [taken[index] for index in range(len(keys))]
 
-    def _server_of(self, key: BlockHash) -> _Server:
-        return max(self._servers, key=lambda server: server.score(key))
+    def _servers_but(self, failed: set[_Server]) -> list[_Server]:
+        """The others that may answer; if all are aside, all others. Raises StoreError if there are none."""
+        others = [server for server in self._servers if server not in failed]
+        if not others:
+            raise StoreError("the store is closed")  # else the last one's failure was raised
+        return [server for server in others if not server.is_aside] or others
+
+    def _can_do_without(self, server: _Server, error: Exception, failed: set[_Server]) -> bool:
+        """Put a server aside that does not answer; whether another one is left to ask. A refusal is an answer: other
+        pods get the same, or go on finding blocks there."""
+        if isinstance(error, redis.ResponseError) or len(self._servers) < 2:
+            return False
+        server.note_failure(error)
+        return any(other not in failed and not other.is_aside for other in self._servers)
 
     def _name_of(self, key: BlockHash) -> bytes:
         return self._prefix + key.hex().encode()
+
+
+def _home_of(key: BlockHash, servers: Sequence[_Server]) -> _Server:
+    return max(servers, key=lambda server: server.score(key))
 
 
 def _prefix_of(namespace: str) -> bytes:
@@ -328,15 +392,6 @@ def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
         raise ConfigError(
             f"tls_ca_file: cannot read certificates from {ca_file}: {error}", param="tls_ca_file"
         ) from error
-
-
-@contextmanager
-def _server_errors(server: _Server) -> Iterator[None]:
-    """Raise what the server or the way to it reports as StoreError."""
-    try:
-        yield
-    except (redis.RedisError, OSError) as error:  # some of the socket's own come through
-        raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -276,9 +278,144 @@ def test_several_servers_share_the_blocks_and_all_pods_agree_where(servers, open
     with redis.Redis.from_url(urls[2]) as client:
         gone = client.dbsize()
     assert fewer.touch(keys).count(False) == gone  # those of the third, and no others, would move
-    servers[2].kill()
-    with pytest.raises(StoreError, match=servers[2].address):
-        store.touch(keys)
+
+
+class Clock:
+    """Stands still until the test moves it on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def two_servers() -> Iterator[list[RedisServer]]:
+    with running_redis() as one, running_redis() as two:
+        yield [one, two]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pair(two_servers, clock) -> Iterator[RedisStore]:
+    """A store on both."""
+    store = RedisStore(RedisOptions(url=",".join(server.url for server in two_servers)), clock=clock)
+    store.open("model", FRAME_BYTES)
+    with contextlib.closing(store):
+        yield store
+
+
+MANY = [BlockHash(hashlib.sha256(bytes([index])).digest()[:16]) for index in range(40)]
+
+
+def write_many(store: RedisStore) -> None:
+    store.write(MANY, [frame(index) for index in range(len(MANY))])
+
+
+def read_many(store: RedisStore) -> list[int | None]:
+    """First bytes of the blocks."""
+    buffers = [memoryview(bytearray(FRAME_BYTES)) for _ in MANY]
+    sizes = store.read_into(MANY, buffers)
+    assert set(sizes) <= {FRAME_BYTES, None}
+    return [None if size is None else buffer[0] for size, buffer in zip(sizes, buffers, strict=True)]
+
+
+def num_blocks_on(server: RedisServer) -> int:
+    with redis.Redis.from_url(server.url) as client:
+        return int(client.dbsize())
+
+
+@pytest.mark.parametrize("first", ["write", "touch", "read", "discard"])
+def test_a_server_that_dies_costs_its_blocks_and_no_more(two_servers, pair, first):
+    write_many(pair)
+    lost, kept = map(num_blocks_on, two_servers)
+    two_servers[0].kill()
+    if first == "touch":
+        assert pair.touch(MANY).count(False) == lost
+    elif first == "read":
+        assert read_many(pair).count(None) == lost
+    elif first == "discard":
+        for key in MANY:
+            pair.discard(key)
+        assert num_blocks_on(two_servers[1]) == 0
+    write_many(pair)
+    assert pair.touch(MANY) == [True] * len(MANY)
+    assert read_many(pair) == list(range(len(MANY)))
+    assert num_blocks_on(two_servers[1]) == lost + kept
+
+
+def test_a_server_that_is_back_is_used_after_the_cool_down(two_servers, pair, clock, caplog):
+    caplog.set_level(logging.INFO, logger="kv_store.redis_store")
+    two_servers[0].kill()
+    for _ in range(3):
+        write_many(pair)
+        clock.now_s += 6  # each time it is tried again
+    two_servers[0].start()
+    clock.now_s -= 2
+    write_many(pair)
+    assert num_blocks_on(two_servers[0]) == 0
+    clock.now_s += 2
+    write_many(pair)
+    assert 5 < num_blocks_on(two_servers[0]) < 35
+    assert read_many(pair) == list(range(len(MANY)))
+    gone, back = (record.getMessage() for record in caplog.records)
+    assert f"{two_servers[0].address}/0 is put aside" in gone
+    assert f"{two_servers[0].address}/0 answers again" in back
+
+
+def test_siblings_know_which_server_is_aside(two_servers, pair, caplog):
+    two_servers[0].kill()
+    write_many(pair)
+    caplog.clear()
+    write_many(pair.sibling("other"))
+    assert caplog.records == []
+
+
+def test_without_any_server_it_fails_until_one_is_back(two_servers, pair):
+    for server in two_servers:
+        server.kill()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="failed"):
+            write_many(pair)
+    pair.discard(key(1))
+    for server in two_servers:
+        server.start()
+    write_many(pair)
+    assert read_many(pair) == list(range(len(MANY)))
+
+
+def test_a_server_that_refuses_is_not_put_aside(two_servers, pair):
+    with redis.Redis.from_url(two_servers[0].url) as client:
+        client.config_set("maxmemory", 1)
+        with pytest.raises(StoreError, match=two_servers[0].address):
+            write_many(pair)
+        client.config_set("maxmemory", 0)
+    write_many(pair)
+    assert num_blocks_on(two_servers[0]) > 5
+
+
+def test_a_call_that_has_taken_its_time_asks_no_other_server(two_servers, pair, clock, monkeypatch):
+    two_servers[0].kill()
+    times = itertools.count(0, 60)
+    monkeypatch.setattr(pair, "_clock", lambda: next(times))
+    with pytest.raises(StoreError, match=two_servers[0].address):
+        write_many(pair)
+
+
+def test_closed_it_fails_transfers(server, open_store, caplog):
+    store = open_store(server.url)
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.touch([key(1)])
+    with pytest.raises(StoreError, match="closed"):
+        store.write([key(1)], [frame(1)])
+    store.discard(key(1))
+    assert "closed" in caplog.text
 
 
 class DrippingSocket:
@@ -318,6 +455,7 @@ def test_frames_are_read_however_they_arrive(step, room):
     ("received", "error"),
     [
         (b"-ERR no\r\n", redis.ResponseError),
+        (b"-LOADING Redis is loading\r\n", redis.BusyLoadingError),
         (b"+OK\r\n", redis.InvalidResponse),
         (b"$-2\r\n", redis.InvalidResponse),
         (b"$ 1\r\n", redis.InvalidResponse),
