@@ -81,9 +81,11 @@ class TieredStore:
         return sizes
 
     def discard(self, key: BlockHash) -> None:
-        """See BlockStore. From both, since nobody knows which of them had the corrupt one first."""
+        """See BlockStore. From both, since nobody knows which of them had the corrupt one first. While the lower one
+        cannot be read, what is there stays, and is found corrupt again."""
         self._upper.discard(key)
-        self._lower.discard(key)
+        if not self._reading.is_on:
+            self._lower.discard(key)
 
     def close(self) -> None:
         """See BlockStore."""
@@ -125,6 +127,12 @@ class _Outage:
         self._is_on = False
         self._is_tried = False
         self._retry_at = 0.0  # monotonic seconds
+
+    @property
+    def is_on(self) -> bool:
+        """The last attempt failed."""
+        with self._lock:
+            return self._is_on
 
     def attempt(self, ask: Callable[[], _T]) -> _T | None:
         """What `ask` returns; None if it fails or is not to be called now."""

@@ -138,6 +138,19 @@ def test_a_discarded_block_is_in_neither(rig):
     assert rig.read(1, 2) == [None, 2]
 
 
+def test_a_discard_leaves_alone_a_failing_lower_tier(rig):
+    rig.tiers.write(keys(1), frames(1))
+    rig.faults.fail("touch", StoreError("unreachable"))
+    rig.tiers.touch(keys(2))
+    rig.tiers.discard(key(1))
+    assert rig.upper.touch(keys(1)) == [False]
+    assert rig.lower.touch(keys(1)) == [True]
+    rig.faults.fail("touch", None)
+    assert rig.tiers.touch(keys(1)) == [True]
+    rig.tiers.discard(key(1))
+    assert rig.lower.touch(keys(1)) == [False]
+
+
 def test_more_than_fits_above_stays_below(rig):
     rig.tiers.write(keys(*range(10)), frames(*range(10)))
     assert sum(rig.upper.touch(keys(*range(10)))) == 4
