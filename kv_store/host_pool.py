@@ -80,6 +80,7 @@ class HostPool:
         with self._lock:
             self._found.clear()
             self._free.clear()
+            self._condemned.clear()
             self._host_bytes = 0
             self._arena = self._arena[:0]
 

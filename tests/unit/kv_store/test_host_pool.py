@@ -210,6 +210,19 @@ def test_a_frame_discarded_while_it_is_read_is_freed_after_that():
     assert read(pool, 2) == bytes(frame(2))
 
 
+def test_a_frame_discarded_under_its_reader_is_not_filled_once_closed():
+    pool = open_pool(1)
+    fill(pool, 1)
+    buffer, reader = stalled_read(pool, 1)
+    pool.discard(key(1))
+    pool.close()
+    buffer.answer.set()
+    reader.join()
+    fill(pool, 2)
+    assert kept(pool, 2) == [False]
+    assert pool.check_integrity() == []
+
+
 def test_closing_lets_a_read_end():
     pool = open_pool(1)
     fill(pool, 1)
