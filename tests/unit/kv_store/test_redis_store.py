@@ -368,6 +368,19 @@ def test_a_server_that_is_back_is_used_after_the_cool_down(two_servers, pair, cl
     assert f"{two_servers[0].address}/0 answers again" in back
 
 
+def test_one_call_tries_again_and_the_others_go_on_without(pair, clock, monkeypatch):
+    server = pair._servers[0]
+    server.note_failure(redis.TimeoutError("hung"))
+    assert server.is_aside
+    clock.now_s += 6
+    seen_by_others = []
+    send = server.send
+    monkeypatch.setattr(server, "send", lambda commands: (seen_by_others.append(server.is_aside), send(commands))[1])
+    write_many(pair)
+    assert seen_by_others == [True]
+    assert not server.is_aside
+
+
 def test_siblings_know_which_server_is_aside(two_servers, pair, caplog):
     two_servers[0].kill()
     write_many(pair)
