@@ -28,7 +28,7 @@ from router.estimates import Estimates
 from router.generation import Generation
 from router.metrics import RouterMetrics
 from router.pods import Cluster, Pod, PodClaim, Share
-from router.policies import prefill_work
+from router.policies import Leg, prefill_work
 from router.request import GenerationRequest
 from router.routing import NO_PREFILL_POD, Placement, Plan, Planner, Query
 
@@ -130,6 +130,7 @@ class Dispatcher:
             tokens=num_prompt_tokens if computes else 0,
             work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
             blocks=-(-int(uncached) // cluster.model.block_size),
+            context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
         )
         num_held = int(placement.cached_tokens) // cluster.model.block_size
         expectation = cluster.index.expect(

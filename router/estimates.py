@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.policies import StepTimes
+from router.policies import Line, StepTimes
 
 _NEWEST = 0.05  # share of the newest value in a mean
 _FIRST_OUTPUT_TOKENS = 128.0
@@ -15,12 +15,12 @@ class Estimates:
     def __init__(self) -> None:
         self.output_tokens = _FIRST_OUTPUT_TOKENS  # of an answer
         # From the end of a prefill until decode can go on. The guess: 2 ms, and 128 KiB per token at 6 GB/s.
-        self._handoffs = StepTimes(_LARGE_HANDOFF, base_s=2e-3, token_s=2e-5)
+        self._handoffs = StepTimes(_LARGE_HANDOFF, Line(2e-3, 2e-5, 0.0))
 
     @property
     def handoff_token_s(self) -> float:
         """Seconds by which a token whose KV is to be moved delays a handoff."""
-        return self._handoffs.token_s
+        return self._handoffs.line.token_s
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """How long an answer will be that may have `max_tokens` tokens."""

@@ -16,7 +16,7 @@ from common.types import HASH_BYTES
 from router.estimates import Estimates
 from router.index import PrefixIndex
 from router.pods import PodClaim, PodLoad, Share
-from router.policies import PodFacts, PodTable, prefill_work
+from router.policies import Leg, PodFacts, PodTable, prefill_work
 from router.routing import Placement, Planner, Query
 
 _MESSAGE_S = 0.0005  # between router and pod
@@ -186,6 +186,7 @@ class SimulatedCluster:
             tokens=request.num_prompt_tokens if computes else 0,
             work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
             blocks=int(uncached) // self.setting.hardware.block_size,
+            context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
         )
         num_held = int(placement.cached_tokens) // self.setting.hardware.block_size
         expectation = self._index.expect(

@@ -22,6 +22,7 @@ class Share(NamedTuple):
     tokens: int = 0  # prompt tokens to compute or to reuse
     work: float = 0.0  # what of them is to be computed, see prefill_work
     blocks: int = 0  # KV blocks that it will take
+    context: float = 0.0  # tokens of prompt and answer whose KV the steps of its answer read
 
 
 class PodLoad:
@@ -36,6 +37,7 @@ class PodLoad:
         self.num_tokens = 0
         self.work = 0.0
         self.num_blocks = 0
+        self.context = 0.0
         self._tokens_at_report = 0
         self._requests_at_report = 0
         self._claimed_tokens = (0, 0)  # between the last two reports, since the last one
@@ -59,6 +61,7 @@ class PodLoad:
     def add(self, share: Share) -> None:
         """A request was sent."""
         self.num_requests += 1
+        self.context += share.context
         self._claimed_tokens = (self._claimed_tokens[0], self._claimed_tokens[1] + share.tokens)
         self._change(share, 1)
 
@@ -66,26 +69,34 @@ class PodLoad:
         """Its prompt is done with."""
         self._change(share, -1)
 
-    def ended(self) -> None:
-        """It has ended."""
+    def ended(self, context: float) -> None:
+        """It has ended. `context`: of its share."""
         self.num_requests -= 1
+        self.context = self.context - context if self.num_requests else 0.0
         self._write()
 
     def current(self) -> Load:
         """All of it."""
         stats = self._reported
         reported = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
+        num_requests = max(self.num_requests, reported + self.num_requests - self._requests_at_report)
         return Load(
-            num_requests=max(self.num_requests, reported + self.num_requests - self._requests_at_report),
+            num_requests=num_requests,
             queued_tokens=self._queued_tokens(),
             free_blocks=max(0, stats.num_free_blocks - self.num_blocks),
+            context_tokens=self._context_tokens(num_requests),
             slowness=self._slowness.value,
         )
 
     def _learn(self, seconds: float, tokens: int) -> None:
         if can_be(seconds, tokens):
-            self._slowness.observe(seconds, self._step_times.predict(tokens))
-            self._step_times.observe(seconds / self._slowness.value, tokens)
+            context = self._context_tokens(self.num_requests)
+            self._slowness.observe(seconds, self._step_times.predict(tokens, context))
+            self._step_times.observe(seconds / self._slowness.value, tokens, context)
+
+    def _context_tokens(self, num_requests: float) -> float:
+        """Of so many requests, of which those of others are taken to be like ours."""
+        return self.context * num_requests / self.num_requests if self.num_requests else 0.0
 
     def _queued_tokens(self) -> float:
         """This router's work, and what the pod has from others, of which as much is taken to be cached as of ours; but
@@ -114,6 +125,7 @@ class PodClaim:
         self._load = load
         self._share: Share | None = share
         self._expectation = expectation
+        self._context = share.context
         self._settling_s = _SETTLING_S if fed else _UNFED_SETTLING_S
         self._ended = False
         load.add(share)
@@ -127,7 +139,7 @@ class PodClaim:
         self._settle(now)
         if not self._ended:
             self._ended = True
-            self._load.ended()
+            self._load.ended(self._context)
 
     def _settle(self, expires_at: float) -> None:
         if self._share is not None:

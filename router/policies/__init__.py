@@ -3,7 +3,7 @@
 from router.policies.base import Candidates, Judgement, Leg, Policy, RequestFacts
 from router.policies.prediction import Prediction, prefill_work
 from router.policies.registry import create_policy
-from router.policies.step_times import Slowness, StepTimes, can_be
+from router.policies.step_times import Line, Slowness, StepTimes, can_be
 from router.policies.table import Column, Load, PodColumns, PodFacts, PodRow, PodTable, connector_number
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Column",
     "Judgement",
     "Leg",
+    "Line",
     "Load",
     "PodColumns",
     "PodFacts",

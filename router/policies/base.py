@@ -50,6 +50,11 @@ class Candidates:
             self.cached_tokens = num_cached_blocks[pods.slots].astype(np.float64) * request.block_size
 
     @property
+    def context_tokens(self) -> float:
+        """Tokens whose KV the answer's steps read, on average."""
+        return self.request.num_prompt_tokens + self.request.expected_output_tokens / 2
+
+    @property
     def computes(self) -> bool:
         """Whether the chosen pod is to compute the prompt."""
         return self.leg is not Leg.DECODE
@@ -62,6 +67,7 @@ class Candidates:
             num_prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.cached_tokens,
             expected_output_tokens=request.expected_output_tokens,
+            context_tokens=self.context_tokens,
             handoff_token_s=request.handoff_token_s,
             block_size=request.block_size,
             computes=self.computes,

@@ -11,14 +11,12 @@ _SOFTENING_S = 0.01  # so that differences of less hardly count
 
 
 class KVAware:
-    """Least predicted cost / predicted cost, so the best pod scores 1. What no pod can spare the request is left out,
-    or all pods would look alike."""
+    """Least predicted cost / predicted cost, so the best pod scores 1."""
 
     name = "kv_aware"
 
     def score(self, candidates: Candidates) -> Column:
         """See Scorer."""
-        prediction = candidates.prediction
-        cost_s = prediction.cost_s + (_SOFTENING_S - prediction.answer_s.min(initial=np.inf))
+        cost_s = candidates.prediction.cost_s + _SOFTENING_S
         scores: Column = cost_s.min(initial=np.inf) / cost_s
         return scores

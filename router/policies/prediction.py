@@ -1,6 +1,7 @@
 """What a request would see on each pod, in seconds.
 
-A step takes `base_s + tokens * token_s`, times the pod's slowness; all three are learned (`step_times`). From that:
+A step takes `base_s + tokens * token_s + context * context_s`, times the pod's slowness; all four are learned
+(`step_times`). From that:
 
 - queue: the prompt tokens before this request's, computed at the pod's pace;
 - prefill: the prompt's own tokens that are not cached, in steps of at most the token budget. Attention makes a token
@@ -20,6 +21,7 @@ from router.policies.table import Column, PodColumns
 
 _ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
 _QUEUE_WEIGHT = 1.1  # waiting is a little dearer than computing: a queue may hold surprises, a second copy is of use
+_ANSWER_WEIGHT = 0.25  # a second until the first token is felt more than one that is spread over the answer
 _CROWDING = 4.0  # answers' times that a request waits for KV on a pod that lacks all of its blocks
 
 
@@ -31,9 +33,8 @@ class Prediction(NamedTuple):
     wait_s: Column  # for room to decode in
     transfer_s: Column  # to move the prompt's KV here
     ttft_s: Column  # until the first token, of what happens on this pod
-    answer_s: Column  # for the answer's tokens; 0 if another pod produces them
     itl_s: Column  # between tokens, at the worst: while prompts are computed
-    cost_s: Column  # all that the request takes here; policies prefer less
+    cost_s: Column  # what the request takes here; of the answer only what it takes longer than on the best pod
 
 
 def prefill_work(num_tokens: Column | float, num_context_tokens: Column | float) -> Column | float:
@@ -46,6 +47,7 @@ def predict(
     num_prompt_tokens: int,
     cached_tokens: Column,
     expected_output_tokens: float,
+    context_tokens: float,
     handoff_token_s: float,
     block_size: int,
     computes: bool,
@@ -54,35 +56,37 @@ def predict(
 ) -> Prediction:
     """What a request would see. `computes`: the pod computes the prompt; `decodes`: it produces the answer."""
     nothing = np.zeros(len(pods))
-    base_s, token_s = pods.step_times.base_s * pods.slowness, pods.step_times.token_s * pods.slowness
+    line = pods.step_times.line
+    token_s = line.token_s * pods.slowness
     budget = pods.max_num_batched_tokens
     uncached = np.maximum(num_prompt_tokens - cached_tokens, 1)  # one is computed in any case, to have a first token
     num_requests = pods.num_requests if decodes else nothing
 
     queue_s = prefill_s = transfer_s = wait_s = nothing
     chunk: Column = pods.queued_tokens
-    step_s = base_s + token_s * num_requests  # what a step costs before any of its prompt tokens
+    # What a step costs before any of its prompt tokens.
+    step_s = line.base_s * pods.slowness + token_s * num_requests + line.context_s * pods.slowness * pods.context_tokens
     if computes:
         work = prefill_work(uncached, cached_tokens)
         room = np.maximum(budget - num_requests, 1)
         queue_s = pods.queued_tokens * (token_s + step_s / room)
         prefill_s = np.ceil(work / room) * step_s + work * token_s
         chunk = chunk + uncached
-    itl_s = answer_s = cost_s = nothing
+    itl_s = cost_s = nothing
     if decodes:
         chunk = np.minimum(chunk, np.maximum(budget - num_requests, 0))
-        pure_itl_s = base_s + token_s * (num_requests + 1)
+        pure_itl_s = step_s + token_s + line.context_s * pods.slowness * context_tokens
         itl_s = pure_itl_s + token_s * chunk
         answer_s = expected_output_tokens * pure_itl_s
         lacking = (uncached + expected_output_tokens) / block_size - pods.free_blocks
         crowd = np.maximum(lacking, 0) / pods.num_blocks * _CROWDING
         crowd += np.maximum(num_requests + 1 - pods.max_num_seqs, 0) / pods.max_num_seqs
         wait_s = crowd * answer_s
-        cost_s = answer_s + wait_s
+        cost_s = _ANSWER_WEIGHT * (answer_s - answer_s.min(initial=np.inf)) + wait_s
         if not computes:
             transfer_s = uncached * handoff_token_s
             cost_s = cost_s + transfer_s + pods.queued_tokens * token_s  # what is queued delays the answer's steps
     ttft_s = queue_s + prefill_s + (wait_s if computes else nothing)
     if computes:
         cost_s = cost_s + _QUEUE_WEIGHT * queue_s + prefill_s
-    return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, answer_s, itl_s, cost_s)
+    return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, itl_s, cost_s)

@@ -1,10 +1,11 @@
 """How long a step takes, learned from the steps that pods report.
 
-For all pods of a role together, the model is `base_s + tokens * token_s`: weighted least squares over the latest
-steps, in which old ones fade. Errors count relative to the step's length, so that short decode steps and long prefill
-steps both fit. What the steps do not show (all were of one length, say, or there were none) is taken from a prior. A
-step that is far from what was expected counts as half or twice of that, so that one hiccup changes little and a
-lasting change gets through all the same.
+For all pods of a role together, the model is `base_s + tokens * token_s + context * context_s`: the tokens that the
+step computes, and the tokens of all requests there, whose KV it reads. Weighted least squares over the latest steps,
+in which old ones fade. Errors count relative to the step's length, so that short decode steps and long prefill steps
+both fit. What the steps do not show (all were of one length, say, or there were none) is taken from a prior. A step
+that is far from what was expected counts as half or twice of that, so that one hiccup changes little and a lasting
+change gets through all the same.
 
 Of a single pod only its speed next to that is learned, and small differences count for nothing: they come from what it
 happens to run, and a router that believed them would send everything to whichever pod looks fastest.
@@ -13,68 +14,110 @@ happens to run, and a router that believed them would send everything to whichev
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-PRIOR_BASE_S = 0.010
-PRIOR_TOKEN_S = 1e-4
-_FADING = 0.97  # weight of a step after one more
-_PRIOR_WEIGHT = 0.1  # steps that the prior counts for, at each of its two lengths
+
+class Line(NamedTuple):
+    """Seconds of a step."""
+
+    base_s: float
+    token_s: float  # per token computed
+    context_s: float  # per token of the requests there
+
+    def at(self, tokens: float, context: float) -> float:
+        """Of a step like that."""
+        return self.base_s + tokens * self.token_s + context * self.context_s
+
+
+PRIOR = Line(0.010, 1e-4, 1e-7)
+_FADING = 0.99  # weight of a step after one more
+_PRIOR_WEIGHT = 0.1  # steps that the prior counts for, at each of three points
 _TRUSTED_STEPS = 5.0  # before so many, every step is believed
 _SURPRISE = 2.0  # how much longer or shorter than expected a step may count
+_TYPICAL_CONTEXT = 1e5
 _MIN_TOKEN_S = 1e-9
 _LEAST_DIFFERENCE = math.log(1.25)  # of a pod's speed from the role's
+
+
+class _Sums:
+    """Normal equations of a weighted fit of y to 1, x and z."""
+
+    __slots__ = ("w", "x", "xx", "xy", "xz", "y", "z", "zy", "zz")
+
+    def __init__(self) -> None:
+        self.w = self.x = self.z = self.xx = self.xz = self.zz = self.y = self.xy = self.zy = 0.0
+
+    def fade_into(self, other: _Sums, factor: float) -> None:
+        """Write these, times `factor`, to `other`."""
+        for name in _Sums.__slots__:
+            setattr(other, name, factor * getattr(self, name))
+
+    def add(self, weight: float, x: float, z: float, y: float) -> None:
+        """Count one point."""
+        self.w += weight
+        self.x += weight * x
+        self.z += weight * z
+        self.xx += weight * x * x
+        self.xz += weight * x * z
+        self.zz += weight * z * z
+        self.y += weight * y
+        self.xy += weight * x * y
+        self.zy += weight * z * y
+
+    def solve(self) -> tuple[float, float, float]:
+        """Constant and slopes; no slope is below its least, nor is the constant."""
+        xx, xz, zz = self.w * self.xx - self.x**2, self.w * self.xz - self.x * self.z, self.w * self.zz - self.z**2
+        xy, zy = self.w * self.xy - self.x * self.y, self.w * self.zy - self.z * self.y
+        determinant = xx * zz - xz**2
+        slope_z = max((xx * zy - xz * xy) / determinant, 0.0)
+        slope_x = max((xy - slope_z * xz) / xx, _MIN_TOKEN_S)
+        if slope_x == _MIN_TOKEN_S:
+            slope_z = max(zy / zz, 0.0)
+        constant = (self.y - slope_x * self.x - slope_z * self.z) / self.w
+        if constant < 0:
+            return 0.0, max(self.xy - slope_z * self.xz, 0.0) / self.xx + _MIN_TOKEN_S, slope_z
+        return constant, slope_x, slope_z
 
 
 class StepTimes:
     """Of all pods of a role together."""
 
-    def __init__(self, budget: float, *, base_s: float = PRIOR_BASE_S, token_s: float = PRIOR_TOKEN_S) -> None:
-        """`budget`: most tokens of a step; the other two are the prior."""
+    def __init__(self, budget: float, prior: Line = PRIOR) -> None:
+        """`budget`: most tokens of a step."""
         self._budget = max(budget, 2.0)
-        self._prior_base_s = base_s
-        self._prior_token_s = token_s
+        self._prior = prior
         self._num_steps = 0.0
         self._log_speed = 0.0  # sum of log(seconds / prior)
-        self._w = self._x = self._xx = self._y = self._xy = 0.0  # sums of w, wx, wxx, wy, wxy; x tokens, y seconds
-        self.base_s = base_s
-        self.token_s = token_s
+        self._sums = _Sums()
+        self.line = prior
 
-    def predict(self, tokens: float) -> float:
+    def predict(self, tokens: float, context: float = 0.0) -> float:
         """Seconds of a step."""
-        return self.base_s + tokens * self.token_s
+        return self.line.at(tokens, context)
 
-    def observe(self, seconds: float, tokens: float) -> None:
+    def observe(self, seconds: float, tokens: float, context: float = 0.0) -> None:
         """Learn from one step. What cannot be (no tokens, no time, not a number) is passed over."""
         if not can_be(seconds, tokens):
             return
         if self._num_steps > _TRUSTED_STEPS:
-            expected = self.predict(tokens)
+            expected = self.predict(tokens, context)
             seconds = min(max(seconds, expected / _SURPRISE), expected * _SURPRISE)
-        usual = self._prior_base_s + tokens * self._prior_token_s
-        weight = 1 / usual**2
+        usual = self._prior.at(tokens, context)
         self._num_steps = _FADING * self._num_steps + 1
         self._log_speed = _FADING * self._log_speed + math.log(seconds / usual)
-        self._w = _FADING * self._w + weight
-        self._x = _FADING * self._x + weight * tokens
-        self._xx = _FADING * self._xx + weight * tokens * tokens
-        self._y = _FADING * self._y + weight * seconds
-        self._xy = _FADING * self._xy + weight * tokens * seconds
+        self._sums.fade_into(self._sums, _FADING)
+        self._sums.add(1 / usual**2, tokens, context / _TYPICAL_CONTEXT, seconds)
         self._solve()
 
     def _solve(self) -> None:
         speed = math.exp(self._log_speed / self._num_steps)
-        w, x, xx, y, xy = self._w, self._x, self._xx, self._y, self._xy
-        for tokens in (1.0, self._budget):
-            usual = self._prior_base_s + tokens * self._prior_token_s
-            weight = _PRIOR_WEIGHT / usual**2
-            w += weight
-            x += weight * tokens
-            xx += weight * tokens * tokens
-            y += weight * usual * speed
-            xy += weight * tokens * usual * speed
-        self.token_s = max((w * xy - x * y) / (w * xx - x * x), _MIN_TOKEN_S)
-        self.base_s = (y - self.token_s * x) / w
-        if self.base_s < 0:
-            self.base_s, self.token_s = 0.0, xy / xx
+        sums = _Sums()
+        self._sums.fade_into(sums, 1.0)
+        for tokens, context in ((1.0, 0.0), (self._budget, 0.0), (1.0, _TYPICAL_CONTEXT)):
+            usual = self._prior.at(tokens, context)
+            sums.add(_PRIOR_WEIGHT / usual**2, tokens, context / _TYPICAL_CONTEXT, usual * speed)
+        base_s, token_s, context_s = sums.solve()
+        self.line = Line(base_s, token_s, context_s / _TYPICAL_CONTEXT)
 
 
 class Slowness:

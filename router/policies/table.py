@@ -17,7 +17,7 @@ from router.policies.step_times import StepTimes
 
 Column = NDArray[np.float64]
 
-_NUM_FIELDS = 8  # first those of Load, then the numbers of PodFacts
+_NUM_FIELDS = 9  # first those of Load, then the numbers of PodFacts
 _FIRST_CAPACITY = 8
 _TYPICAL_BUDGET = 2048  # tokens of a step
 
@@ -40,6 +40,7 @@ class Load(NamedTuple):
     num_requests: float  # running, waiting, or waiting for remote KV
     queued_tokens: float  # prompt tokens that it still has to compute, cached ones left out where that is known
     free_blocks: float  # KV blocks that can be allocated, cached unreferenced ones included
+    context_tokens: float  # of requests that decode there, or will: their prompts and half of their answers
     slowness: float  # how much longer its steps take than those of the role's pods together
 
 
@@ -65,6 +66,7 @@ class PodColumns:
         self.num_requests = next(rows)
         self.queued_tokens = next(rows)
         self.free_blocks = next(rows)
+        self.context_tokens = next(rows)
         self.slowness = next(rows)
         self.num_blocks = next(rows)
         self.max_num_seqs = next(rows)
@@ -126,7 +128,7 @@ class PodTable:
         self._slots[number] = facts.slot
         self._connectors[number] = connector_number(facts.connector)
         self._keys[number] = stable_hash(facts.address)
-        self._values[4:, number] = (
+        self._values[5:, number] = (
             facts.num_blocks,
             facts.max_num_seqs,
             facts.max_num_batched_tokens,
@@ -152,7 +154,7 @@ class PodTable:
     def write(self, number: int, load: Load) -> None:
         """For rows only."""
         values = self._values
-        values[0, number], values[1, number], values[2, number], values[3, number] = load
+        values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
 
     def columns(self) -> PodColumns:
         """All pods. Valid until the table changes."""

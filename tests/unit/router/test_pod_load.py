@@ -82,6 +82,18 @@ def test_a_slow_pod_is_told_from_the_others():
     assert pods["slow"].current().slowness == 1
 
 
+def test_the_context_of_others_is_taken_to_be_like_ours(load):
+    report(load)
+    claims = [PodClaim(load, Share(context=context), None) for context in (1000.0, 3000.0)]
+    assert load.current().context_tokens == 4000
+    report(load, num_running=6)
+    assert load.current().context_tokens == 12_000
+    claims[0].release(NOW)
+    assert load.current().context_tokens == 15_000
+    claims[1].release(NOW)
+    assert load.current().context_tokens == 0
+
+
 def test_the_row_follows(load):
     table = PodTable()
     load.row = table.add(FACTS, load.current())

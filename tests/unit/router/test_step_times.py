@@ -25,8 +25,17 @@ def test_steps_are_foretold_whatever_the_hardware(base_s, token_s, lengths):
     learn(times, base_s, token_s, lengths)
     for tokens in lengths:
         assert times.predict(tokens) == pytest.approx(base_s + tokens * token_s, rel=0.1)
-    assert times.base_s >= 0
-    assert times.token_s > 0
+    assert times.line.base_s >= 0
+    assert times.line.token_s > 0
+
+
+def test_what_reading_kv_costs_is_told_from_what_computing_tokens_costs():
+    times, choices = StepTimes(2048), random.Random(4)
+    for _ in range(400):
+        tokens, context = choices.choice((1, 16, 64, 2048)), choices.uniform(0, 400_000)
+        times.observe((0.008 + tokens * 4e-5 + context * 5e-8) * choices.uniform(0.95, 1.05), tokens, context)
+    for tokens, context in ((1, 0), (64, 0), (64, 400_000), (2048, 100_000)):
+        assert times.predict(tokens, context) == pytest.approx(0.008 + tokens * 4e-5 + context * 5e-8, rel=0.1)
 
 
 def test_steps_of_one_length_leave_the_shape_to_the_prior():
@@ -47,7 +56,7 @@ def test_hiccups_change_little_and_a_lasting_change_gets_through():
     times = StepTimes(2048)
     learn(times, 0.01, 1e-4, (1, 2048), count=300, hiccups=0.03)
     assert times.predict(2048) == pytest.approx(0.21, rel=0.25)
-    learn(times, 0.05, 5e-4, (1, 2048), count=150)
+    learn(times, 0.05, 5e-4, (1, 2048), count=500)
     assert times.predict(2048) == pytest.approx(1.07, rel=0.1)
 
 
