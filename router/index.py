@@ -81,8 +81,9 @@ class Expectation:
         self.expires_at = expires_at  # seconds on the caller's clock
 
     def settle(self, expires_at: float) -> None:
-        """Count no longer than until `expires_at`, by when the pod's own event has come, or never will."""
+        """It is there now, or never will be. Count it until `expires_at` at most, when the pod's own event has come."""
         self.expires_at = min(self.expires_at, expires_at)
+        self.arrives = False
 
 
 class PrefixIndex:

@@ -145,10 +145,12 @@ def test_expectations_build_on_what_is_held_and_on_each_other():
 
 def test_what_is_handed_over_comes_later_than_a_prompt_that_is_sent_now():
     index = index_of(blocks("a"), b"")
-    index.expect(0, blocks("a", "b", "c"), 1, NOW, 20, arrives=True)
+    handed_over = index.expect(0, blocks("a", "b", "c"), 1, NOW, 20, arrives=True)
     index.expect(1, blocks("a", "b"), 0, NOW, 20, arrives=False)
     held = index.match(blocks("a", "b", "x"), NOW)
     assert (held.computed.tolist(), held.arriving.tolist()) == ([1, 2], [2, 2])
+    handed_over.settle(NOW + 10)
+    assert index.match(blocks("a", "b", "x"), NOW).computed.tolist() == [2, 2]
 
 
 def test_expectations_that_are_over_are_given_back():
