@@ -29,6 +29,7 @@ def test_torch_is_not_imported():
         (["--decode", "a:1", "--prefill", "a:1"], "--prefill and --decode"),
         (["--decode", "a:1", "--port", "70000"], "--port"),
         (["--decode", "a:1", "--prefill-policy", "best"], "--prefill-policy"),
+        (["--decode", "a:1", "--decode-policy", "kv_aware:x"], "--decode-policy: the weight of kv_aware"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, said, capsys):
