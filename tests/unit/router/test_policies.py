@@ -112,6 +112,12 @@ class TestKVAware:
         assert prediction.itl_s[:2] == pytest.approx([0.0161, 0.0131], rel=0.01)
         assert prediction.wait_s[0] == 0 < prediction.wait_s[2]
 
+    def test_decode_prefers_pods_whose_requests_are_short(self):
+        table = table_of(long={"num_requests": 4, "context_tokens": 200_000}, short={"num_requests": 6})
+        candidates = candidates_of(table, leg=Leg.DECODE)
+        assert chosen(self.policy(), candidates) == ["short"]
+        assert candidates.prediction.itl_s[0] > 2 * candidates.prediction.itl_s[1]
+
     def test_decode_without_a_seat_waits(self):
         table = table_of(full={"max_num_seqs": 8, "num_requests": 12}, free={"num_requests": 40})
         assert chosen(self.policy(), candidates_of(table, leg=Leg.DECODE)) == ["free"]

@@ -55,8 +55,8 @@ def test_without_pods_nothing_goes_anywhere():
 def test_legs_must_fit_together():
     decode = {"d1": {"connector": "x"}, "d2": {"connector": "y", "num_requests": 50}, "d3": {"connector": ""}}
     prefill = {"p1": {"connector": "y"}, "p2": {"connector": ""}, "p3": {"connector": "y", "max_model_len": 160}}
-    for _ in range(3):
-        assert Pods(prefill, decode, remote_prefill="always").route() == ("d2", "p1", "planned")
+    pods = Pods(prefill, decode, remote_prefill="always")
+    assert [pods.route() for _ in range(3)] == [("d2", "p1", "planned")] * 3
     alone = {"d1": decode["d1"], "d3": decode["d3"]}
     assert Pods(prefill, alone, remote_prefill="always").route() is None
     assert not Pods(prefill, alone, remote_prefill="always").planner.can_serve
@@ -100,6 +100,13 @@ def test_each_leg_goes_where_its_blocks_are():
     pods = Pods({"p1": {}, "p2": {"cached": 160}}, {"d1": {}, "d2": {"cached": 160}}, remote_prefill="always")
     for _ in range(3):
         assert pods.route() == ("d2", "p2", "planned")
+
+
+def test_what_is_being_handed_over_draws_handoffs_but_no_prompts_to_compute():
+    for remote_prefill, expected in (("prefer", {"d2"}), ("never", {"d1", "d2"})):
+        pods = Pods({"p": {}}, {"d1": {}, "d2": {}}, remote_prefill=remote_prefill)
+        pods.index.expect(pods.slots["d2"], prompt_blocks(320), 0, NOW, 60, arrives=True)
+        assert {pods.route(320)[0] for _ in range(4)} == expected
 
 
 def test_a_burst_of_equal_prompts_is_spread_when_the_queue_costs_more_than_the_prompt():
