@@ -95,7 +95,13 @@ def _add_pod(
     slot = index.join(capacity=10**7)
     index.apply(slot, 1, shared + os.urandom(num_blocks * HASH_BYTES), b"", is_snapshot=True)
     facts = PodFacts(f"10.0.0.{number}:7000", slot, "nixl", 30_000, 256, 2048, 131_072)
-    load = Load(choices.randrange(200), choices.randrange(20_000), choices.randrange(1_000, 30_000), choices.randrange(500_000), 1.0)
+    load = Load(
+        choices.randrange(200),
+        choices.randrange(20_000),
+        choices.randrange(1_000, 30_000),
+        choices.randrange(500_000),
+        1.0,
+    )
     table.add(facts, load)
     return slot
 
