@@ -22,7 +22,7 @@ OptionValue = str | int | float | bool
 Options = Mapping[str, OptionValue]
 
 _PATH = "connector_options"  # where the options are given
-_BELOW = "store."  # how the options of the store below a direct connector begin
+BELOW = "store."  # how the options of the store below a direct connector begin
 
 _OptionsT = TypeVar("_OptionsT", bound=msgspec.Struct)
 
@@ -81,8 +81,7 @@ def _nixl(options: Options) -> WorkerConnector:
     from kv_store.nixl.connector import NixlWorkerConnector
     from kv_store.tiered_connector import NixlTierOptions, TieredWorkerConnector
 
-    below = {name.removeprefix(_BELOW): value for name, value in options.items() if name.startswith(_BELOW)}
-    own = {name: value for name, value in options.items() if not name.startswith(_BELOW)}
+    own, below = split_options(options)
     parsed = parse_options("nixl", own, NixlTierOptions)
     tiers = _tiers_of(parsed, below)
     direct = NixlWorkerConnector(parsed)
@@ -96,7 +95,7 @@ def _tiers_of(options: NixlTierOptions, below: Options) -> WorkerConnector | Non
         known = ", ".join(_STORES)
         raise ConfigError(f"{place}.store: unknown store {options.store!r}; known are {known}", param="store")
     if below and not options.store:
-        name = _BELOW + next(iter(below))
+        name = BELOW + next(iter(below))
         raise ConfigError(f"{place}.{name}: there is no store; name one with store=", param=name)
     if not options.store and not options.host_bytes:
         if options.offload:
@@ -105,7 +104,7 @@ def _tiers_of(options: NixlTierOptions, below: Options) -> WorkerConnector | Non
     offload = options.offload is not False
     if options.store:
         for name in {"host_bytes", "offload"} & below.keys():
-            raise ConfigError(f"{place}.{_BELOW}{name}: is {name}, without {_BELOW}", param=_BELOW + name)
+            raise ConfigError(f"{place}.{BELOW}{name}: is {name}, without {BELOW}", param=BELOW + name)
         below = {**below, "host_bytes": options.host_bytes, "offload": offload}
         return _STORES[options.store](below, f"{_PATH}.store")
     from kv_store.base import StoreConnectorOptions
@@ -130,3 +129,10 @@ def parse_options(connector: str, options: Options, options_type: type[_OptionsT
     """The options as a struct; texts are understood as on a command line. Raises ConfigError naming the option, which
     is given below `path`."""
     return build(options_type, None, Section(options, source=f"connector {connector}", path=path))
+
+
+def split_options(options: Options) -> tuple[Options, Options]:
+    """A direct connector's own options, and those of the store below it, without their prefix."""
+    own = {name: value for name, value in options.items() if not name.startswith(BELOW)}
+    below = {name.removeprefix(BELOW): value for name, value in options.items() if name.startswith(BELOW)}
+    return own, below

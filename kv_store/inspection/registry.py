@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import ConfigError
 from kv_store.inspection.base import StoreInspector
-from kv_store.registry import _BELOW, Options, parse_options
+from kv_store.registry import BELOW, Options, parse_options, split_options
 
 INSPECTABLE = ("redis", "shared-storage")
 
@@ -28,7 +28,7 @@ def open_inspector(connector: str, options: Options) -> StoreInspector:
 def _below_nixl(options: Options) -> StoreInspector:
     from kv_store.tiered_connector import NixlTierOptions
 
-    own = {name: value for name, value in options.items() if not name.startswith(_BELOW)}
+    own, below = split_options(options)
     store = parse_options("nixl", own, NixlTierOptions).store
     known = " or ".join(f"store={name}" for name in INSPECTABLE)
     place = "connector nixl: connector_options.store"
@@ -39,8 +39,7 @@ def _below_nixl(options: Options) -> StoreInspector:
         )
     if store not in INSPECTABLE:
         raise ConfigError(f"{place}: {store!r} cannot be looked into; expected {known}", param="store")
-    below = {name.removeprefix(_BELOW): value for name, value in options.items() if name.startswith(_BELOW)}
-    return _open(store, below, _BELOW)
+    return _open(store, below, BELOW)
 
 
 def _open(store: str, options: Options, prefix: str = "") -> StoreInspector:

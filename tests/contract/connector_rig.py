@@ -8,12 +8,12 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 import torch
 
-from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.types import BlockHash, RequestId
 from kv_store.base import BlockStore, StoreConnectorOptions
 from kv_store.block_format import BlockFormat
@@ -147,7 +147,7 @@ def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32,
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
 
-class EngineRig:
+class WorkerRig:
     """A KV cache with its connector, driven as a worker drives it. Checks that every job settles exactly once."""
 
     def __init__(
@@ -159,23 +159,7 @@ class EngineRig:
         self._wake = threading.Semaphore(0)
         self._job_ids = itertools.count(1)
         self._started: set[int] = set()
-        connector.register_kv_cache(self.kv_cache, fingerprint, self._wake.release)
-
-    def start_save(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
-        return self._start(self.connector.start_save, block_ids, hashes, num_in_last)
-
-    def start_load(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
-        return self._start(self.connector.start_load, block_ids, hashes, num_in_last)
-
-    def save(
-        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
-    ) -> TransferResult:
-        return self.wait(self.start_save(block_ids, hashes, num_in_last))
-
-    def load(
-        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
-    ) -> TransferResult:
-        return self.wait(self.start_load(block_ids, hashes, num_in_last))
+        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, fingerprint, self._wake.release)
 
     def wait(self, job_id: int) -> TransferResult:
         """Sleep until woken, as an idle engine does, until the job has settled."""
@@ -196,17 +180,43 @@ class EngineRig:
         self.collect()
         assert set(self.results) == self._started
 
+    def bits(self, block_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of these blocks."""
+        return [self.kv_cache[block_id].flatten().view(torch.uint8).numpy().tobytes() for block_id in block_ids]
+
     def _start(
         self,
         start: Callable[[BlockTransfer], None],
         block_ids: Sequence[int],
         hashes: Sequence[BlockHash],
-        num_in_last: int,
+        num_in_last: int = BLOCK_SIZE,
+        **how: Any,
     ) -> int:
         job_id = next(self._job_ids)
         self._started.add(job_id)
-        start(BlockTransfer(job_id, RequestId(f"request-{job_id}"), tuple(block_ids), tuple(hashes), num_in_last))
+        request_id = RequestId(f"request-{job_id}")
+        start(BlockTransfer(job_id, request_id, tuple(block_ids), tuple(hashes), num_in_last, **how))
         return job_id
+
+
+class EngineRig(WorkerRig):
+    """With the saves and loads of a store's handoffs."""
+
+    def start_save(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
+        return self._start(self.connector.start_save, block_ids, hashes, num_in_last)
+
+    def start_load(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
+        return self._start(self.connector.start_load, block_ids, hashes, num_in_last)
+
+    def save(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
+    ) -> TransferResult:
+        return self.wait(self.start_save(block_ids, hashes, num_in_last))
+
+    def load(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
+    ) -> TransferResult:
+        return self.wait(self.start_load(block_ids, hashes, num_in_last))
 
 
 def gated_connector(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-import torch
 
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, Destination, TransferResult, WorkerConnector
+from common.engine.kv_connector import Destination, TransferResult
 from common.errors import ConfigError, StoreError
-from common.types import BlockHash, RequestId, hash_prompt, root_hash
+from common.types import BlockHash, hash_prompt, root_hash
 from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
 from kv_store.block_format import BlockFormat
 from kv_store.faulty_store import FaultyStore
@@ -22,23 +19,15 @@ from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
 from kv_store.tiered_connector import TieredWorkerConnector
 from kv_store.tiered_store import TieredStore
-from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache
+from tests.contract.connector_rig import BLOCK_SIZE, FINGERPRINT, WorkerRig, create_kv_cache
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE))
 HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
 FORMAT = BlockFormat(FINGERPRINT, layout_of(create_kv_cache(1)))
 
 
-class TierRig:
-    """A KV cache with its connector, driven as a worker drives it."""
-
-    def __init__(self, connector: WorkerConnector, kv_cache: torch.Tensor | None = None) -> None:
-        self.kv_cache = create_kv_cache(seed=1) if kv_cache is None else kv_cache
-        self.connector = connector
-        self.results: dict[int, TransferResult] = {}
-        self._wake = threading.Semaphore(0)
-        self._job_ids = itertools.count(1)
-        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, FINGERPRINT, self._wake.release)
+class TierRig(WorkerRig):
+    """With lookups, and with saves and loads for a tier's sake."""
 
     def start_lookup(self, hashes: Sequence[BlockHash]) -> int:
         return self._start(self.connector.start_lookup, (), hashes, is_for_tier=True)
@@ -58,34 +47,13 @@ class TierRig:
     def load(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], **how: bool) -> TransferResult:
         return self.wait(self.start_load(block_ids, hashes, **how))
 
-    def wait(self, job_id: int) -> TransferResult:
-        while job_id not in self.results:
-            assert self._wake.acquire(timeout=DEADLINE_S), f"job {job_id} did not settle"
-            self.collect()
-        return self.results[job_id]
+    def start_handoff_save(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], to: Destination) -> int:
+        return self._start(self.connector.start_save, block_ids, hashes, destination=to)
 
-    def collect(self) -> None:
-        for result in self.connector.poll():
-            assert result.job_id not in self.results, f"job {result.job_id} settled twice"
-            self.results[result.job_id] = result
-
-    def bits(self, block_ids: Sequence[int]) -> list[bytes]:
-        return [self.kv_cache[block_id].flatten().view(torch.uint8).numpy().tobytes() for block_id in block_ids]
-
-    def _start(
-        self,
-        start: Callable[[BlockTransfer], None],
-        block_ids: Sequence[int],
-        hashes: Sequence[BlockHash],
-        *,
-        is_for_tier: bool,
+    def start_handoff_load(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], digests: Sequence[bytes]
     ) -> int:
-        job_id = next(self._job_ids)
-        transfer = BlockTransfer(
-            job_id, RequestId(f"request-{job_id}"), tuple(block_ids), tuple(hashes), BLOCK_SIZE, is_for_tier=is_for_tier
-        )
-        start(transfer)
-        return job_id
+        return self._start(self.connector.start_load, block_ids, hashes, digests=tuple(digests))
 
 
 def ok(result: TransferResult, num_blocks: int) -> bool:
@@ -183,18 +151,14 @@ def test_handoffs_and_tiers_of_one_connector_do_not_meet():
     """Both kinds of jobs at once: each reaches the one it is meant for, and all results come out of one poll."""
     producer = TierRig(create_connector("nixl", {"host_bytes": "1MiB"}))
     consumer = TierRig(create_connector("nixl", {"host_bytes": "1MiB"}), create_kv_cache(seed=2))
-    to_peer = BlockTransfer(
-        100, RequestId("handoff"), (1, 2), tuple(HASHES[:2]), BLOCK_SIZE, Destination(consumer.facts.address, (7, 8))
-    )
-    producer.connector.start_save(to_peer)
+    to_peer = producer.start_handoff_save([1, 2], HASHES[:2], Destination(consumer.facts.address, (7, 8)))
     kept = producer.start_save([3, 4], HASHES[2:4])
     assert ok(producer.wait(kept), 2)
-    sent = producer.wait(100)
+    sent = producer.wait(to_peer)
     assert ok(sent, 2)
     assert consumer.bits([7, 8]) == producer.bits([1, 2])
-    arrived = BlockTransfer(100, RequestId("handoff"), (7, 8), tuple(HASHES[:2]), BLOCK_SIZE, digests=sent.digests)
-    consumer.connector.start_load(arrived)
-    assert ok(consumer.wait(100), 2)
+    arrived = consumer.start_handoff_load([7, 8], HASHES[:2], sent.digests)
+    assert ok(consumer.wait(arrived), 2)
     assert ok(producer.look_up(HASHES[:2]), 0)
     assert ok(producer.look_up(HASHES[2:]), 2)
     assert ok(consumer.look_up(HASHES[2:]), 0)
