@@ -97,7 +97,7 @@ class Dispatcher:
             block_size=model.block_size,
             expected_output_tokens=self.estimates.expected_output_tokens(request.sampling.max_tokens),
             handoff_token_s=self.estimates.handoff_token_s,
-            session=request.session,
+            session=request.terms.session,
             resumed=resumed,
             avoid="" if avoid is None else avoid.address,
         )

@@ -20,6 +20,7 @@ from common.types import SamplingParams
 from router.output import TextDelta, TextGeneration
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.service import InferenceService
+from router.terms import Tenant, Terms, read_terms
 
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
@@ -110,7 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _run(
         self, message: inference_pb2.GenerateRequest, context: _Context | _StreamContext
     ) -> AsyncIterator[TextGeneration]:
-        request = await self._service.prepare(replace(_draft(message), session=_session(context)))
+        request = await self._service.prepare(replace(_draft(message), terms=_terms(context)))
         with self._service.run([request]) as (generation,):
             yield generation
 
@@ -137,9 +138,10 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
     )
 
 
-def _session(context: _Context | _StreamContext) -> str:
-    """As HTTP clients name it in a header of the same name."""
-    return next((str(value) for key, value in context.invocation_metadata() or () if key == "x-session-id"), "")
+def _terms(context: _Context | _StreamContext) -> Terms:
+    """As HTTP clients say them in headers of the same names."""
+    metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
+    return read_terms(lambda name: metadata.get(name, ""), Tenant())
 
 
 def _kv_failure_policy(number: int) -> str | None:

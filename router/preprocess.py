@@ -89,7 +89,8 @@ class Preprocessor:
             max_tokens=sampling.max_tokens,
             param=draft.prompt_param,
         )
-        hashes = await self._hash(token_ids, model.block_size, draft.cache_salt)
+        cache_salt = _salt(draft)
+        hashes = await self._hash(token_ids, model.block_size, cache_salt)
         self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
         return GenerationRequest(
             request_id=draft.request_id,
@@ -98,14 +99,14 @@ class Preprocessor:
             hash_block_size=model.block_size,
             sampling=sampling,
             stops=draft.stops,
-            cache_salt=draft.cache_salt,
+            cache_salt=cache_salt,
             priority=draft.priority,
             kv_failure_policy=kv_failure_policy,
             skip_special_tokens=draft.skip_special_tokens,
-            session=draft.session,
+            terms=draft.terms,
             continues_prompt=not isinstance(draft.prompt, ChatPrompt),
             arrived_at=draft.arrived_at,
-            deadline=draft.arrived_at + self._timeout_s,
+            deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
 
     def _kv_failure_policy_of(self, draft: Draft) -> KVFailurePolicy:
@@ -181,6 +182,12 @@ def _with_limits(draft: Draft, room: int) -> SamplingParams:
     return msgspec.structs.replace(draft.sampling, max_tokens=max_tokens, seed=seed)
 
 
+def _salt(draft: Draft) -> str:
+    """The client's salt within its tenant's: no salt of one tenant is ever that of another."""
+    tenant_salt = draft.terms.tenant.salt
+    return f"{tenant_salt}:{draft.cache_salt}" if tenant_salt else draft.cache_salt
+
+
 def _check_draft(draft: Draft) -> None:
     """What neither depends on the model nor is part of SamplingParams."""
     if not _REQUEST_ID.fullmatch(draft.request_id):
@@ -193,7 +200,7 @@ def _check_draft(draft: Draft) -> None:
         raise _invalid(f"stop must not contain a text of more than {MAX_STOP_CHARS} characters", "stop")
     if len(draft.cache_salt) > MAX_SALT_CHARS:
         raise _invalid(f"cache_salt must have at most {MAX_SALT_CHARS} characters", "cache_salt")
-    if len(draft.session) > MAX_SESSION_CHARS:
+    if len(draft.terms.session) > MAX_SESSION_CHARS:
         raise _invalid(f"the session's name must have at most {MAX_SESSION_CHARS} characters", "session_id")
     if draft.priority not in _PRIORITIES:
         raise _invalid("priority must be a 32-bit integer", "priority")

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.types import SamplingParams
 from router.config import KVFailurePolicy
+from router.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Draft:
     priority: int = 0
     kv_failure_policy: str | None = None  # None: the router's setting
     skip_special_tokens: bool = True
-    session: str = ""  # whose requests should go to the same pod; empty: nobody's
+    terms: Terms = field(default_factory=Terms)
     names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
     arrived_at: float  # time.monotonic()
 
@@ -73,7 +74,7 @@ class GenerationRequest:
     priority: int
     kv_failure_policy: KVFailurePolicy
     skip_special_tokens: bool
-    session: str
+    terms: Terms
     continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
     arrived_at: float  # time.monotonic()
     deadline: float  # time.monotonic()

@@ -808,16 +808,20 @@ class WatchStatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MIN_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    WITH_KV_EVENTS_FIELD_NUMBER: _builtins.int
     min_interval_ms: _builtins.int
     """Least milliseconds between two reports; 0 takes the pod's default."""
+    with_kv_events: _builtins.bool
+    """Report what the prefix cache holds; the first report has a snapshot."""
     def __init__(
         self,
         *,
         min_interval_ms: _builtins.int = ...,
+        with_kv_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_ms", b"min_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_ms", b"min_interval_ms", "with_kv_events", b"with_kv_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -837,6 +841,7 @@ class PodStats(_message.Message):
     LAST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -857,6 +862,10 @@ class PodStats(_message.Message):
     """Since start."""
     draining: _builtins.bool
     """True: takes no new work."""
+    @_builtins.property
+    def kv_events(self) -> Global___KVEvents:
+        """If asked for, and something changed."""
+
     def __init__(
         self,
         *,
@@ -870,14 +879,49 @@ class PodStats(_message.Message):
         last_step_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        kv_events: Global___KVEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
+
+@_typing.final
+class KVEvents(_message.Message):
+    """What changed in a pod's prefix cache since the last such event of the stream. Hashes are 16 bytes each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """One more than that of the event before it; of a snapshot any."""
+    is_snapshot: _builtins.bool
+    """What was known of the pod is void. A large snapshot goes on in further events."""
+    removed: _builtins.bytes
+    """Hashes of blocks that were evicted; empty in a snapshot."""
+    stored: _builtins.bytes
+    """Hashes of blocks that were added after that."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        removed: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_snapshot", b"is_snapshot", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVEvents: _TypeAlias = KVEvents  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

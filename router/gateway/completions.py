@@ -23,6 +23,7 @@ from router.output import TextGeneration
 from router.preprocess import choices_of
 from router.request import GenerationRequest, TextPrompt
 from router.service import InferenceService
+from router.terms import Tenant, Terms, read_terms
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ class Api:
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
-SESSION_HEADER = "x-session-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,19 @@ class CompletionsEndpoint:
 
     async def _serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
         parsed = self._api.parse(body)
-        parsed.session_id = parsed.session_id or exchange.header(SESSION_HEADER)
+        terms = read_terms(exchange.header, Tenant())
         if self._api.explains or parsed.dry_run:
-            drafts = parsed.drafts(parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", arrived_at)
+            drafts = parsed.drafts(parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", arrived_at, terms)
             await exchange.send_json(await explain(self._service, drafts))
             return
-        job = await self._prepare(parsed, arrived_at)
+        job = await self._prepare(parsed, arrived_at, terms)
         with self._service.run(job.choices) as generations:
             if job.stream:
                 await self._stream(job, generations, exchange)
             else:
                 await self._answer(job, generations, exchange)
 
-    async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float) -> _Job:
+    async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float, terms: Terms) -> _Job:
         n = 1 if body.n is None else body.n
         request_id = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
         limit = self._service.config.max_choices
@@ -115,7 +115,7 @@ class CompletionsEndpoint:
         choices: list[GenerationRequest] = []
         echoes: list[str] = []
         num_prompt_tokens = 0
-        for draft in body.drafts(request_id, arrived_at):
+        for draft in body.drafts(request_id, arrived_at, terms):
             request = await self._service.prepare(draft)
             num_prompt_tokens += len(request.prompt_token_ids)
             choices += choices_of(request, n)

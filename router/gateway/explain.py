@@ -42,7 +42,7 @@ def _route(request: GenerationRequest, plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "why": _WHY.get(plan.reason, {}).get(where, ""),
         "num_prompt_tokens": len(request.prompt_token_ids),
-        "session": request.session,
+        "session": request.terms.session,
         "legs": [_leg(placement, taken=True) for placement in legs]
         + [_leg(placement, taken=False) for placement in plan.others],
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from common.errors import InvalidRequestError
 from common.types import SamplingParams
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from router.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 
@@ -95,10 +97,9 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """True if a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def session(self) -> str:
-        """Name of the session; empty: none."""
-        return self.session_id or self.prompt_cache_key or self.user or ""
+    def with_session(self, terms: Terms) -> Terms:
+        """The terms of the headers, with the session that the body names, if any does."""
+        return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or self.user or "")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
             prompts.append(TextPrompt(each, special) if isinstance(each, str) else TokenPrompt(each))
         return prompts
 
-    def drafts(self, request_id: str, arrived_at: float) -> list[Draft]:
+    def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
         check_offered(self)
         if self.best_of not in (None, self.n or 1):
@@ -182,7 +183,7 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
-                session=self.session,
+                terms=self.with_session(terms),
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "logprobs"},
                 arrived_at=arrived_at,
@@ -252,7 +253,7 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     num_prompts: ClassVar[int] = 1
 
-    def drafts(self, request_id: str, arrived_at: float) -> list[Draft]:
+    def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         check_offered(self)
         if not self.messages:
@@ -277,7 +278,7 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
-                session=self.session,
+                terms=self.with_session(terms),
                 skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
                 arrived_at=arrived_at,

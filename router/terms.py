@@ -1,0 +1,61 @@
+"""What holds for a request beside its body: who asks, and how soon they need the answer.
+
+HTTP clients say it in headers, gRPC clients in metadata of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import InvalidRequestError
+
+SESSION_HEADER = "x-session-id"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+TTFT_HEADER = "x-slo-ttft-ms"
+ITL_HEADER = "x-slo-itl-ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is."""
+
+    name: str = ""  # for logs, metrics and fairness; empty: nobody has said who they are
+    salt: str = ""  # part of every block hash, so that tenants share no KV; empty: shared by all who have none
+    weight: float = 1.0  # its share while requests queue, relative to others'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Of one request. Absent limits are None; times are seconds."""
+
+    tenant: Tenant = field(default_factory=Tenant)
+    session: str = ""  # whose requests should go to the same pod; empty: nobody's
+    timeout_s: float | None = None  # until the request is ended as overdue
+    ttft_slo_s: float | None = None  # until its first token
+    itl_slo_s: float | None = None  # between two tokens
+
+
+def read_terms(header: Callable[[str], str], tenant: Tenant) -> Terms:
+    """`header` gives the value of a header by its lower-case name, or "". Raises InvalidRequestError."""
+    return Terms(
+        tenant=tenant,
+        session=header(SESSION_HEADER),
+        timeout_s=_seconds(header, TIMEOUT_HEADER),
+        ttft_slo_s=_seconds(header, TTFT_HEADER),
+        itl_slo_s=_seconds(header, ITL_HEADER),
+    )
+
+
+def _seconds(header: Callable[[str], str], name: str) -> float | None:
+    text = header(name)
+    if not text:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequestError(f"{name} must be a positive number of milliseconds, got {text[:40]!r}", param=name)
+    return milliseconds / 1000
