@@ -13,7 +13,9 @@ component. Fields that hold another struct or None are set by the program and ar
     int named *_memory, *_bytes  512MiB, 4GB, 1048576                   the same
 
 A `Meta` on the field gives the help text (description) and the bounds, which are checked here, by name:
-"--block-size: must be >= 1, got 0". Every fault is a ConfigError; a process prints it on one line and exits with 2.
+"--block-size: must be >= 1, got 0", or "baton.yaml: decode.block_size: must be ..." if that is where the value came
+from. A __post_init__ that compares settings raises ValueError and names them by their options. Every fault is a
+ConfigError; a process prints it on one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ _BYTE_UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_OPTION = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 _BYTE_SIZE_FIELD = re.compile(r".*_(memory|bytes)")
 
 
@@ -183,17 +186,20 @@ def build(
     where = section if isinstance(section, Section) else Section(section or {})
     where.check_names(field_names(struct_type, exclude=exclude))
     values: dict[str, object] = {}
+    names: dict[str, str] = {}  # option -> how error messages call the setting, of those that YAML gave
     for leaf in _leaves(struct_type, exclude):
         given = getattr(args, leaf.name, None)
         if given is not None:
             values[leaf.name] = _convert(given, leaf.type, _Setting(leaf.option, leaf.is_byte_size))
         elif leaf.name in where:
-            values[leaf.name] = _convert(
-                where[leaf.name], leaf.type, _Setting(where.name_of(leaf.name), leaf.is_byte_size)
-            )
+            names[leaf.option] = where.name_of(leaf.name)
+            values[leaf.name] = _convert(where[leaf.name], leaf.type, _Setting(names[leaf.option], leaf.is_byte_size))
         elif leaf.default is msgspec.NODEFAULT:
             raise ConfigError(f"{leaf.option}: required", param=leaf.name)
-    return _construct(struct_type, values)
+    try:
+        return _construct(struct_type, values)
+    except ValueError as error:  # from a __post_init__, which knows settings by their options
+        raise ConfigError(_OPTION.sub(lambda found: names.get(found[0], found[0]), str(error))) from error
 
 
 def parse(
@@ -307,7 +313,10 @@ def _without_none(kind: mi.Type) -> mi.Type:
 
 
 def _construct(struct_type: type[T], values: Mapping[str, object]) -> T:
-    """Fills `struct_type` and its nested structs from the flat `values`; what is absent keeps its default."""
+    """Fills `struct_type` and its nested structs from the flat `values`; what is absent keeps its default.
+
+    Raises ValueError if a __post_init__ does.
+    """
 
     def fill(target: type[msgspec.Struct], base: msgspec.Struct | None) -> msgspec.Struct:
         described = mi.type_info(target)
@@ -322,10 +331,7 @@ def _construct(struct_type: type[T], values: Mapping[str, object]) -> T:
                 changes[field.name] = values[field.name]
         return msgspec.structs.replace(base, **changes) if base is not None else target(**changes)
 
-    try:
-        filled = fill(struct_type, None)
-    except ValueError as error:  # from a __post_init__ that compares settings
-        raise ConfigError(str(error)) from error
+    filled = fill(struct_type, None)
     assert isinstance(filled, struct_type)
     return filled
 

@@ -153,6 +153,17 @@ def test_required_and_cross_field_checks() -> None:
         parse(Strict, ["--address", "a", "--low", "2"], prog="test", section="strict")
 
 
+def test_cross_field_checks_name_each_setting_by_where_it_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("strict: {address: a, low: 2}")
+    with pytest.raises(ConfigError) as caught:
+        parse(Strict, ["--config", str(file)], prog="test", section="strict")
+    assert caught.value.message == f"{file}: strict.low: must not exceed --high"
+    with pytest.raises(ConfigError) as caught:
+        parse(Strict, ["--config", str(file), "--low", "3"], prog="test", section="strict")
+    assert caught.value.message == "--low: must not exceed --high"
+
+
 def test_parse_reads_its_section(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("strict: {address: yaml, high: 9}\nother: {anything: 1}\n")

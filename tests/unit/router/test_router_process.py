@@ -39,6 +39,25 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("prefill_policy: best", "router.prefill_policy: unknown policy 'best'"),
+        ("decode_policy: 'kv_aware:x'", "router.decode_policy: the weight of kv_aware"),
+        ("decode: [nowhere]", "router.decode: expected host:port"),
+        ("port: 70000", "router.port: must be <= 65535"),
+        ("polcy: best", "router.polcy: unknown setting"),
+        ("remote_prefill: always", "router.remote_prefill always needs prefill pods"),
+    ],
+)
+def test_a_wrong_setting_of_a_file_is_named_by_its_path(setting, said, tmp_path, capsys):
+    file = tmp_path / "baton.yaml"
+    file.write_text(f"router:\n  {setting}\n")
+    assert main(["--config", str(file)]) == CONFIG_ERROR_EXIT_CODE
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"baton: error: {file}: {said}")
+
+
 @pytest.mark.parametrize(("arguments", "said"), [([], "--decode"), (["--decode", "a:1", "--model", "/no"], "--model")])
 def test_a_setting_that_cannot_be_met_is_too(arguments, said):
     command = [sys.executable, "-m", "router", *arguments]
