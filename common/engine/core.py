@@ -120,7 +120,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if a step would do something now."""
-        return self._transfers_settled or bool(self._unsent) or self._scheduler.has_work
+        return (
+            self._transfers_settled
+            or bool(self._unsent)
+            or self._scheduler.has_work
+            or self._scheduler.has_cache_change  # was reset while idle: routers are to know
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -138,7 +143,8 @@ class EngineCore:
         outputs = self._take_unsent() + self._scheduler.update(step, result, finished)
         if step.total_num_scheduled_tokens:  # one that only moves blocks says nothing of the model's speed
             self._last_step_s = finished - started
-        return EngineCoreOutputs(outputs=outputs, stats=self.stats())
+        cache = self._scheduler.take_cache_change()
+        return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
 
     def _tell_urgent_news(self) -> None:
         if self._on_urgent_news is not None and (news := self._scheduler.take_urgent_news()):

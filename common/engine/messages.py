@@ -177,11 +177,14 @@ class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_transfers: int  # block transfers not settled
 
 
-class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Everything of one step."""
+class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Everything of one step. All of a core's in order say what its prefix cache holds: it starts empty, and of each
+    step what was removed goes first."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    kv_stored: bytes = b""  # block hashes, 16 bytes each, that the prefix cache finds now and did not before
+    kv_removed: bytes = b""  # and those that it finds no more
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,6 +1,14 @@
 """Plain values that travel between router, pods and engine. No torch, no grpc, no I/O."""
 
-from common.types.block_hash import HASH_BYTES, BlockHash, hash_block, hash_partial_block, hash_prompt, root_hash
+from common.types.block_hash import (
+    HASH_BYTES,
+    BlockHash,
+    hash_block,
+    hash_partial_block,
+    hash_prompt,
+    root_hash,
+    split_hashes,
+)
 from common.types.generation import (
     FinishReason,
     Logprobs,
@@ -25,4 +33,5 @@ __all__ = [
     "hash_partial_block",
     "hash_prompt",
     "root_hash",
+    "split_hashes",
 ]

@@ -50,3 +50,8 @@ def hash_partial_block(
     """
     tail = token_ids[len(full) * block_size :]
     return hash_block(full[-1] if full else root, tail)
+
+
+def split_hashes(hashes: bytes) -> list[BlockHash]:
+    """One item per block, of hashes that were joined."""
+    return [BlockHash(hashes[start : start + HASH_BYTES]) for start in range(0, len(hashes), HASH_BYTES)]

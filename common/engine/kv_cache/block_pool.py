@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from common.engine.kv_cache.cache_changes import CacheChanges
 from common.types import BlockHash
 
 NULL_BLOCK_ID = 0
@@ -112,6 +113,7 @@ class BlockPool:
         self._null_block.ref_cnt = 1
         self._free = FreeBlockQueue()
         self._cached: dict[BlockHash, Block] = {}
+        self.changes = CacheChanges()  # of the cached hashes; for whoever reports them
         for block in self._blocks[NULL_BLOCK_ID + 1 :]:
             self._free.append(block)
 
@@ -171,6 +173,7 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash = block_hash
             self._cached[block_hash] = block
+            self.changes.store(block_hash)
 
     def reset_cache(self) -> None:
         """Forget all cached blocks that nobody uses."""
@@ -180,6 +183,7 @@ class BlockPool:
     def _evict(self, block: Block) -> None:
         if block.block_hash is not None:
             del self._cached[block.block_hash]
+            self.changes.remove(block.block_hash)
             block.block_hash = None
 
     def check_integrity(self, num_users: Mapping[int, int]) -> list[str]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.engine.kv_cache.block_pool import Block, BlockPool
+from common.engine.kv_cache.cache_changes import CacheChanges
 from common.engine.request import Request
 from common.types import RequestId
 
@@ -42,6 +43,11 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated, cached unused ones included."""
         return self._pool.num_free
+
+    @property
+    def cache_changes(self) -> CacheChanges:
+        """What became of the prefix cache since it was last taken from here."""
+        return self._pool.changes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from common.engine.config import SchedulerConfig
-from common.engine.kv_cache import Block, KVCacheManager
+from common.engine.kv_cache import Block, CacheChange, KVCacheManager
 from common.engine.kv_connector import ConnectorFacts, TransferResult
 from common.engine.messages import (
     AddRequest,
@@ -640,6 +640,15 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether a request is live, a transfer has not settled, or a producer may still write here."""
         return bool(self._live or self._settling or self._transfers or self._tiers.has_work)
+
+    @property
+    def has_cache_change(self) -> bool:
+        """Whether the prefix cache changed since it was last asked how."""
+        return bool(self._kv.cache_changes)
+
+    def take_cache_change(self) -> CacheChange:
+        """What became of the prefix cache since the last call."""
+        return self._kv.cache_changes.take()
 
     def stats(self) -> EngineStats:
         """Current figures; those of the step's duration are the core's."""

@@ -14,7 +14,16 @@ from common.engine.messages import (
 )
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import ConfigError, ErrorCode, ModelLoadError
-from common.types import FinishReason, RequestId, SamplingParams, TransferId
+from common.types import (
+    HASH_BYTES,
+    FinishReason,
+    RequestId,
+    SamplingParams,
+    TransferId,
+    hash_prompt,
+    root_hash,
+    split_hashes,
+)
 from tests.unit.common.engine.fake_engines import FailingExecutor, UnloadableExecutor
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
@@ -232,3 +241,44 @@ def _run_out_of_blocks(*, is_tier: bool) -> EngineCore:
             prompts[request_id] = [*prompt, *answer, 7, 8, 9]
         assert not core.has_unfinished
     return core
+
+
+def known_blocks(known: set[bytes], said: EngineCoreOutputs) -> set[bytes]:
+    """What somebody knows of the prefix cache who hears of every step."""
+    return known - set(split_hashes(said.kv_removed)) | set(split_hashes(said.kv_stored))
+
+
+def test_steps_say_what_the_prefix_cache_holds() -> None:
+    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core.add_request(request("a", list(range(10)), max_tokens=3))
+    said = []
+    while core.has_work:
+        said.append(core.step())
+    known: set[bytes] = set()
+    for step in said:
+        known = known_blocks(known, step)
+    assert known == set(hash_prompt([*range(10), *expected_tokens(list(range(10)), 3)][:12], 4, root_hash()))
+    assert len(said[0].kv_stored) == 2 * HASH_BYTES, "not before the blocks are full"
+
+
+def test_reset_of_an_idle_core_is_said_too() -> None:
+    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core.add_request(request("a", list(range(10)), max_tokens=1))
+    stored = b""
+    while core.has_work:
+        stored += core.step().kv_stored
+    core.reset_prefix_cache()
+    assert core.has_work
+    assert set(split_hashes(core.step().kv_removed)) == set(split_hashes(stored)) != set()
+    assert not core.has_unfinished
+    core.reset_prefix_cache()
+    assert not core.has_work, "nothing was there to forget"
+
+
+def test_without_prefix_caching_there_is_nothing_to_say() -> None:
+    cache = msgspec.structs.replace(CONFIG.cache, enable_prefix_caching=False)
+    core = EngineCore(msgspec.structs.replace(CONFIG, cache=cache), FakeExecutor(block_size=4))
+    core.add_request(request("a", list(range(10))))
+    while core.has_work:
+        step = core.step()
+        assert (step.kv_stored, step.kv_removed) == (b"", b"")

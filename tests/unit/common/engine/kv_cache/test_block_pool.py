@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.engine.kv_cache import Block, BlockPool, FreeBlockQueue
-from common.types import BlockHash
+from common.types import BlockHash, split_hashes
 
 
 def name(index: int) -> BlockHash:
@@ -112,6 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.owned: list[list[Block]] = []
         self.written: dict[int, int] = {}  # block_id -> content of the latest allocation
         self.content = 0
+        self.reported: set[bytes] = set()  # what somebody knows who hears of changes now and then
 
     @rule(count=st.integers(1, 4))
     def allocate(self, count):
@@ -150,6 +151,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.pool.reset_cache()
+
+    @rule()
+    def report(self):
+        change = self.pool.changes.take()
+        stored, removed = set(split_hashes(change.stored)), set(split_hashes(change.removed))
+        assert removed <= self.reported
+        assert not stored & (self.reported - removed)
+        self.reported = self.reported - removed | stored
+        assert self.reported == {name(content) for content in range(self.content + 1) if self.pool.find(name(content))}
+        assert len(self.reported) == self.pool.num_cached
+        assert not self.pool.changes
 
     @invariant()
     def every_block_is_free_or_owned(self):
