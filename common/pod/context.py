@@ -8,6 +8,7 @@ from typing import Literal
 from common.engine.client.base import EngineClient
 from common.engine.messages import EngineSpec
 from common.pod.admission import Admission
+from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
@@ -27,6 +28,7 @@ class PodContext:
     engine: EngineClient
     requests: EngineRequests
     stats: StatsBoard
+    cache: CacheView
     admission: Admission
     metrics: PodMetrics
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
 import grpc
@@ -63,12 +63,18 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: pods_pb2.WatchStatsRequest, context: grpc.aio.ServicerContext[Any, pods_pb2.PodStats]
     ) -> None:
-        """A report at once, then one per change, at most one per interval."""
+        """A report at once, then one per change, at most one per interval; several if there is much to say about the
+        prefix cache."""
         async with rpc_errors(context):
             interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
-            async with aclosing(self._pod.stats.watch(interval_s)) as reports:
-                async for stats in reports:
-                    await context.write(self._report(stats))
+            with ExitStack() as stack:
+                cache = stack.enter_context(self._pod.cache.watch()) if request.with_kv_events else None
+                async with aclosing(self._pod.stats.watch(interval_s)) as reports:
+                    async for stats in reports:
+                        news = cache.take() if cache is not None else []
+                        await context.write(self._report(stats, *news[:1]))
+                        for events in news[1:]:
+                            await context.write(self._report(stats, events))
 
     async def Drain(  # noqa: N802
         self, request: pods_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -99,7 +105,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             num_transfers=report.num_transfers + self._front.num_handoffs,
         )
 
-    def _report(self, stats: EngineStats) -> pods_pb2.PodStats:
+    def _report(self, stats: EngineStats, events: pods_pb2.KVEvents | None = None) -> pods_pb2.PodStats:
         return pods_pb2.PodStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -111,4 +117,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             last_step_tokens=stats.last_step_tokens,
             num_preemptions=stats.num_preemptions,
             draining=self._pod.admission.draining,
+            kv_events=events,
         )

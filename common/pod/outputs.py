@@ -15,6 +15,7 @@ import msgspec
 from common.engine.client.base import EngineClient
 from common.engine.messages import AddRequest, RequestOutput, TransferTarget, TransferUpdate
 from common.errors import BatonError, EngineDeadError
+from common.pod.cache_view import CacheView
 from common.pod.stats import StatsBoard
 from common.types import RequestId
 
@@ -38,9 +39,11 @@ class EngineRequests:
     again while the last attempt is still being aborted.
     """
 
-    def __init__(self, engine: EngineClient, stats: StatsBoard) -> None:
+    def __init__(self, engine: EngineClient, stats: StatsBoard, cache: CacheView) -> None:
+        """`stats` and `cache` are kept up to date."""
         self._engine = engine
         self._stats = stats
+        self._cache = cache
         self._sinks: dict[RequestId, OutputSink] = {}
         self._serial = itertools.count(1)
 
@@ -86,6 +89,8 @@ class EngineRequests:
             async for step in self._engine.outputs():
                 for output in step.outputs:
                     self._deliver(output)
+                if step.kv_stored or step.kv_removed:
+                    self._cache.apply(step.kv_stored, step.kv_removed)
                 self._stats.publish(step.stats)
             raise EngineDeadError("the engine said its last word")
         except EngineDeadError as error:

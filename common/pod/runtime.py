@@ -28,6 +28,7 @@ from common.observability.logging import setup_logging
 from common.observability.metrics_server import MetricsServer
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
+from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
 from common.pod.context import PodContext, Role
 from common.pod.control import OpenWork, PodServicer
@@ -134,15 +135,16 @@ class PodRuntime:
 
     async def _start_engine(self) -> PodContext:
         spec = await self._engine.start()
-        stats = StatsBoard(await self._engine.stats())
+        stats, cache = StatsBoard(await self._engine.stats()), CacheView()
         return PodContext(
             role=self._role,
             config=self.config,
             incarnation=secrets.randbits(63),
             spec=spec,
             engine=self._engine,
-            requests=EngineRequests(self._engine, stats),
+            requests=EngineRequests(self._engine, stats, cache),
             stats=stats,
+            cache=cache,
             admission=Admission(self.config.max_open),
             metrics=PodMetrics(stats),
         )

@@ -34,6 +34,7 @@ from common.engine.messages import (
 from common.errors import EngineDeadError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pod.admission import Admission
+from common.pod.cache_view import CacheView
 from common.pod.context import PodContext
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
@@ -377,7 +378,7 @@ class Pod:
             is_direct=True,
             connector_address=self.address.encode(),
         )
-        stats = StatsBoard(scheduler.stats())
+        stats, cache = StatsBoard(scheduler.stats()), CacheView()
         client: Any = _Client(engine)
         self.context = PodContext(
             role=role,
@@ -385,8 +386,9 @@ class Pod:
             incarnation=incarnation,
             spec=spec,
             engine=client,
-            requests=EngineRequests(client, stats),
+            requests=EngineRequests(client, stats, cache),
             stats=stats,
+            cache=cache,
             admission=Admission(config.max_open),
             metrics=PodMetrics(stats),
         )

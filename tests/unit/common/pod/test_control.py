@@ -5,6 +5,7 @@ import pytest
 from common import __version__
 from common.pb import pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
+from common.types import HASH_BYTES, split_hashes
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prefill_pod, prompt_of, wait_for
 
 
@@ -42,6 +43,26 @@ async def test_stats_come_at_once_and_on_change(pod: RunningPod) -> None:
     while not (await watch.read()).draining:
         pass
     watch.cancel()
+
+
+async def test_kv_events_begin_with_a_snapshot_and_come_with_no_other_news(pod: RunningPod) -> None:
+    async with FakeRouter(pod) as router:
+        await (await router.submit(engine_request("a", prompt_of(40), max_tokens=1))).wait_finished()
+        request = pods_pb2.WatchStatsRequest(min_interval_ms=1, with_kv_events=True)
+        watch = PodStub(pod.channel).WatchStats(request, timeout=DEADLINE_S)
+        snapshot = (await watch.read()).kv_events
+        assert snapshot.is_snapshot
+        assert len(snapshot.stored) == 2 * HASH_BYTES
+        await pod.context.engine.reset_prefix_cache()  # the engine is idle
+        while not (events := (await watch.read()).kv_events).removed:
+            pass
+        assert set(split_hashes(events.removed)) == set(split_hashes(snapshot.stored))
+        assert (events.sequence, events.is_snapshot, events.stored) == (snapshot.sequence + 1, False, b"")
+        watch.cancel()
+    plain = PodStub(pod.channel).WatchStats(pods_pb2.WatchStatsRequest(), timeout=DEADLINE_S)
+    assert not (await plain.read()).HasField("kv_events"), "nobody asked"
+    plain.cancel()
+    await wait_for(lambda: not pod.context.cache._watches)
 
 
 async def test_drain_says_what_is_left_before_its_deadline(pod: RunningPod) -> None:
