@@ -1,0 +1,103 @@
+"""What the router costs, with pods that answer at once, so that only the router is measured.
+
+    python -m benchmarks.router [--markdown FILE] [--json FILE] [--quick] [--without-rival]
+
+The real router process stands between a load generator and fake pods, each a process of its own: one prefill pod and
+one decode pod, real gRPC, no engine. In turn with it runs sglang-router in PD mode between the same load generator and
+trivial HTTP backends, if it is installed (`pip install -c constraints.txt -e '.[bench]'`). Every system is started
+anew for every repeat; figures are medians of the repeats.
+
+    answers      POST /v1/completions of a text prompt of about 100 tokens, one token back, so many at once.
+    direct       the call that the router makes, made by the load generator: both legs over gRPC for ours, one request
+                 to the decode backend over HTTP for the rival. added = through the router - direct
+    streams      streams that have had their first token get the rest: tokens / CPU seconds of the router process, of
+                 all its threads. A decode pod sends one message per step with one token for each stream; a backend
+                 writes one event to each connection per step. The wall clock is beside it, but on few cores that is
+                 also the speed of the load generator and of what stands behind the router.
+    per event    more than 1: tokens that were due to a client together were sent together
+    memory       growth of the router's own memory (USS) from no stream to so many, all open and silent
+    decisions    one routing decision, see benchmarks.simulate.decisions
+
+The two routers do not do the same work. Ours parses the request, tokenises the prompt, hashes its blocks, and turns
+token ids back into text; its legs are gRPC. The rival, in Rust, parses the request and hands it and the answer on as
+they are; tokenisation and detokenisation are left to the servers behind it. With tokens that come as fast as they can,
+the backends' events pile up in its sockets and go on many at once; the rows with a rate are those to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.router.measure import Plan, Start, StreamLoad, as_json, measure
+from benchmarks.router.report import describe_machine, format_page, format_tables, format_verdict, verdicts
+from benchmarks.router.systems import RIVAL, baton, rival_version, sglang_router
+
+FULL = Plan(
+    repeats=5,
+    concurrency=(1, 16, 64),
+    num_answers=1_000,
+    streams=(
+        StreamLoad(1, 4_000, 0.0),
+        StreamLoad(64, 500, 0.0),
+        StreamLoad(512, 100, 0.0),
+        StreamLoad(1, 200, 0.01),
+        StreamLoad(64, 150, 0.02),
+        StreamLoad(512, 60, 0.05),
+    ),
+    idle_streams=(512, 2_000),
+    decision_pods=(2, 32, 512),
+    decision_blocks=(10_000, 1_000_000),
+)
+QUICK = Plan(
+    repeats=1,
+    concurrency=(1, 16),
+    num_answers=100,
+    streams=(StreamLoad(1, 500, 0.0), StreamLoad(64, 50, 0.0), StreamLoad(64, 20, 0.02)),
+    idle_streams=(64,),
+    decision_pods=(2,),
+    decision_blocks=(10_000,),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    args = _parser().parse_args(argv)
+    machine = describe_machine()
+    results = measure(QUICK if args.quick else FULL, _starts(args), lambda line: print(line, file=sys.stderr))
+    found = verdicts(results)
+    print(format_tables(results, found))
+    print("\n".join(map(format_verdict, found)))
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine, **as_json(results)}, indent=2) + "\n")
+    if args.markdown:
+        args.markdown.write_text(format_page(machine, results, found, args.note))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
+    parser.add_argument("--without-rival", action="store_true", help=f"leave {RIVAL} out")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--note", default="", help="a remark for the page of markdown")
+    return parser
+
+
+def _starts(args: argparse.Namespace) -> list[Start]:
+    if args.without_rival:
+        return [baton]
+    if rival_version() is None:
+        print(f"{RIVAL} is not installed: pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
+        return [baton]
+    return [baton, sglang_router]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The load generator, in a process of its own: `python -m benchmarks.router.load`.
+
+Orders come as lines of JSON on stdin, each is answered by one line on stdout:
+
+    answers ADDRESS CONCURRENCY COUNT   whole answers of one token -> their latencies
+    pods PREFILL DECODE CONCURRENCY COUNT   the same, asked of fake pods directly, both legs
+    open ADDRESS STREAMS TOKENS         streams that stay open; answered when each had its first event
+    finish                              wait for their ends -> what came
+    close                               drop them
+
+The client is cheap, so that it hardly competes with what it measures: one connection per stream, C parser, no tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from typing import Any
+
+import httptools
+import uvloop
+
+from benchmarks.router.direct import PodClient
+from benchmarks.router.workload import completion_body
+
+_END = b"data: [DONE]"
+
+
+class _Client(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self) -> None:
+        self._parser: Any = None
+        self._transport: Any = None
+        self._tail = b""
+        self._first: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self.num_events = 0  # of the current request, as is the next
+        self.is_complete = False  # the stream ended as it should
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for future in (self._first, self._ended):
+            if future is not None and not future.done():
+                future.set_exception(exc or ConnectionError("the connection was closed"))
+                future.exception()  # looked at: whoever does not wait for it need not know
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the answer; an event may be cut in two."""
+        self.num_events += body.count(b"\n\n")
+        self._tail = (self._tail + body)[-len(_END) - 2 :]
+        if self._first is not None and not self._first.done():
+            self._first.set_result(None)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        self.is_complete = _END in self._tail
+        status = self._parser.get_status_code()
+        if self._ended is not None and not self._ended.done():
+            if status == 200:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(RuntimeError(f"status {status}: {self._tail!r}"))
+
+    def post(self, host: str, body: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+        """Send a request; futures of the first part of its answer and of its end."""
+        loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._first, self._ended = loop.create_future(), loop.create_future()
+        self.num_events, self.is_complete, self._tail = 0, False, b""
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        return self._first, self._ended
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._transport.abort()
+
+
+class _Load:
+    def __init__(self) -> None:
+        self._streams: list[_Client] = []
+        self._ends: list[asyncio.Future[None]] = []
+        self._num_seen = 0  # events, when all streams were open
+        self._pods: dict[tuple[str, str], PodClient] = {}
+
+    async def answers(self, address: str, concurrency: int, count: int) -> dict[str, Any]:
+        """Latencies of so many one-token answers."""
+        clients = [await _connect(address) for _ in range(concurrency)]
+        body = completion_body(1, stream=False)
+
+        async def ask(client: _Client) -> None:
+            await client.post(address, body)[1]
+
+        measured = await _repeat([lambda client=client: ask(client) for client in clients], count)
+        for client in clients:
+            client.close()
+        return measured
+
+    async def pods(self, prefill: str, decode: str, concurrency: int, count: int) -> dict[str, Any]:
+        """The same without a router."""
+        if (prefill, decode) not in self._pods:
+            self._pods[prefill, decode] = PodClient(prefill, decode)
+        client = self._pods[prefill, decode]
+        return await _repeat([client.first_token] * concurrency, count)
+
+    async def open(self, address: str, streams: int, tokens: int) -> dict[str, Any]:
+        """More streams, which go on until finish or close."""
+        body = completion_body(tokens, stream=True)
+        clients = [await _connect(address) for _ in range(streams)]
+        begun = [client.post(address, body) for client in clients]
+        await asyncio.gather(*(first for first, _ in begun))
+        self._streams += clients
+        self._ends += [ended for _, ended in begun]
+        self._num_seen = sum(client.num_events for client in self._streams)
+        return {}
+
+    async def finish(self) -> dict[str, Any]:
+        """What came until all had ended, since they were open."""
+        await asyncio.gather(*self._ends)
+        broken = sum(not client.is_complete for client in self._streams)
+        if broken:
+            raise RuntimeError(f"{broken} of {len(self._streams)} streams did not end with [DONE]")
+        num_events = sum(client.num_events for client in self._streams) - self._num_seen
+        num_events -= len(self._streams)  # [DONE] is none of them
+        await self.close()
+        return {"num_events": num_events}
+
+    async def close(self) -> dict[str, Any]:
+        """Drop all streams."""
+        for client in self._streams:
+            client.close()
+        self._streams, self._ends = [], []
+        return {}
+
+
+async def _repeat(askers: list[Any], count: int) -> dict[str, Any]:
+    """`count` calls in all, by all askers at once; each goes on as soon as it is answered."""
+    latencies: list[float] = []
+    turns = itertools.count()
+
+    async def work(ask: Any) -> None:
+        while next(turns) < count:
+            began = time.perf_counter()
+            await ask()
+            latencies.append(time.perf_counter() - began)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(work(ask) for ask in askers))
+    return {"latencies": latencies, "wall_s": time.perf_counter() - started}
+
+
+async def _connect(address: str) -> _Client:
+    host, _, port = address.rpartition(":")
+    _, client = await asyncio.get_running_loop().create_connection(_Client, host, int(port))
+    return client
+
+
+async def _obey() -> None:
+    load = _Load()
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        name, *arguments = json.loads(line)
+        try:
+            answer = await getattr(load, name)(*arguments)
+        except (OSError, RuntimeError) as error:
+            answer = {"error": repr(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(_obey())

@@ -1,0 +1,106 @@
+"""The routers, each with what stands behind it: one prefill and one decode side, processes of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.router.processes import Child
+from benchmarks.router.workload import MODEL
+
+_START_S = 60.0
+_POLL_S = 0.05
+_MAX_STREAMS = 4096
+OURS = "baton"
+RIVAL = "sglang-router"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One that runs."""
+
+    name: str
+    version: str
+    address: str  # of the router
+    router: Child
+    prefill: str  # address
+    decode: str
+    decode_side: Child
+
+    def set_pace(self, word: str) -> None:
+        """See Pace.set."""
+        self.decode_side.tell(word)
+
+    def ask_directly(self, load: Child, concurrency: int, count: int) -> dict[str, Any]:
+        """One-token answers past the router."""
+        if self.name == RIVAL:
+            return load.ask("answers", self.decode, concurrency, count)
+        return load.ask("pods", self.prefill, self.decode, concurrency, count)
+
+
+@contextmanager
+def baton() -> Iterator[System]:
+    """Our router between fake pods."""
+    with ExitStack() as stack:
+        sides = [stack.enter_context(Child("benchmarks.router.pods", role)) for role in ("prefill", "decode")]
+        prefill, decode = (side.read_line() for side in sides)
+        # The knobs of the benchmark, and none for speed: these are the defaults.
+        options = ["--prefill", prefill, "--decode", decode, "--port", "0", "--grpc-port", "0"]
+        options += ["--served-model-name", MODEL, "--remote-prefill", "prefer", "--max-inflight", str(_MAX_STREAMS)]
+        router = stack.enter_context(Child("router", *options, "--log-level", "warning"))
+        words = dict(word.split("=", 1) for word in router.read_line().split() if "=" in word)
+        address = words["http"].removeprefix("http://")
+        _wait_until_healthy(address, router)
+        yield System(OURS, importlib.metadata.version("baton-llm"), address, router, prefill, decode, sides[1])
+
+
+@contextmanager
+def sglang_router() -> Iterator[System]:
+    """The rival between trivial backends. Raises ImportError if it is not installed."""
+    version = rival_version()
+    if version is None:
+        raise ImportError(f"{RIVAL} is not installed")
+    with ExitStack() as stack:
+        sides = [stack.enter_context(Child("benchmarks.router.backends", role)) for role in ("prefill", "decode")]
+        prefill, decode = (side.read_line() for side in sides)
+        port, metrics_port = _free_port(), _free_port()
+        options = ["--pd-disaggregation", "--prefill", f"http://{prefill}", "none", "--decode", f"http://{decode}"]
+        options += ["--policy", "round_robin", "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+        options += ["--prometheus-port", str(metrics_port), "--max-concurrent-requests", str(_MAX_STREAMS)]
+        router = stack.enter_context(Child("sglang_router.launch_router", *options, quiet=True))
+        address = f"127.0.0.1:{port}"
+        _wait_until_healthy(address, router, path="/readiness")
+        yield System(RIVAL, version, address, router, prefill, decode, sides[1])
+
+
+def rival_version() -> str | None:
+    """None: it is not installed."""
+    try:
+        return importlib.metadata.version(RIVAL)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _wait_until_healthy(address: str, router: Child, path: str = "/health") -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if router.has_ended:
+            raise RuntimeError("the router has ended before it was ready")
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=_START_S):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(_POLL_S)
+    raise TimeoutError(f"http://{address}{path} did not answer 200 within {_START_S:g} s")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
