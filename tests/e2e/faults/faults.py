@@ -1,0 +1,111 @@
+"""What is done to a server while requests run, and how it is undone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Protocol
+
+from tests.e2e.faults.server_process import ServerProcess
+
+STOPPED_S, RUNNING_S = 0.09, 0.01  # of a slow pod, in turn: it has a tenth of its time
+
+
+class Fault(Protocol):
+    """Struck once, then healed once when the requests of the others have ended."""
+
+    async def strike(self) -> None:
+        """Returns when it is done."""
+
+    async def heal(self) -> None:
+        """Returns when the server is on its way back."""
+
+
+class Kill:
+    """SIGKILL. The server comes back at the same address after the requests have ended."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+
+    async def strike(self) -> None:
+        """Its engine process must notice by itself, and end."""
+        await asyncio.to_thread(self._server.wait_gone, self._server.kill())
+
+    async def heal(self) -> None:
+        """A new incarnation."""
+        self._server.start()
+
+
+class Restart:
+    """SIGKILL, and the next incarnation is started at once: it joins while requests run."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+
+    async def strike(self) -> None:
+        """Kill and start."""
+        await asyncio.to_thread(self._server.wait_gone, self._server.kill())
+        self._server.start()
+
+    async def heal(self) -> None:
+        """Nothing is left to be done."""
+
+
+class Hang:
+    """SIGSTOP to all processes of the server, which go on when everybody has given them up."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+
+    async def strike(self) -> None:
+        """Its connections stay open, and nobody answers."""
+        self._server.send(signal.SIGSTOP)
+
+    async def heal(self) -> None:
+        """It goes on where it was, with requests that others have answered."""
+        self._server.send(signal.SIGCONT)
+
+
+class Slow:
+    """The server is stopped most of the time, in short turns, for as long as the fault lasts."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._turns: asyncio.Task[None] | None = None
+
+    async def strike(self) -> None:
+        """From now on."""
+        self._turns = asyncio.create_task(self._take_turns())
+
+    async def heal(self) -> None:
+        """At full speed again."""
+        assert self._turns is not None
+        self._turns.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._turns
+
+    async def _take_turns(self) -> None:
+        try:
+            while True:
+                self._server.send(signal.SIGSTOP)
+                await asyncio.sleep(STOPPED_S)
+                self._server.send(signal.SIGCONT)
+                await asyncio.sleep(RUNNING_S)
+        finally:
+            self._server.send(signal.SIGCONT)
+
+
+class ClockJump:
+    """The wall clock of all processes of the server jumps six hours ahead, and afterwards twelve back."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+
+    async def strike(self) -> None:
+        """Ahead, see `clock_hook`."""
+        self._server.send(signal.SIGUSR1)
+
+    async def heal(self) -> None:
+        """Back, beyond where it was."""
+        self._server.send(signal.SIGUSR1)
