@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from router.policy_spec import POLICY_NAMES, parse_policy
+from router.survival.config import SurvivalConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
 KVFailurePolicy = Literal["recompute", "fail"]
@@ -67,10 +68,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 16 * 2**20
     max_inflight: Annotated[int, Meta(ge=1, description="Most generations at once; more are refused with 429.")] = 2048
     max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
-    max_attempts: Annotated[int, Meta(ge=1, description="Decode pods that a request is tried on before it fails.")] = 3
-    pod_wait_s: Annotated[
-        float, Meta(ge=0, description="Seconds a started request waits for a decode pod after losing its own.")
-    ] = 10.0
+    survival: SurvivalConfig = SurvivalConfig()
     shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
 

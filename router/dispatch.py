@@ -7,9 +7,10 @@
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
    accepted once, and a different token for it is never passed over in silence.
-7. If prefill fails, the decode pod is told and computes the prompt itself, or ends the request with an error that is
-   not retried if its kv_failure_policy is fail: it alone knows what has come. If decode is lost, another decode pod
-   gets the prompt and the output so far; seeds are positional, so the client sees no seam.
+7. If prefill fails before there is a token, another prefill pod takes over. If there is none, the decode pod is told
+   and computes the prompt itself, or ends the request with an error if its kv_failure_policy is fail: it alone knows
+   what has come. If decode is lost, another decode pod gets the prompt and the output so far; seeds are positional,
+   so the client sees no seam.                                                              Generation, survival/
 8. Tokens become text; a stop string ends the request.                                     output
 9. The front streams; its going away ends both legs at once, as does the deadline.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from itertools import count
 from typing import NamedTuple
 
@@ -27,10 +29,12 @@ from router.config import RouterConfig
 from router.estimates import Estimates
 from router.generation import Generation
 from router.metrics import RouterMetrics
-from router.pods import Cluster, Pod, PodClaim, Share
+from router.pods import Cluster, ModelFacts, Pod, PodClaim, Share
 from router.policies import Leg, prefill_work
 from router.request import GenerationRequest
 from router.routing import NO_PREFILL_POD, Placement, Plan, Planner, Query
+from router.survival.metrics import SurvivalMetrics
+from router.survival.migrations import MigrationLine
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,8 @@ class Dispatcher:
         self.config = config
         self.metrics = metrics
         self.estimates = Estimates()
+        self.survival_metrics = SurvivalMetrics(metrics.registry)
+        self.migrations = MigrationLine(config.survival.max_concurrent_migrations, self.survival_metrics)
         self.planner = Planner(
             cluster.prefill_table,
             cluster.decode_table,
@@ -91,7 +97,14 @@ class Dispatcher:
         model = self.cluster.model
         if model is None:
             raise UnavailableError(self.cluster.explain())
-        query = Query(
+        query = self._query(request, model, resumed=resumed, avoid=avoid)
+        plan = self.planner.plan(query, time.monotonic())
+        if plan is None:
+            raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
+        return plan
+
+    def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
+        return Query(
             num_prompt_tokens=len(request.prompt_token_ids),
             block_hashes=request.block_hashes,
             block_size=model.block_size,
@@ -101,14 +114,22 @@ class Dispatcher:
             resumed=resumed,
             avoid="" if avoid is None else avoid.address,
         )
-        plan = self.planner.plan(query, time.monotonic())
-        if plan is None:
-            raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
-        return plan
 
     def route(self, request: GenerationRequest, *, resumed: bool, avoid: Pod | None) -> Route:
         """Plan, and claim the pods. Raises as `plan` does."""
-        plan = self.plan(request, resumed=resumed, avoid=avoid)
+        return self._claim_both(self.plan(request, resumed=resumed, avoid=avoid), request)
+
+    def reroute(self, request: GenerationRequest, decode: Pod, failed: Collection[str]) -> Route | None:
+        """Plan anew, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is ready,
+        with this decode pod. None: there is no other prefill pod."""
+        model = self.cluster.model
+        if model is None:
+            return None
+        query = self._query(request, model, resumed=False, avoid=None)
+        plan = self.planner.plan_handoff(query, time.monotonic(), decode.address, failed)
+        return None if plan is None else self._claim_both(plan, request)
+
+    def _claim_both(self, plan: Plan, request: GenerationRequest) -> Route:
         self.planner.note(plan)
         self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()
         if plan.reason == "no_prefill_pod":

@@ -105,9 +105,6 @@ class RouterMetrics:
             ["prefill", "reason"],
             registry=registry,
         )
-        self.redispatched = Counter(
-            "baton_redispatch", "Running requests moved to another decode pod.", ["reason"], registry=registry
-        )
         self.recomputed = Counter(
             "baton_recompute",
             "Prompts that decode pods computed although a prefill pod was to.",

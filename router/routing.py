@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ class Planner:
         """None: no decode pod is ready, or no prefill pod is and a remote prefill is a must. `now`: of the index."""
         decode = self._decode_table.columns()
         if query.avoid:
-            others = np.array([facts.address != query.avoid for facts in decode.facts], dtype=np.bool_)
+            others = ~_among(decode, (query.avoid,))
             decode = decode.where(others) if others.any() else decode
         if not len(decode):
             return None
@@ -136,7 +137,7 @@ class Planner:
             return self._local(query, decode, held, "resumed")
         if self._remote_prefill == "never":
             return self._local(query, decode, held, "colocated")
-        remote = self._remote(query, decode, held)
+        remote = self._remote(query, decode, held, self._prefill_table.columns())
         if self._remote_prefill == "always":
             return remote
         if remote is None:
@@ -144,6 +145,20 @@ class Planner:
         if self._remote_prefill == "prefer":
             return remote
         return self._sooner(remote, self._local(query, decode, held, "lower_ttft"))
+
+    def plan_handoff(self, query: Query, now: float, decode: str, failed: Collection[str]) -> Plan | None:
+        """For a request whose prefill pod failed: another one, which is not among `failed`, and the decode pod that the
+        request has, if it is ready; all of them addresses. None: there is no other prefill pod."""
+        pods = self._decode_table.columns()
+        same = _among(pods, (decode,))
+        prefill = self._prefill_table.columns()
+        plan = self._remote(
+            query,
+            pods.where(same) if same.any() else pods,
+            self._index.match(query.block_hashes, now),
+            prefill.where(~_among(prefill, failed)),
+        )
+        return None if plan is None else plan._replace(reason="prefill_failed")
 
     def note(self, plan: Plan) -> None:
         """The plan is being carried out."""
@@ -168,10 +183,9 @@ class Planner:
         assert placement is not None
         return Plan(placement, None, reason)
 
-    def _remote(self, query: Query, decode: PodColumns, held: Held) -> Plan | None:
+    def _remote(self, query: Query, decode: PodColumns, held: Held, prefill: PodColumns) -> Plan | None:
         """None: no prefill pod can hand such a prompt over to a decode pod that is ready."""
-        pods = self._prefill_table.columns()
-        pods = pods.where(pods.max_model_len > query.num_prompt_tokens)
+        pods = prefill.where(prefill.max_model_len > query.num_prompt_tokens)
         taking = self._place(self._decode_policy, query, Leg.DECODE, decode.where(_with_partner(decode, pods)), held)
         if taking is None:
             return None
@@ -192,6 +206,11 @@ class Planner:
         candidates = Candidates(request, leg, pods, held.arriving if leg is Leg.DECODE else held.computed)
         judgement = policy.judge(candidates)
         return Placement(policy, candidates, judgement, policy.pick(candidates, judgement))
+
+
+def _among(pods: PodColumns, addresses: Collection[str]) -> NDArray[np.bool_]:
+    """For each pod whether it has one of the addresses."""
+    return np.array([facts.address in addresses for facts in pods.facts], dtype=np.bool_)
 
 
 def _with_partner(decode: PodColumns, prefill: PodColumns) -> NDArray[np.bool_]:

@@ -14,6 +14,7 @@ from common.types import SamplingParams
 from router.gateway import completions
 from router.generation import Generation
 from router.request import Draft, TokenPrompt
+from router.survival.config import SurvivalConfig
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
@@ -216,7 +217,7 @@ async def test_a_stream_continues_on_another_decode_pod(start_cluster, text):
 
 
 async def test_a_stream_waits_for_its_only_decode_pod_to_come_back(start_cluster, text):
-    cluster = await start_cluster([], [FakeDecodePod()], pod_wait_s=60)
+    cluster = await start_cluster([], [FakeDecodePod()], survival=SurvivalConfig(pod_wait_s=60))
     decode = cluster.decode[0]
     decode.allowed = 3
     async with Stream(cluster) as stream:
@@ -230,7 +231,7 @@ async def test_a_stream_waits_for_its_only_decode_pod_to_come_back(start_cluster
 
 
 async def test_attempts_are_bounded_and_the_stream_says_why_it_ended(start_cluster, text):
-    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()], max_attempts=2)
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()], survival=SurvivalConfig(max_attempts=2))
     for decode in cluster.decode:
         decode.allowed = 3
     async with Stream(cluster) as stream:

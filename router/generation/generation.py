@@ -3,6 +3,14 @@
 All state changes in callbacks on the event loop (`on_delta`, `on_lost`, the end of the prefill call, the deadline
 timer), none of which blocks. The front takes the output by iterating; what came since the last time is one merged
 delta, so a slow client holds up nobody and memory is bounded by `max_tokens`.
+
+What breaks, and what follows:
+
+    the prefill leg, before any token      another prefill pod, if one is ready; else the decode pod is told to compute
+    the KV did not come and must not be    the same, as long as there is no token; else the request fails
+    computed on the decode pod
+    the decode leg                         `_recover`, a task of its own: in line with others, prompt and output so far
+                                           go to another decode pod
 """
 
 from __future__ import annotations
@@ -11,49 +19,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
 from common.pb import common_pb2, pods_pb2
-from common.rpc.convert import sampling_to_pb
 from common.rpc.errors import error_from_pb
 from common.types import FinishReason
-from router.pods import DecodeSession, Pod, PodClaim
+from router.generation.legs import Legs, PrefillLeg, open_legs
+from router.generation.token_log import OutputDelta, TokenLog
+from router.pods import Pod
 from router.request import GenerationRequest
+from router.survival.attempts import Attempts, Backoff
+from router.survival.migrations import MigrationSlot
 
 if TYPE_CHECKING:
-    from router.dispatch import Dispatcher
+    from router.dispatch import Dispatcher, Route
 
 logger = logging.getLogger(__name__)
 
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
-_KV_FAILURE_POLICIES = {
-    "recompute": common_pb2.KV_FAILURE_POLICY_RECOMPUTE,
-    "fail": common_pb2.KV_FAILURE_POLICY_FAIL,
-}
-_POD_DEADLINE_SLACK_S = 5.0  # the router's deadline comes first; the pod's is for a router that is gone
-
-
-class OutputDelta(NamedTuple):
-    """What a request gained since the front last looked."""
-
-    start_index: int  # output index of token_ids[0]
-    token_ids: list[int]
-    logprobs: list[common_pb2.PositionLogprobs]  # one per token if asked for, else empty
-    finish_reason: FinishReason | None
-
-
-class _DecodeLeg(NamedTuple):
-    pod: Pod
-    session: DecodeSession
-    request_id: str  # on the pod
-    claim: PodClaim
-
-
-class _Loss(NamedTuple):
-    error: BatonError  # why the decode leg broke
-    pod: Pod | None
 
 
 class Generation:
@@ -69,14 +54,15 @@ class Generation:
         self._metrics = dispatcher.metrics
         self._transfer_id = transfer_id
 
-        self._attempt = 0  # dispatches so far; the epoch of the current transfer
-        self._decode: _DecodeLeg | None = None
-        self._prefill: asyncio.Task[None] | None = None
-        self._loss: _Loss | None = None  # the decode leg broke; the next iteration re-dispatches
+        self._attempts = Attempts(dispatcher.config.survival.max_attempts)
+        self._backoff = Backoff()
+        self._legs: Legs | None = None  # of the current attempt
+        self._failed_prefill_pods: set[str] = set()  # addresses
+        self._recovery: asyncio.Task[None] | None = None
+        self._slot: MigrationSlot | None = None  # held from a migration's start to its first token
+        self._was_admitted = False  # a pod had it, or a token of it is known: it must not be refused any more
 
-        self._token_ids: list[int] = []  # accepted, each index once
-        self._logprobs: list[common_pb2.PositionLogprobs] = []  # of the tokens not taken yet
-        self._num_taken = 0  # by the front
+        self._output = TokenLog()
         self._finish_reason: FinishReason | None = None
         self._error: BatonError | None = None
         self._ended = False  # the front knows the end
@@ -104,7 +90,7 @@ class Generation:
     def __exit__(self, *exc_info: object) -> None:
         self._close()
         self._metrics.inflight.dec()
-        if self._finish_reason is None and self._error is None:
+        if not self._is_over:
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
 
     def __aiter__(self) -> Self:
@@ -112,7 +98,7 @@ class Generation:
 
     async def __anext__(self) -> OutputDelta:
         while True:
-            if self._num_taken < len(self._token_ids):
+            if self._output.has_news:
                 return self._take()
             if self._error is not None:
                 raise self._error
@@ -120,19 +106,16 @@ class Generation:
                 if self._ended:
                     raise StopAsyncIteration
                 return self._take()
-            if self._loss is not None:
-                await self._redispatch(self._loss)
-            else:
-                await self._wait()
+            await self._wait()
 
     def finish(self, reason: FinishReason) -> None:
         """The front needs no more: a stop string was found, or the client aborted."""
-        if self._finish_reason is None and self._error is None:
+        if not self._is_over:
             self._finish(reason, time.monotonic())
 
     def fail(self, error: BatonError) -> None:
         """End it with an error, unless it has ended."""
-        if self._finish_reason is None and self._error is None:
+        if not self._is_over:
             self._error = error
             level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
             logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
@@ -161,10 +144,12 @@ class Generation:
         reason = FinishReason(delta.finish_reason)
         if reason is FinishReason.ERROR:
             error = error_from_pb(delta.error)
-            if error.code in _RETRIABLE and error.param != _KV_FAILURE_PARAM:
-                self._lose(error, error.code.label)
-            else:
+            if error.code not in _RETRIABLE:
                 self.fail(error)
+            elif error.param == _KV_FAILURE_PARAM:
+                self._on_kv_failed(error)
+            else:
+                self._lose(error, error.code.label)
         elif reason is FinishReason.ABORT:  # not by us: an aborted request has no sink any more
             self._lose(UnavailableError(f"decode pod {self._decode_address} ended the request"), "pod_aborted")
         else:
@@ -186,20 +171,44 @@ class Generation:
 
     # --- prefill leg ---
 
-    async def _run_prefill(self, pod: Pod, request: pods_pb2.PrefillRequest, claim: PodClaim) -> None:
+    async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
-            response = await pod.prefill(request, self.request.deadline - time.monotonic())
+            response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic())
         except BatonError as error:
-            self._on_prefill_failed(pod, request.epoch, error)
+            self._on_prefill_failed(legs, leg, error)
         else:
-            claim.prefilled(time.monotonic())
-            self._on_prefill_response(pod, response)
+            leg.claim.prefilled(time.monotonic())
+            self._on_prefill_response(leg.pod, response)
 
-    def _on_prefill_failed(self, pod: Pod, epoch: int, error: BatonError) -> None:
+    def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
-        logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, pod.address, error.message)
-        if self._decode is not None:
-            self._decode.session.prefill_failed(self._decode.request_id, epoch, error.code)
+        logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message)
+        if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):
+            legs.tell_prefill_failed(error.code)
+
+    def _on_kv_failed(self, error: BatonError) -> None:
+        """The decode pod may not compute what the handoff did not bring, and has given up."""
+        if self._legs is None or not self._retry_prefill(self._legs, "kv_failed"):
+            self.fail(error)
+
+    def _retry_prefill(self, legs: Legs, reason: str) -> bool:
+        """Begin a new attempt with another prefill pod. The decode pod stays the same if it can: what it has computed
+        or got by now is in its prefix cache. False: nothing was changed; there is a token already, which prefill
+        cannot give any more, or no pod, or no attempt left."""
+        if legs.prefill is None or len(self._output) or self._attempts.exhausted:
+            return False
+        self._failed_prefill_pods.add(legs.prefill.pod.address)
+        route = self._dispatcher.reroute(self.request, legs.decode.pod, self._failed_prefill_pods)
+        if route is None or route.prefill is None:
+            return False
+        self._dispatcher.survival_metrics.prefill_retries.labels(reason).inc()
+        logger.info("%s: goes to prefill pod %s instead: %s", self._transfer_id, route.prefill.address, reason)
+        self._close_legs()
+        try:
+            self._open(route)
+        except UnavailableError as error:  # the decode pod was lost in this moment
+            self._recover_from(error, None)
+        return True
 
     def _on_prefill_response(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
         now = time.monotonic()
@@ -216,9 +225,9 @@ class Generation:
             self._finish(FinishReason(response.finish_reason), now)
         self._wake()
 
-    def _on_prefill_task_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: the prefill leg failed unforeseen", self._transfer_id, exc_info=error)
+            logger.error("%s: failed unforeseen", self._transfer_id, exc_info=error)
             self.fail(BatonError("internal error; the router's log has the details"))
 
     # --- output ---
@@ -231,41 +240,34 @@ class Generation:
         now: float,
     ) -> str:
         """Take tokens from output index `start` on, each index once. Returns what is wrong with them, or ""."""
-        num_known = len(self._token_ids) - start  # of them, already accepted
-        if num_known < 0:
-            return f"it skipped from index {len(self._token_ids)} to {start}"
-        if num_known:
-            for index, token_id in enumerate(token_ids[:num_known], start):
-                if token_id != self._token_ids[index]:
-                    return f"token {token_id} at index {index}, accepted was {self._token_ids[index]}"
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-            if not token_ids:
-                return ""
-        if self._token_ids:
+        num_before = len(self._output)
+        conflict = self._output.accept(start, token_ids, logprobs)
+        if len(self._output) > num_before:
+            self._progress(num_before, now)
+        return conflict
+
+    def _progress(self, num_before: int, now: float) -> None:
+        if num_before:
             self._metrics.inter_token_latency.observe(now - self._last_token_at)
         else:
-            self._on_first_token(now)
+            self._first_token_at = now
+            self._metrics.time_to_first_token.observe(now - self.request.arrived_at)
+            if self._legs is not None:
+                self._legs.decode.claim.prefilled(now)
         self._last_token_at = now
-        self._token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
-        return ""
-
-    def _on_first_token(self, now: float) -> None:
-        self._first_token_at = now
-        self._metrics.time_to_first_token.observe(now - self.request.arrived_at)
-        if self._decode is not None:
-            self._decode.claim.prefilled(now)
+        self._attempts.progressed()
+        if self._slot is not None:
+            self._release_slot()
+            self._backoff.reset()
 
     def _take(self) -> OutputDelta:
-        start, self._num_taken = self._num_taken, len(self._token_ids)
-        logprobs, self._logprobs = self._logprobs, []
         self._ended = self._finish_reason is not None
-        return OutputDelta(start, self._token_ids[start:], logprobs, self._finish_reason)
+        return self._output.take(self._finish_reason)
 
     def _finish(self, reason: FinishReason, now: float) -> None:
         self._finish_reason = reason
         self._close()
-        metrics, num_tokens = self._metrics, len(self._token_ids)
+        metrics, num_tokens = self._metrics, len(self._output)
         metrics.success.labels(reason.label).inc()
         metrics.generation_tokens.inc(num_tokens)
         metrics.output_length.observe(num_tokens)
@@ -278,91 +280,85 @@ class Generation:
     # --- dispatching ---
 
     def _dispatch(self, avoid: Pod | None = None) -> None:
+        self._open(self._dispatcher.route(self.request, resumed=bool(len(self._output)), avoid=avoid))
+
+    def _open(self, route: Route) -> None:
         """Open both legs at once."""
-        request = self.request
-        route = self._dispatcher.route(request, resumed=bool(self._token_ids), avoid=avoid)
-        self._attempt += 1
-        leg_id = f"{self._transfer_id}.{self._attempt}"  # a pod may still be aborting the attempt before
-        engine_request = common_pb2.EngineRequest(
-            request_id=leg_id,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=self._token_ids,
-            sampling=sampling_to_pb(request.sampling),
-            block_hashes=request.block_hashes,
-            hash_block_size=request.hash_block_size,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-        )
-        remote_prefill = None
-        if route.prefill is not None:
-            remote_prefill = pods_pb2.RemotePrefill(
-                transfer_id=self._transfer_id, epoch=self._attempt, prefill_address=route.prefill.address
-            )
-        timeout_s = request.deadline - time.monotonic() + _POD_DEADLINE_SLACK_S
-        submit = pods_pb2.Submit(
-            request=engine_request,
-            remote_prefill=remote_prefill,
-            timeout_s=timeout_s,
-            kv_failure_policy=_KV_FAILURE_POLICIES[request.kv_failure_policy],
-        )
-        session = route.decode.session
-        try:
-            if session is None:
-                raise UnavailableError(f"decode pod {route.decode.address} is not connected")
-            session.submit(submit, self)
-        except BaseException:
-            route.release(time.monotonic())
-            raise
-        self._decode = _DecodeLeg(route.decode, session, leg_id, route.decode_claim)
-        if route.prefill is not None and route.prefill_claim is not None:
-            prefill = pods_pb2.PrefillRequest(
-                request=engine_request, transfer_id=self._transfer_id, epoch=self._attempt
-            )
-            claim = route.prefill_claim
-            self._prefill = asyncio.create_task(self._run_prefill(route.prefill, prefill, claim))
-            self._prefill.add_done_callback(self._on_prefill_task_done)
-            # Not in the task: one that is cancelled before its first step never runs.
-            self._prefill.add_done_callback(lambda task: claim.release(time.monotonic()))
+        epoch = self._attempts.start()
+        self._legs = open_legs(self.request, self._output, route, self._transfer_id, epoch, self)
+        self._legs.run_prefill(self._run_prefill, self._on_task_done)
 
     def _lose(self, error: BatonError, reason: str) -> None:
-        """Drop the decode leg, and prefill's with it; what to do about it is up to the next iteration."""
+        """The decode leg broke: drop it, and prefill's with it, and go on elsewhere."""
         if reason == "disagreement":
             self._metrics.token_mismatches.inc()
             logger.error("%s: %s", self._transfer_id, error.message)
         else:
             logger.info("%s: %s", self._transfer_id, error.message)
-        self._metrics.redispatched.labels(reason).inc()
-        self._loss = _Loss(error, self._decode.pod if self._decode is not None else None)
+        self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
+        pod = self._legs.decode.pod if self._legs is not None else None
         self._close_legs()  # now: nothing more of it may be accepted
-        self._wake()
+        self._recover_from(error, pod)
 
-    async def _redispatch(self, loss: _Loss) -> None:
-        """Go on with prompt and output so far on another decode pod, or on the same one when it is back."""
-        self._loss = None
-        config, cluster = self._dispatcher.config, self._dispatcher.cluster
-        others = [pod for pod in cluster.ready_decode() if pod is not loss.pod]
-        if self._attempt >= config.max_attempts or (isinstance(loss.error, OverloadedError) and not others):
-            self.fail(loss.error)
-        elif not await cluster.wait_until_ready(min(config.pod_wait_s, self.request.deadline - time.monotonic())):
-            self.fail(UnavailableError(f"{loss.error.message}; {cluster.explain()}"))
-        elif self._error is None and self._finish_reason is None:  # the deadline may have passed meanwhile
-            try:
-                self._dispatch(avoid=loss.pod)
-            except BatonError as error:
+    def _recover_from(self, error: BatonError, pod: Pod | None) -> None:
+        self._recovery = asyncio.create_task(self._recover(error, pod))
+        self._recovery.add_done_callback(self._on_task_done)
+
+    async def _recover(self, error: BatonError, pod: Pod | None) -> None:
+        """Go on with prompt and output so far on another decode pod, or on `pod` when it is back."""
+        if isinstance(error, OverloadedError):
+            if not await self._may_try_elsewhere(pod):
                 self.fail(error)
+                return
+        else:
+            self._was_admitted = True
+        if self._attempts.exhausted:
+            self.fail(error)
+            return
+        try:
+            await self._turn(error)
+            self._dispatch(avoid=pod)
+        except BatonError as failure:
+            self.fail(failure)
+
+    async def _may_try_elsewhere(self, full: Pod | None) -> bool:
+        """The pod had no room. A request that no pod has had may be refused, if there is nobody else to ask; any other
+        waits for its turn."""
+        if not (self._was_admitted or len(self._output)):
+            return any(pod is not full for pod in self._dispatcher.cluster.ready_decode())
+        self._attempts.refused()
+        await asyncio.sleep(self._backoff.next())
+        return True
+
+    async def _turn(self, error: BatonError) -> None:
+        """Wait for a decode pod, and for those who are before us. Raises UnavailableError if no pod comes."""
+        cluster, pod_wait_s = self._dispatcher.cluster, self._dispatcher.config.survival.pod_wait_s
+        while True:
+            if not await cluster.wait_until_ready(pod_wait_s):
+                raise UnavailableError(f"{error.message}; {cluster.explain()}")
+            if not self._was_admitted:
+                return  # it has cost nobody anything yet
+            self._slot = await self._dispatcher.migrations.enter()
+            if cluster.can_serve:
+                return
+            self._release_slot()
 
     def _close_legs(self) -> None:
         """End both legs on their pods. Idempotent."""
-        leg, self._decode = self._decode, None
-        if leg is not None:
-            leg.session.abort(leg.request_id)
-            leg.claim.release(time.monotonic())
-        prefill, self._prefill = self._prefill, None
-        if prefill is not None and prefill is not asyncio.current_task():
-            prefill.cancel()
+        legs, self._legs = self._legs, None
+        if legs is not None:
+            legs.close()
+        self._release_slot()
+
+    def _release_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
 
     def _close(self) -> None:
         self._close_legs()
+        if self._recovery is not None and self._recovery is not asyncio.current_task():
+            self._recovery.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -371,8 +367,12 @@ class Generation:
         self.fail(DeadlineExceededError(f"the request was not finished within {timeout_s:g} s"))
 
     @property
+    def _is_over(self) -> bool:
+        return self._finish_reason is not None or self._error is not None
+
+    @property
     def _decode_address(self) -> str:
-        return self._decode.pod.address if self._decode is not None else "(none)"
+        return self._legs.decode.pod.address if self._legs is not None else "(none)"
 
     # --- waking the front ---
 

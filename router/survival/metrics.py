@@ -1,0 +1,28 @@
+"""What survival counts."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class SurvivalMetrics:
+    """On the router's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.redispatched = Counter(
+            "baton_redispatch", "Running requests moved to another decode pod.", ["reason"], registry=registry
+        )
+        self.prefill_retries = Counter(
+            "baton_prefill_retries",
+            "Prompts that were given to another prefill pod, by what was wrong with the first.",
+            ["reason"],
+            registry=registry,
+        )
+        self.migrations_waiting = Gauge(
+            "baton_num_migrations_waiting", "Requests in line to be computed again elsewhere.", registry=registry
+        )
+        self.migrations_running = Gauge(
+            "baton_num_migrations_running",
+            "Requests that are being computed again elsewhere, until their next token.",
+            registry=registry,
+        )

@@ -1,0 +1,158 @@
+"""Requests that outlive their pods: another prefill pod, the line of migrations, pods without room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from common.errors import BatonError, OverloadedError, UnavailableError
+from router.survival.config import SurvivalConfig
+from router.testing import FakeDecodePod, FakePrefillPod
+from tests.unit.router.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
+
+
+def busy(prefill):
+    """The prefill pods by whether they got a request: first those that did."""
+    return sorted(prefill, key=lambda pod: not pod.prefills)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("failure", [UnavailableError("draining"), OverloadedError("full")])
+async def test_another_prefill_pod_takes_over(start_cluster, text, failure, policy):  # noqa: F811
+    first, second = FakePrefillPod(), FakePrefillPod()
+    cluster = await start_cluster([first, second], [FakeDecodePod(), FakeDecodePod()], kv_failure_policy=policy)
+    for prefill in cluster.prefill:
+        prefill.may_answer.clear()
+    for decode in cluster.decode:
+        decode.allowed = 0
+    answer = asyncio.create_task(cluster.complete(**BODY))
+    async with asyncio.timeout(30):
+        while not (first.prefills or second.prefills):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    failing, other = busy(cluster.prefill)
+    failing.failure = failure
+    other.may_answer.set()
+    failing.may_answer.set()
+    await other.until(lambda: other.prefills)
+    for decode in cluster.decode:
+        await decode.allow(None)
+    assert (await answer)["choices"][0]["text"] == text()
+
+    assert (failing.prefills[0].epoch, other.prefills[0].epoch) == (1, 2)
+    (decode,) = (decode for decode in cluster.decode if decode.submits)
+    assert [submit.remote_prefill.epoch for submit in decode.submits] == [1, 2]
+    assert [submit.remote_prefill.prefill_address for submit in decode.submits] == [failing.address, other.address]
+    assert decode.aborts[0] == decode.submits[0].request.request_id != decode.submits[1].request.request_id
+    assert not decode.prefill_failures
+    assert cluster.metric("baton_prefill_retries_total", reason=failure.code.label) == 1
+    await cluster.until_quiet()
+
+
+async def test_each_prefill_pod_is_asked_once_then_decode_computes(start_cluster, text):  # noqa: F811
+    cluster = await start_cluster([FakePrefillPod(), FakePrefillPod()], [FakeDecodePod()])
+    cluster.decode[0].recomputes_only = True
+    for prefill in cluster.prefill:
+        prefill.failure = UnavailableError("draining")
+    assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
+    assert [len(prefill.prefills) for prefill in cluster.prefill] == [1, 1]
+    assert [failed.epoch for failed in cluster.decode[0].prefill_failures] == [2]
+    await cluster.until_quiet()
+
+
+async def test_prefill_is_retried_within_the_attempts(start_cluster, text):  # noqa: F811
+    cluster = await start_cluster(
+        [FakePrefillPod() for _ in range(3)], [FakeDecodePod()], survival=SurvivalConfig(max_attempts=2)
+    )
+    cluster.decode[0].recomputes_only = True
+    for prefill in cluster.prefill:
+        prefill.failure = UnavailableError("draining")
+    assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
+    assert sum(len(prefill.prefills) for prefill in cluster.prefill) == 2
+
+
+async def test_a_fault_of_ours_is_not_tried_on_another_prefill_pod(start_cluster, text):  # noqa: F811
+    cluster = await start_cluster([FakePrefillPod(), FakePrefillPod()], [FakeDecodePod()])
+    cluster.decode[0].recomputes_only = True
+    for prefill in cluster.prefill:
+        prefill.failure = BatonError("bug")
+    assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
+    assert sum(len(prefill.prefills) for prefill in cluster.prefill) == 1
+
+
+async def test_a_prefill_that_fails_after_the_first_token_changes_nothing(start_cluster, text):  # noqa: F811
+    """Decode was first: to begin anew would throw its work away."""
+    cluster = await start_cluster([FakePrefillPod(), FakePrefillPod()], [FakeDecodePod()])
+    for prefill in cluster.prefill:
+        prefill.may_answer.clear()
+        prefill.failure = UnavailableError("died")
+    cluster.decode[0].allowed = 2
+    async with Stream(cluster) as stream:
+        while stream.text != text(2):
+            await stream.next()
+        busy(cluster.prefill)[0].may_answer.set()
+        await cluster.decode[0].until(lambda: cluster.decode[0].prefill_failures)
+        await cluster.decode[0].allow(None)
+        await stream.rest()
+    assert stream.text == text()
+    assert len(cluster.decode[0].submits) == 1
+
+
+async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(start_cluster, text):  # noqa: F811
+    """The decode pod notices first, and gives up."""
+    cluster = await start_cluster([FakePrefillPod(), FakePrefillPod()], [FakeDecodePod()], kv_failure_policy="fail")
+    decode = cluster.decode[0]
+    for prefill in cluster.prefill:
+        prefill.may_answer.clear()
+    decode.failure = UnavailableError("the KV did not come", param="kv_failure_policy")
+    decode.allowed = 0
+    answer = asyncio.create_task(cluster.complete(**BODY))
+    await decode.until(lambda: decode.submits)
+    async with asyncio.timeout(30):
+        while not any(prefill.prefills for prefill in cluster.prefill):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    failing, other = busy(cluster.prefill)
+    await decode.allow(1)
+    await decode.until(lambda: len(decode.submits) == 2)
+    decode.failure = None
+    other.may_answer.set()
+    await decode.allow(None)
+    assert (await answer)["choices"][0]["text"] == text()
+    await failing.until(lambda: failing.num_cancelled == 1)
+    assert cluster.metric("baton_prefill_retries_total", reason="kv_failed") == 1
+    await cluster.until_quiet()
+
+
+async def started(cluster, decode, num_streams, num_tokens=3):
+    """Completions, all of which have got `num_tokens` tokens from `decode`, their pod."""
+    decode.allowed = num_tokens
+    answers = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(num_streams)]
+    running = cluster.router.service._running
+    async with asyncio.timeout(30):
+        while sum(len(each._output) == num_tokens for each in running.values()) < num_streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return answers
+
+
+async def test_a_lost_pod_floods_nobody(start_cluster, text):  # noqa: F811
+    dying, other = FakeDecodePod(), FakeDecodePod()
+    cluster = await start_cluster([], [dying], survival=SurvivalConfig(max_concurrent_migrations=2, pod_wait_s=60))
+    answers = await started(cluster, dying, 7)
+    num_at_once = []
+    other.allowed = 0
+    await dying.stop()
+    dying.allowed = 3  # started again, it holds them where they are
+    dying.submits.clear()
+    await dying.start()
+    for num_submitted in (2, 4, 6, 7):
+        await dying.until(lambda n=num_submitted: len(dying.submits) == n)
+        num_at_once.append(cluster.metric("baton_num_migrations_running"))
+        assert cluster.metric("baton_num_migrations_waiting") == 7 - num_submitted
+        await dying.allow(dying.allowed + 1)
+    await dying.allow(None)
+    assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
+    assert num_at_once == [2, 2, 2, 1]
+    assert cluster.metric("baton_num_migrations_running") == 0
+    assert Counter(tuple(submit.request.output_token_ids) for submit in dying.submits) == {tuple(TOKENS[:3]): 7}
+    await cluster.until_quiet()
