@@ -10,7 +10,8 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |-- PayloadTooLargeError        413
 |-- OverloadedError             429; `retry_after_s` says when to come back
 |-- UnavailableError            503; no pod can serve, or the pod is draining
-|   `-- EngineDeadError         the engine process is gone
+|   |-- EngineDeadError         the engine process is gone
+|   `-- UnattainableError       no pod could keep a limit that the request names; trying again is of no use
 |-- DeadlineExceededError       504
 |-- RequestCancelledError       499; the client went away
 |-- IncompatiblePeerError       fingerprints, connectors or layouts do not match
@@ -116,12 +117,12 @@ class PayloadTooLargeError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """A bounded queue is full; come back after `retry_after_s` seconds."""
+    """Too much is under way or waits already; come back after `retry_after_s` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
 
 
@@ -133,6 +134,10 @@ class UnavailableError(BatonError):
 
 class EngineDeadError(UnavailableError):
     """The engine process ended; the pod must be restarted."""
+
+
+class UnattainableError(UnavailableError):
+    """No pod could keep a limit that the request names, even if it served nobody else."""
 
 
 class DeadlineExceededError(BatonError):

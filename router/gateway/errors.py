@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from common.errors import BatonError, ErrorCode, OverloadedError, UnavailableError
+from common.errors import BatonError, ErrorCode, OverloadedError, UnattainableError, UnavailableError
 
 _UNAVAILABLE_RETRY_AFTER_S = 1.0
 
@@ -36,7 +36,7 @@ def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
     """Headers beside the usual: when to come back."""
     if isinstance(error, OverloadedError):
         seconds = error.retry_after_s
-    elif isinstance(error, UnavailableError):
+    elif isinstance(error, UnavailableError) and not isinstance(error, UnattainableError):
         seconds = _UNAVAILABLE_RETRY_AFTER_S
     else:
         return []

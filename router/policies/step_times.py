@@ -91,6 +91,11 @@ class StepTimes:
         self._sums = _Sums()
         self.line = prior
 
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen to promise anything."""
+        return self._num_steps > _TRUSTED_STEPS
+
     def predict(self, tokens: float, context: float = 0.0) -> float:
         """Seconds of a step."""
         return self.line.at(tokens, context)

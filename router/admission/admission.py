@@ -1,0 +1,141 @@
+"""Who is dispatched, who waits and who is refused. Pure: the caller tells the time and what room there is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.errors import OverloadedError
+from router.admission.config import AdmissionConfig
+from router.admission.departures import DepartureRate
+from router.admission.fair_queue import FairQueue, Ticket
+from router.admission.forecast import Forecast
+from router.admission.limits import Expected, Limits, Refusal, broken_limit
+from router.admission.room import Room
+
+_LEAST_RETRY_S = 1.0  # where nothing is known
+
+
+class Outlook(NamedTuple):
+    """What decides whether a request can be served in time."""
+
+    limits: Limits
+    forecast: Forecast
+    expected_output_tokens: float
+
+
+class Admission:
+    """One router's queue and what it has under way. `now`: time.monotonic(), or simulated."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self.config = config
+        self.queue = FairQueue()
+        self.num_active = 0  # generations that were dispatched and have not ended
+        self._departures = DepartureRate()
+        self._by_tenant: dict[str, _Waiting] = {}  # those of which somebody waits
+
+    def can_start(self, num_requests: int, room: Room) -> bool:
+        """Whether so many generations could be dispatched at once, if nobody waited."""
+        return self.num_active + num_requests <= self.config.max_inflight and room.fits(num_requests)
+
+    def passes(self, num_requests: int, room: Room) -> bool:
+        """Whether a request that comes now need not wait."""
+        return not self.queue.num_requests and self.can_start(num_requests, room)
+
+    def refusal(self, ticket: Ticket, outlook: Outlook, room: Room, now: float) -> Refusal | None:
+        """Why the request cannot be taken; None: it can. A ticket that is let in by this is never dropped."""
+        queue_s = 0.0
+        if not self.passes(ticket.num_requests, room):
+            if (full := self._full(ticket)) is not None:
+                return full
+            queue_s = self.wait_s(ticket, now) or 0.0
+        expected = Expected(
+            max(0.0, now - ticket.arrived_at), queue_s, outlook.forecast, outlook.expected_output_tokens
+        )
+        return broken_limit(outlook.limits, expected, self.config.prediction_margin)
+
+    def wait_s(self, ticket: Ticket, now: float) -> float | None:
+        """How long such a ticket would wait; None: it is not known yet how fast the queue empties."""
+        self._watch(now)
+        before = self.queue.cost_before(ticket.tenant, ticket.priority, ticket.cost)
+        return self._departures.seconds_for(before + ticket.cost)
+
+    def start(self, ticket: Ticket) -> None:
+        """It is dispatched without having waited."""
+        self.num_active += ticket.num_requests
+
+    def wait(self, ticket: Ticket, now: float) -> None:
+        """Queue it. `refusal` has said nothing against it."""
+        self._watch(now)
+        self.queue.push(ticket)
+        tenant = self._by_tenant.setdefault(ticket.tenant.name, _Waiting(0, ticket.tenant.weight))
+        self._by_tenant[ticket.tenant.name] = _Waiting(tenant.num_requests + ticket.num_requests, ticket.tenant.weight)
+        self._watch(now)
+
+    def next(self, room: Room, now: float) -> Ticket | None:
+        """The ticket to dispatch now; None: nobody waits, or there is no room for who is first."""
+        ticket = self.queue.head()
+        if ticket is None or not self.can_start(ticket.num_requests, room):
+            return None
+        self._watch(now)
+        self._forget(self.queue.serve_head(), now)
+        self._departures.departed(ticket.cost)
+        self.num_active += ticket.num_requests
+        return ticket
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        """One that waits has ended: by its client, its deadline, or since no pod is left."""
+        self._watch(now)
+        self.queue.remove(ticket)
+        self._forget(ticket, now)
+
+    def ended(self, num_requests: int) -> None:
+        """So many generations that were dispatched have ended."""
+        self.num_active -= num_requests
+
+    def _full(self, ticket: Ticket) -> Refusal | None:
+        """Keeps places for others: of higher priority, and of tenants that have less in the queue."""
+        num_waiting, num_requests = self.queue.num_requests, ticket.num_requests
+        places = places_of(ticket.priority, self.config.max_queued)
+        if num_waiting + num_requests > places:
+            problem = f"{num_waiting} generations wait already, of at most {places} of such a priority"
+            return self._no_place("queue_full", problem, ticket, num_waiting + num_requests - places)
+        tenant = ticket.tenant
+        if not tenant.name:  # everybody together: there is nobody to keep a place for
+            return None
+        own = self._by_tenant.get(tenant.name, _Waiting(0, tenant.weight))
+        heaviest = max(each.weight for each in (*self._by_tenant.values(), own))
+        share = max(1.0, (places - num_waiting) * tenant.weight / heaviest)
+        if own.num_requests + num_requests > share:
+            problem = f"{own.num_requests} generations of this tenant wait already; the rest of the queue is for others"
+            return self._no_place("tenant_share", problem, ticket, own.num_requests + num_requests - int(share))
+        return None
+
+    def _no_place(self, reason: str, problem: str, ticket: Ticket, excess: int) -> Refusal:
+        cost = ticket.cost * excess / ticket.num_requests  # those before it are taken to be like it
+        retry_after_s = self._departures.seconds_for(cost)
+        retry_after_s = _LEAST_RETRY_S if retry_after_s is None else retry_after_s
+        return Refusal(reason, OverloadedError(f"{problem}; try again later", retry_after_s=retry_after_s))
+
+    def _forget(self, ticket: Ticket, now: float) -> None:
+        tenant = self._by_tenant[ticket.tenant.name]
+        left = tenant.num_requests - ticket.num_requests
+        if left:
+            self._by_tenant[ticket.tenant.name] = tenant._replace(num_requests=left)
+        else:
+            del self._by_tenant[ticket.tenant.name]
+        self._watch(now)
+
+    def _watch(self, now: float) -> None:
+        self._departures.watch(now, backlogged=self.queue.num_requests > 0)
+
+
+class _Waiting(NamedTuple):
+    num_requests: int
+    weight: float
+
+
+def places_of(priority: int, max_queued: int) -> int:
+    """How long the queue may be for a request of that priority to be let in: low ones leave room for others."""
+    if priority < 0:
+        return max_queued
+    return max_queued - max_queued // 8 if priority == 0 else max_queued - max_queued // 2

@@ -1,0 +1,77 @@
+"""Whether a request's own limits can be kept, and what it is told if not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.errors import BatonError, OverloadedError, UnattainableError
+from router.admission.forecast import Forecast
+from router.terms import ITL_HEADER, TIMEOUT_HEADER, TTFT_HEADER
+
+
+class Limits(NamedTuple):
+    """Of one request, in seconds; times count from its arrival."""
+
+    timeout_s: float
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+    @property
+    def has_slo(self) -> bool:
+        """It asks for more than an answer in the end."""
+        return self.ttft_s is not None or self.itl_s is not None
+
+
+class Refusal(NamedTuple):
+    """Why a request is refused."""
+
+    reason: str  # metric label
+    error: BatonError
+
+
+class Expected(NamedTuple):
+    """When a request would have what, predicted, in seconds from its arrival."""
+
+    waited_s: float  # so far, before it came to be judged
+    queue_s: float  # from now on
+    forecast: Forecast
+    expected_output_tokens: float
+
+
+def broken_limit(limits: Limits, expected: Expected, margin: float) -> Refusal | None:
+    """The first limit that is not kept, if predictions are off by a factor of `margin`; None: all are."""
+    forecast = expected.forecast
+    passed_s = expected.waited_s + margin * expected.queue_s
+    ttft_s = passed_s + margin * forecast.ttft_s
+    if limits.ttft_s is not None and ttft_s > limits.ttft_s:
+        least_s = expected.waited_s + margin * forecast.idle_ttft_s
+        excess_s = (ttft_s - limits.ttft_s) / margin
+        return _refuse("ttft", TTFT_HEADER, "a first token within", limits.ttft_s, ttft_s, least_s, excess_s)
+    itl_s = margin * forecast.itl_s
+    if limits.itl_s is not None and itl_s > limits.itl_s:
+        least_s = itl_s if forecast.is_idle else 0.0
+        # So many of the answers have to end until steps are short enough; in the time of one answer all of them do.
+        excess_s = (1 - limits.itl_s / itl_s) * forecast.itl_s * expected.expected_output_tokens
+        return _refuse("itl", ITL_HEADER, "tokens at most", limits.itl_s, itl_s, least_s, excess_s, end=" apart")
+    completion_s = passed_s + margin * forecast.completion_s
+    if completion_s > limits.timeout_s:
+        answer_s = forecast.completion_s - forecast.ttft_s
+        least_s = expected.waited_s + margin * (forecast.idle_ttft_s + (answer_s if forecast.is_idle else 0.0))
+        excess_s = (completion_s - limits.timeout_s) / margin
+        return _refuse(
+            "deadline", TIMEOUT_HEADER, "an answer within", limits.timeout_s, completion_s, least_s, excess_s
+        )
+    return None
+
+
+def _refuse(
+    reason: str, header: str, promise: str, limit_s: float, predicted_s: float, least_s: float, excess_s: float,
+    *, end: str = "",
+) -> Refusal:  # fmt: skip
+    """`least_s`: what it would be if nobody else were served; `excess_s`: when to try again if nobody else comes."""
+    asked = f"{header} asks for {promise} {limit_s * 1000:g} ms{end}, "
+    if least_s > limit_s:
+        problem = f"{asked}{least_s * 1000:.0f} ms are predicted even if nobody else is served"
+        return Refusal(reason, UnattainableError(problem, param=header))
+    problem = f"{asked}{predicted_s * 1000:.0f} ms are predicted; try again later"
+    return Refusal(reason, OverloadedError(problem, param=header, retry_after_s=excess_s))

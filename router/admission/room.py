@@ -1,0 +1,35 @@
+"""Whether the pods can take more without keeping it waiting themselves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from router.policies import PodColumns
+
+
+class Room(NamedTuple):
+    """What the ready pods could take now."""
+
+    capacity: float  # requests that decode pods take in all, if they had none; 0: nobody can be served
+    free: float  # of these
+    takes_prompts: bool  # some pod that computes prompts has not too much to compute
+
+    def fits(self, num_requests: int) -> bool:
+        """Whether so many may be dispatched together. A request of more than all the pods take needs them all."""
+        return self.takes_prompts and self.free >= min(num_requests, self.capacity) > 0
+
+
+NO_ROOM = Room(0.0, 0.0, takes_prompts=False)
+
+
+def room_of(decode: PodColumns, computing: PodColumns, overcommit: float) -> Room:
+    """`computing`: the pods that prompts are sent to. See AdmissionConfig for `overcommit`.
+
+    Other routers' requests count as far as the pods have reported them.
+    """
+    seats = overcommit * decode.max_num_seqs
+    return Room(
+        capacity=float(seats.sum()),
+        free=float((seats - decode.num_requests).clip(min=0).sum()),
+        takes_prompts=bool((computing.queued_tokens < overcommit * computing.max_num_batched_tokens).any()),
+    )
