@@ -103,6 +103,7 @@ class PrefixIndex:
         self._expected: dict[int, dict[bytes, list[Expectation]]] = {}
         self._num_expected = 0
         self._num_new = 0  # since they were last looked through
+        self.num_gaps = 0  # events that were refused since others were missing before them
 
     @property
     def size(self) -> IndexSize:
@@ -157,6 +158,7 @@ class PrefixIndex:
             self._clear(holder)
         elif holder.sequence is None or sequence != holder.sequence + 1:
             holder.sequence = None
+            self.num_gaps += 1
             return False
         holder.sequence = sequence
         self._remove(holder, removed)

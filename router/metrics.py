@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from common.errors import ErrorCode
 from router.index import PrefixIndex
+from router.index_metrics import IndexMetrics
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -117,12 +118,6 @@ class RouterMetrics:
         self.token_mismatches = Counter(
             "baton_token_mismatch", "Prefill and decode pod chose different tokens for one index.", registry=registry
         )
-        self.index_blocks = Gauge(
-            "baton_prefix_index_blocks",
-            "Blocks that pods are known to hold: pairs of block and pod, remembered or beyond max_index_blocks.",
-            ["state"],
-            registry=registry,
-        )
         self.pod_ready = Gauge(
             "baton_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
         )
@@ -132,5 +127,4 @@ class RouterMetrics:
 
     def watch_index(self, index: PrefixIndex) -> None:
         """Show what `index` holds whenever somebody asks."""
-        self.index_blocks.labels("remembered").set_function(lambda: index.size.num_holdings)
-        self.index_blocks.labels("beyond").set_function(lambda: index.size.num_unindexed)
+        self.registry.register(IndexMetrics(index))

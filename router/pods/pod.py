@@ -22,13 +22,13 @@ from common.rpc.errors import from_rpc_error
 from router.index import ImpossibleEventError, PrefixIndex
 from router.pods.load import PodLoad
 from router.pods.session import DecodeSession
+from router.pods.stats import follow_stats
 from router.policies import PodFacts, StepTimes
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
-_STATS_INTERVAL_MS = 50
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 
@@ -128,7 +128,13 @@ class Pod:
             self._on_change()
             return True
         self.is_fed = self.is_fed or applied
+        if not applied:
+            logger.warning("KV events of %s pod %s are missing; a snapshot is due", self.role_name, self.address)
         return applied
+
+    def tells_blocks(self, block_size: int) -> bool:
+        """Whether it tells which blocks of so many tokens it holds."""
+        return self.is_fed and self.info is not None and self.info.block_size == block_size
 
     async def prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
         """Run the prefill leg of a request. Raises a BatonError; cancelling ends the work on the pod."""
@@ -199,17 +205,19 @@ class Pod:
         raise UnavailableError("the pod ended the health stream")
 
     async def _follow_stats(self, channel: grpc.aio.Channel) -> None:
-        request = pods_pb2.WatchStatsRequest(min_interval_ms=_STATS_INTERVAL_MS)
-        try:
-            async for stats in pods_pb2_grpc.PodStub(channel).WatchStats(request):
-                changed = self._stats is None or self._stats.draining != stats.draining
-                self._stats = stats
-                self.load.report(stats)
-                if changed:
-                    self._on_change()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        raise UnavailableError("the pod ended the stats stream")
+        await follow_stats(pods_pb2_grpc.PodStub(channel), self._take_stats)
+
+    def _take_stats(self, stats: pods_pb2.PodStats) -> bool:
+        """False: KV events are missing."""
+        changed = self._stats is None or self._stats.draining != stats.draining
+        self._stats = stats
+        self.load.report(stats)
+        if changed:
+            self._on_change()
+        if not stats.HasField("kv_events"):
+            return True
+        events = stats.kv_events
+        return self.on_kv_events(events.sequence, events.stored, events.removed, is_snapshot=events.is_snapshot)
 
     def _lose(self, error: BatonError) -> None:
         if self.info is not None:
