@@ -17,6 +17,7 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.server import RpcServer
 from common.tokenization import Tokenizer
 from router.config import RouterConfig
+from router.discovery import StaticDiscovery
 from router.gateway.app import create_app
 from router.grpc_servicer import InferenceServicer
 from router.index import PrefixIndex
@@ -41,7 +42,9 @@ class Router:
         directory, name = resolve_model(config.model, config.revision)
         self.config = config
         self.metrics = RouterMetrics()
-        self.cluster = Cluster(config.prefill, config.decode, self.metrics, PrefixIndex(config.max_index_blocks))
+        self.cluster = Cluster(
+            StaticDiscovery(config.prefill, config.decode), self.metrics, PrefixIndex(config.max_index_blocks)
+        )
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
         )

@@ -1,5 +1,8 @@
 """All pods, and which of them fit together.
 
+Which pods there are is for a Discovery to say, at any time. A pod that it no longer names gets nothing new, finishes
+what this router has on it and is forgotten; named again before, it is kept as it is.
+
 The decode pods decide which model the cluster serves: the first to connect sets it, and it stays for as long as a
 decode pod that has it is connected. Every other pod must agree with it or is refused.
 """
@@ -8,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from common.pb import pods_pb2
 from common.types import block_size_misfit
+from router.discovery import Discovery, Endpoint, Endpoints
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.pods.pod import Pod, PodState
@@ -51,29 +55,22 @@ class ModelFacts(NamedTuple):
 
 
 class Cluster:
-    """The pods of a static list. A context manager: watches them from entry to exit."""
+    """The pods that a Discovery names. A context manager: watches them from entry to exit."""
 
-    def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], metrics: RouterMetrics, index: PrefixIndex
-    ) -> None:
+    def __init__(self, discovery: Discovery, metrics: RouterMetrics, index: PrefixIndex) -> None:
         """`index` learns what the pods hold."""
         self.index = index
         metrics.watch_index(index)
         self.prefill_table = PodTable()  # of the ready ones
         self.decode_table = PodTable()
-        self.prefill_pods = [
-            Pod(pods_pb2.POD_ROLE_PREFILL, address, self._judge, index, self.prefill_table.step_times)
-            for address in prefill
-        ]
-        self.decode_pods = [
-            Pod(pods_pb2.POD_ROLE_DECODE, address, self._judge, index, self.decode_table.step_times)
-            for address in decode
-        ]
-        self.by_address = {pod.address: pod for pod in self.pods}
+        self.prefill_pods: list[Pod] = []
+        self.decode_pods: list[Pod] = []
+        self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
         self.model: ModelFacts | None = None  # None until a decode pod has connected
+        self._discovery = discovery
         self._metrics = metrics
-        self._states = {pod.address: PodState.CONNECTING for pod in self.pods}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watched: dict[Pod, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
         self._listeners: list[Callable[[], None]] = []
 
@@ -120,20 +117,64 @@ class Cluster:
             f"{pod.address} is {pod.state.value}" + (f" ({pod.detail})" if pod.detail else "")
             for pod in self.decode_pods
         ]
-        return "no decode pod is ready: " + "; ".join(states)
+        return "no decode pod is ready: " + ("; ".join(states) or "none is known")
+
+    def update(self, endpoints: Endpoints) -> None:
+        """These are the pods from now on."""
+        known = {Endpoint(pod.role_name, pod.address): pod for pod in self.pods}
+        for endpoint, pod in known.items():
+            pod.listed = endpoint in endpoints
+        for endpoint in endpoints:
+            if endpoint not in known:
+                known[endpoint] = self._add(endpoint)
+            self.by_address[endpoint.address] = known[endpoint]
+        self._judge()
+        for pod in known.values():
+            self._forget_if_done(pod)
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(pod.watch(), name=f"watch {pod.address}") for pod in self.pods]
-        for task in self._tasks:
-            task.add_done_callback(_log_failure)
+        self.update(self._discovery.initial)
+        self._spawn(self._discovery.follow(self.update), "discovery")
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+        return task
+
+    def _add(self, endpoint: Endpoint) -> Pod:
+        """A pod has joined."""
+        is_prefill = endpoint.role == "prefill"
+        role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
+        table = self.prefill_table if is_prefill else self.decode_table
+        pod = Pod(role, endpoint.address, self._judge, self.index, table.step_times)
+        pod.load.on_idle = lambda: self._forget_if_done(pod)
+        (self.prefill_pods if is_prefill else self.decode_pods).append(pod)
+        self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
+        self._show(pod)
+        return pod
+
+    def _forget_if_done(self, pod: Pod) -> None:
+        """A pod that has left keeps its connection until the requests on it have ended."""
+        if pod.listed or pod.load.num_requests or (watch := self._watched.pop(pod, None)) is None:
+            return
+        watch.cancel()
+        (self.prefill_pods if pod.role_name == "prefill" else self.decode_pods).remove(pod)
+        if self.by_address.get(pod.address) is pod:
+            del self.by_address[pod.address]
+        self._metrics.pod_ready.remove(pod.role_name, pod.address)
+        logger.info("%s pod %s has left", pod.role_name, pod.address)
+        self._notify()
 
     def _judge(self) -> None:
         """Decide anew which model is served and who fits; called whenever a pod's state may have changed."""
@@ -165,18 +206,23 @@ class Cluster:
         for pod in self.pods:
             state = pod.state
             self._enter_or_leave(pod, state)
-            if state is self._states[pod.address]:
-                continue
-            changed = True
-            self._states[pod.address] = state
-            self._metrics.pod_ready.labels(pod.role_name, pod.address).set(state is PodState.READY)
-            log = logger.warning if state is PodState.REFUSED else logger.info
-            log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" if pod.detail else "")
+            if state is not pod.shown:
+                changed = True
+                self._show(pod)
+                log = logger.warning if state is PodState.REFUSED else logger.info
+                log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" * bool(pod.detail))
         if changed:
-            self._changed.set()
-            self._changed = asyncio.Event()
-            for listener in self._listeners:
-                listener()
+            self._notify()
+
+    def _show(self, pod: Pod) -> None:
+        pod.shown = pod.state
+        self._metrics.pod_ready.labels(pod.role_name, pod.address).set(pod.shown is PodState.READY)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener()
 
     def _enter_or_leave(self, pod: Pod, state: PodState) -> None:
         """Only ready pods are in the tables that policies choose from."""

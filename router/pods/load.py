@@ -6,6 +6,7 @@ claims are up to date and know that. Each figure is put together from both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from common.pb import pods_pb2
@@ -32,6 +33,7 @@ class PodLoad:
         """`step_times`: of all pods of the role, which learn from this one too."""
         self._step_times = step_times
         self.row: PodRow | None = None  # while the pod is ready; set by the Cluster
+        self.on_idle: Callable[[], None] = _nothing  # called when the last request of this router has ended
         self._slowness = Slowness()  # of this incarnation
         self.num_requests = 0  # of this router, as are the next three
         self.num_tokens = 0
@@ -74,6 +76,8 @@ class PodLoad:
         self.num_requests -= 1
         self.context = self.context - context if self.num_requests else 0.0
         self._write()
+        if not self.num_requests:
+            self.on_idle()
 
     def current(self) -> Load:
         """All of it."""
@@ -115,6 +119,10 @@ class PodLoad:
     def _write(self) -> None:
         if self.row is not None:
             self.row.update(self.current())
+
+
+def _nothing() -> None:
+    pass
 
 
 class PodClaim:

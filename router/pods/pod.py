@@ -1,4 +1,4 @@
-"""One pod of the list, watched for as long as the router lives.
+"""One pod, watched for as long as it is listed and has requests of this router.
 
 Each connection goes: connect -> GetInfo -> follow health and stats (and, on a decode pod, run the session) until any
 of the three ends -> back off -> connect again. Whether the pod may be used is for the Cluster to judge.
@@ -19,6 +19,7 @@ from common.errors import BatonError, UnavailableError
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.rpc.channel import connect, open_channel
 from common.rpc.errors import from_rpc_error
+from router.discovery import Role
 from router.index import ImpossibleEventError, PrefixIndex
 from router.pods.load import PodLoad
 from router.pods.session import DecodeSession
@@ -40,6 +41,7 @@ class PodState(enum.Enum):
     DOWN = "down"  # was reached, or refused to be; tried again
     NOT_SERVING = "not_serving"  # connected, but its health says no
     DRAINING = "draining"  # finishes what it has
+    LEAVING = "leaving"  # no longer listed; finishes what this router has on it
     REFUSED = "refused"  # connected, but does not fit the cluster
     READY = "ready"  # takes requests
 
@@ -58,6 +60,8 @@ class Pod:
         """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
         self.role = role
         self.address = address
+        self.listed = True  # some source names it; set by the Cluster
+        self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
         self.load = PodLoad(step_times)
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
@@ -76,13 +80,15 @@ class Pod:
         self._liar: int | None = None  # its incarnation
 
     @property
-    def role_name(self) -> str:
+    def role_name(self) -> Role:
         """ "prefill" or "decode"."""
         return "prefill" if self.role == pods_pb2.POD_ROLE_PREFILL else "decode"
 
     @property
     def state(self) -> PodState:
         """What it is to the router now."""
+        if not self.listed:
+            return PodState.LEAVING
         if self.info is None:
             return PodState.DOWN if self._ever_tried else PodState.CONNECTING
         if not self.fits:
@@ -94,6 +100,8 @@ class Pod:
     @property
     def detail(self) -> str:
         """Why it is in this state, for a person; may be empty."""
+        if not self.listed:
+            return f"no longer listed; {self.load.num_requests} requests to finish"
         if self.info is None:
             return self._failure
         return "waiting for a decode pod to say which model is served" if self.fits is None else self.refusal
