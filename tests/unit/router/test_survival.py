@@ -28,9 +28,7 @@ async def test_another_prefill_pod_takes_over(start_cluster, text, failure, poli
     for decode in cluster.decode:
         decode.allowed = 0
     answer = asyncio.create_task(cluster.complete(**BODY))
-    async with asyncio.timeout(30):
-        while not (first.prefills or second.prefills):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: first.prefills or second.prefills)
     failing, other = busy(cluster.prefill)
     failing.failure = failure
     other.may_answer.set()
@@ -109,9 +107,7 @@ async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(sta
     decode.allowed = 0
     answer = asyncio.create_task(cluster.complete(**BODY))
     await decode.until(lambda: decode.submits)
-    async with asyncio.timeout(30):
-        while not any(prefill.prefills for prefill in cluster.prefill):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(prefill.prefills for prefill in cluster.prefill))
     failing, other = busy(cluster.prefill)
     await decode.allow(1)
     await decode.until(lambda: len(decode.submits) == 2)
@@ -124,35 +120,99 @@ async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(sta
     await cluster.until_quiet()
 
 
+async def until(condition):
+    """Wait for something about the router that nothing announces."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def started(cluster, decode, num_streams, num_tokens=3):
     """Completions, all of which have got `num_tokens` tokens from `decode`, their pod."""
     decode.allowed = num_tokens
     answers = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(num_streams)]
     running = cluster.router.service._running
-    async with asyncio.timeout(30):
-        while sum(len(each._output) == num_tokens for each in running.values()) < num_streams:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: sum(len(each._output) == num_tokens for each in running.values()) == num_streams)
     return answers
 
 
 async def test_a_lost_pod_floods_nobody(start_cluster, text):  # noqa: F811
-    dying, other = FakeDecodePod(), FakeDecodePod()
-    cluster = await start_cluster([], [dying], survival=SurvivalConfig(max_concurrent_migrations=2, pod_wait_s=60))
-    answers = await started(cluster, dying, 7)
-    num_at_once = []
-    other.allowed = 0
-    await dying.stop()
-    dying.allowed = 3  # started again, it holds them where they are
-    dying.submits.clear()
-    await dying.start()
-    for num_submitted in (2, 4, 6, 7):
-        await dying.until(lambda n=num_submitted: len(dying.submits) == n)
-        num_at_once.append(cluster.metric("baton_num_migrations_running"))
-        assert cluster.metric("baton_num_migrations_waiting") == 7 - num_submitted
-        await dying.allow(dying.allowed + 1)
-    await dying.allow(None)
+    decode = FakeDecodePod()
+    cluster = await start_cluster([], [decode], survival=SurvivalConfig(max_concurrent_migrations=2, pod_wait_s=60))
+    answers = await started(cluster, decode, 7)
+    await decode.stop()
+    decode.submits.clear()
+    await decode.start()  # those that come back get no token yet
+    await until(lambda: len(decode.submits) == cluster.metric("baton_num_migrations_running") == 2)
+    assert cluster.metric("baton_num_migrations_waiting") == 5
+    await decode.allow(None)
     assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
-    assert num_at_once == [2, 2, 2, 1]
+    assert cluster.metric("baton_num_migrations_running") == cluster.metric("baton_num_migrations_waiting") == 0
+    assert Counter(tuple(submit.request.output_token_ids) for submit in decode.submits) == {tuple(TOKENS[:3]): 7}
+    await cluster.until_quiet()
+
+
+async def test_a_client_that_goes_leaves_the_line(start_cluster, text):  # noqa: F811
+    decode = FakeDecodePod()
+    cluster = await start_cluster([], [decode], survival=SurvivalConfig(max_concurrent_migrations=1, pod_wait_s=60))
+    answers = await started(cluster, decode, 3)
+    await decode.stop()
+    decode.submits.clear()
+    await decode.start()
+    await until(lambda: len(decode.submits) == 1 and cluster.metric("baton_num_migrations_waiting") == 2)
+    moving = decode.submits[0].request.request_id
+    waiting = [each for each in cluster.router.service._running.values() if each._transfer_id + ".2" != moving]
+    assert cluster.router.service.abort(waiting[0].request.request_id)
+    await until(lambda: cluster.metric("baton_num_migrations_waiting") == 1)
+    await decode.allow(None)
+    texts = [body["choices"][0]["text"] for body in await asyncio.gather(*answers)]
+    assert sorted(texts) == sorted([text(3), text(), text()])
+    assert len(decode.submits) == 2
     assert cluster.metric("baton_num_migrations_running") == 0
-    assert Counter(tuple(submit.request.output_token_ids) for submit in dying.submits) == {tuple(TOKENS[:3]): 7}
+    await cluster.until_quiet()
+
+
+async def test_pods_without_room_do_not_end_a_stream_that_lost_its_pod(start_cluster, text):  # noqa: F811
+    decode = FakeDecodePod()
+    cluster = await start_cluster([], [decode], survival=SurvivalConfig(max_attempts=2, pod_wait_s=60))
+    (answer,) = await started(cluster, decode, 1)
+    await decode.stop()
+    decode.submits.clear()
+    decode.failure = OverloadedError("full")
+    await decode.allow(None)
+    await decode.start()
+    await decode.until(lambda: len(decode.submits) == 4)  # more often than a failing pod would be asked
+    decode.failure = None
+    assert (await answer)["choices"][0]["text"] == text()
+    await cluster.until_quiet()
+
+
+async def test_a_stream_that_waits_for_room_keeps_its_deadline(start_cluster):
+    decode = FakeDecodePod()
+    cluster = await start_cluster([], [decode], request_timeout_s=1.0)
+    decode.allowed = 3
+    async with Stream(cluster) as stream:
+        await stream.next()
+        decode.failure = OverloadedError("full")
+        await decode.allow(None)
+        events = await stream.rest()
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    await cluster.until_quiet()
+
+
+async def test_a_long_stream_survives_more_restarts_than_attempts(start_cluster, text):  # noqa: F811
+    decode = FakeDecodePod()
+    cluster = await start_cluster([], [decode], survival=SurvivalConfig(max_attempts=2, pod_wait_s=60))
+    decode.allowed = 1
+    async with Stream(cluster) as stream:
+        for num_tokens in range(1, 6):
+            while stream.text != text(num_tokens):
+                await stream.next()
+            await decode.stop()
+            await decode.allow(num_tokens + 1)
+            await decode.start()
+        await decode.allow(None)
+        await stream.rest()
+    assert stream.text == text()
+    assert len(decode.submits) == 6
     await cluster.until_quiet()
