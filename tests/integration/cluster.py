@@ -91,6 +91,7 @@ async def running_cluster(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
+    prefill_blocks: int = 256,
     decode_blocks: int = 256,
     prefix_caching: bool = True,
     prefill_block_size: int = BLOCK_SIZE,
@@ -112,7 +113,7 @@ async def running_cluster(
         def cache(num_blocks: int, block_size: int) -> CacheConfig:
             return CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
 
-        prefill_config = PrefillConfig(cache=cache(256, prefill_block_size), **settings)  # type: ignore[arg-type]
+        prefill_config = PrefillConfig(cache=cache(prefill_blocks, prefill_block_size), **settings)  # type: ignore[arg-type]
         decode_config = DecodeConfig(cache=cache(decode_blocks, decode_block_size), **settings)  # type: ignore[arg-type]
         prefill = [
             await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
