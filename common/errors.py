@@ -7,6 +7,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   |-- PromptTooLongError      400 on HTTP as OpenAI does it
 |   `-- UnprocessableError      422; a value of the right type that cannot be meant
 |-- UnknownModelError           404
+|-- UnauthenticatedError        401; no valid API key
 |-- PayloadTooLargeError        413
 |-- OverloadedError             429; `retry_after_s` says when to come back
 |-- UnavailableError            503; no pod can serve, or the pod is draining
@@ -108,6 +109,12 @@ class UnknownModelError(BatonError):
     """No model of that name is served."""
 
     code = ErrorCode.NOT_FOUND
+
+
+class UnauthenticatedError(BatonError):
+    """Nobody has said who they are, or nobody knows them."""
+
+    code = ErrorCode.UNAUTHENTICATED
 
 
 class PayloadTooLargeError(BatonError):

@@ -38,6 +38,7 @@ async def _serve(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     async with Router(config).running() as router:
+        loop.add_signal_handler(signal.SIGHUP, router.security.reload)
         sys.stdout.write(f"ready role=router http={router.http_url} grpc={router.grpc_address}\n")
         sys.stdout.flush()
         await stopping.wait()

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from router.policy_spec import POLICY_NAMES, parse_policy
+from router.security.config import SecurityConfig
 from router.survival.config import SurvivalConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
@@ -71,6 +72,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     survival: SurvivalConfig = SurvivalConfig()
     shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
+    security: SecurityConfig = SecurityConfig()
 
     def __post_init__(self) -> None:
         for setting in ("prefill", "decode"):

@@ -19,8 +19,10 @@ from common.rpc.errors import rpc_errors
 from common.types import SamplingParams
 from router.output import TextDelta, TextGeneration
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from router.security.gate import Gate
+from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
-from router.terms import Tenant, Terms, read_terms
+from router.terms import Terms, read_terms
 
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
@@ -51,8 +53,10 @@ _KV_FAILURE_POLICIES: dict[int, str | None] = {
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService) -> None:
+    def __init__(self, service: InferenceService, gate: Gate) -> None:
+        """Its calls come through an ApiKeyInterceptor."""
         self._service = service
+        self._gate = gate
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -90,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.AbortRequest, inference_pb2.AbortResponse],
     ) -> inference_pb2.AbortResponse:
         """End a generation by its id."""
-        return inference_pb2.AbortResponse(found=self._service.abort(request.request_id))
+        return inference_pb2.AbortResponse(found=self._service.abort(request.request_id, tenant_of_call()))
 
     async def ListModels(  # noqa: N802
         self,
@@ -111,9 +115,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _run(
         self, message: inference_pb2.GenerateRequest, context: _Context | _StreamContext
     ) -> AsyncIterator[TextGeneration]:
-        request = await self._service.prepare(replace(_draft(message), terms=_terms(context)))
-        with self._service.run([request]) as (generation,):
-            yield generation
+        terms = _terms(context)
+        account = self._gate.account(terms.tenant)
+        with account.admit(1):
+            request = await self._service.prepare(replace(_draft(message), terms=terms))
+            account.spend(len(request.prompt_token_ids))
+            with self._service.run([request]) as generations, account.spending(generations):
+                yield generations[0]
 
 
 def _draft(message: inference_pb2.GenerateRequest) -> Draft:
@@ -141,7 +149,7 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
 def _terms(context: _Context | _StreamContext) -> Terms:
     """As HTTP clients say them in headers of the same names."""
     metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    return read_terms(lambda name: metadata.get(name, ""), Tenant())
+    return read_terms(lambda name: metadata.get(name, ""), tenant_of_call())
 
 
 def _kv_failure_policy(number: int) -> str | None:

@@ -24,6 +24,8 @@ from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.model_files import resolve_model
 from router.pods import Cluster
+from router.security.grpc_guard import ApiKeyInterceptor
+from router.security.runtime import Security
 from router.service import InferenceService
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,13 @@ class Router:
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
         )
-        self._grpc = RpcServer(config.host, config.grpc_port, [_INFERENCE])
+        self.security = Security(config.security, config.host, self.metrics.registry)
+        interceptor = ApiKeyInterceptor(self.security.gate, self.service.count_error)
+        self._grpc = RpcServer(config.host, config.grpc_port, [_INFERENCE], interceptors=[interceptor])
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
+        self._securing: asyncio.Task[None] | None = None
         self._health_changed = asyncio.Event()
         self._http: uvicorn.Server | None = None
         self.port = config.port
@@ -73,13 +78,16 @@ class Router:
         listener = _listen(self.config.host, self.config.port)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.service), self._grpc.grpc_server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceServicer(self.service, self.security.gate), self._grpc.grpc_server
+        )
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        self._http = _http_server(self.service)
+        self._http = _http_server(self.service, self.security)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
+        self._securing = _spawn(self.security.run(), "security")
 
     async def stop(self) -> None:
         """Stop accepting, let running requests finish within the grace period, end the rest with an error."""
@@ -92,9 +100,10 @@ class Router:
         await self._grpc.stop(_AFTER_GRACE_S)
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)  # uvicorn ends by itself
-        if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.gather(self._publishing, return_exceptions=True)
+        for task in (self._publishing, self._securing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._stack.aclose()
 
     @asynccontextmanager
@@ -123,9 +132,9 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(service: InferenceService) -> uvicorn.Server:
+def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
     config = uvicorn.Config(
-        create_app(service),
+        create_app(service, security.gate, security.open_paths),
         http="httptools",
         ws="none",
         lifespan="off",

@@ -18,9 +18,13 @@ from router.pods import Cluster
 from router.preprocess import Preprocessor
 from router.request import Draft, GenerationRequest
 from router.routing import Plan
+from router.terms import Tenant
 
 _RETRY_AFTER_S = 1.0
 _SHUTTING_DOWN = "the router is shutting down"
+
+
+_RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
 
 
 class InferenceService:
@@ -43,7 +47,7 @@ class InferenceService:
             kv_failure_policy=config.kv_failure_policy,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)
-        self._running: dict[str, Generation] = {}  # by request id
+        self._running: dict[_RunningId, Generation] = {}
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,9 +85,9 @@ class InferenceService:
         with ExitStack() as stack:
             stack.callback(self._forget, requests)
             for request in requests:
-                self._running[request.request_id] = self._dispatcher.generate(request)
+                self._running[_running_id(request)] = self._dispatcher.generate(request)
             self._idle.clear()
-            generations = [stack.enter_context(self._running[request.request_id]) for request in requests]
+            generations = [stack.enter_context(self._running[_running_id(request)]) for request in requests]
             yield [TextGeneration(generation, self.tokenizer) for generation in generations]
 
     @asynccontextmanager
@@ -92,12 +96,17 @@ class InferenceService:
         try:
             yield
         except BatonError as error:
-            self.metrics.errors.labels(error.code.label).inc()
+            self.count_error(error)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """End a running generation; its front gets what there is, with FinishReason.ABORT. False: there is none."""
-        generation = self._running.get(request_id)
+    def count_error(self, error: BatonError) -> None:
+        """Counts the error that a front refused a request with."""
+        self.metrics.errors.labels(error.code.label).inc()
+
+    def abort(self, request_id: str, tenant: Tenant) -> bool:
+        """End a running generation of this tenant; its front gets what there is, with FinishReason.ABORT. False: there
+        is none."""
+        generation = self._running.get((tenant.name, request_id))
         if generation is None:
             return False
         generation.finish(FinishReason.ABORT)
@@ -131,11 +140,16 @@ class InferenceService:
                 retry_after_s=_RETRY_AFTER_S,
             )
         for request in requests:
-            if request.request_id in self._running:
+            if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
 
     def _forget(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
-            self._running.pop(request.request_id, None)
+            self._running.pop(_running_id(request), None)
         if not self._running:
             self._idle.set()
+
+
+def _running_id(request: GenerationRequest) -> _RunningId:
+    """Tenants know nothing of each other's ids."""
+    return request.terms.tenant.name, request.request_id

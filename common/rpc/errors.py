@@ -28,6 +28,7 @@ from common.errors import (
     OverloadedError,
     PayloadTooLargeError,
     RequestCancelledError,
+    UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
     UnprocessableError,
@@ -43,6 +44,7 @@ RETRY_AFTER_KEY = "baton-retry-after-s"
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
     ErrorCode.NOT_FOUND: UnknownModelError,
+    ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
     ErrorCode.TOO_LARGE: PayloadTooLargeError,
     ErrorCode.UNPROCESSABLE: UnprocessableError,
     ErrorCode.UNAVAILABLE: UnavailableError,
@@ -73,7 +75,7 @@ def make_error(
     if code is ErrorCode.RESOURCE_EXHAUSTED:
         return OverloadedError(message, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
     error = _CLASSES.get(code, BatonError)(message, param=param)
-    error.code = code  # UNAUTHENTICATED has no class of its own
+    error.code = code
     return error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -37,11 +37,18 @@ class RpcServer:
     Health answers NOT_SERVING for "" and each service until `set_serving(True)`. Leaving the context ends all calls.
     """
 
-    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service_names: Sequence[str],
+        *,
+        interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    ) -> None:
         """`service_names` are full names for health and reflection. Port 0 takes a free one."""
         self.host = host
         self.port = port
-        self.grpc_server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self.grpc_server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
         self._service_names = tuple(service_names)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the type stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)

@@ -19,25 +19,28 @@ from common.errors import BatonError
 from router.gateway import protocol
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
 from router.gateway.errors import ErrorBody, error_headers, error_json, route_error
+from router.security.gate import Gate
+from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
 
 _JSON = "application/json"
 
 
-def create_app(service: InferenceService) -> FastAPI:
-    """The HTTP front of one service."""
+def create_app(service: InferenceService, gate: Gate, open_paths: frozenset[str] = OPEN_PATHS) -> FastAPI:
+    """The HTTP front of one service. What is not at `open_paths` is for those that `gate` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
     status = _Status(service)
     app.router.routes += [
-        Route("/v1/completions", CompletionsEndpoint(COMPLETIONS, service), methods=["POST"]),
-        Route("/v1/chat/completions", CompletionsEndpoint(CHAT, service), methods=["POST"]),
-        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service), methods=["GET", "POST"]),
+        Route("/v1/completions", CompletionsEndpoint(COMPLETIONS, service, gate), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionsEndpoint(CHAT, service, gate), methods=["POST"]),
+        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, gate), methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
     ]
+    app.add_middleware(ApiKeyGuard, gate=gate, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(BatonError, _baton_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # as FastAPI's documentation does it

@@ -22,8 +22,9 @@ from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_c
 from router.output import TextGeneration
 from router.preprocess import choices_of
 from router.request import GenerationRequest, TextPrompt
+from router.security.gate import Gate
 from router.service import InferenceService
-from router.terms import Tenant, Terms, read_terms
+from router.terms import Terms, read_terms
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,10 @@ class _Job:
 class CompletionsEndpoint:
     """An ASGI application for one of the APIs."""
 
-    def __init__(self, api: Api, service: InferenceService) -> None:
+    def __init__(self, api: Api, service: InferenceService, gate: Gate) -> None:
         self._api = api
         self._service = service
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every failure becomes an error object."""
@@ -91,17 +93,22 @@ class CompletionsEndpoint:
 
     async def _serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
         parsed = self._api.parse(body)
-        terms = read_terms(exchange.header, Tenant())
+        terms = read_terms(exchange.header, exchange.tenant)
+        account = self._gate.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
-            drafts = parsed.drafts(parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", arrived_at, terms)
-            await exchange.send_json(await explain(self._service, drafts))
+            with account.admit(1):
+                request_id = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
+                drafts = parsed.drafts(request_id, arrived_at, terms)
+                await exchange.send_json(await explain(self._service, drafts))
             return
-        job = await self._prepare(parsed, arrived_at, terms)
-        with self._service.run(job.choices) as generations:
-            if job.stream:
-                await self._stream(job, generations, exchange)
-            else:
-                await self._answer(job, generations, exchange)
+        with account.admit(_num_generations(parsed)):
+            job = await self._prepare(parsed, arrived_at, terms)
+            account.spend(job.num_prompt_tokens)
+            with self._service.run(job.choices) as generations, account.spending(generations):
+                if job.stream:
+                    await self._stream(job, generations, exchange)
+                else:
+                    await self._answer(job, generations, exchange)
 
     async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float, terms: Terms) -> _Job:
         n = 1 if body.n is None else body.n
@@ -155,6 +162,11 @@ class CompletionsEndpoint:
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
         last = job.format.usage_chunk(_usage(job, generations)) if job.include_usage else b""
         await exchange.end_events(last)
+
+
+def _num_generations(body: CompletionBody | ChatBody) -> int:
+    """As many as are asked for; whether that is allowed at all is checked later."""
+    return max(1, body.n or 1) * max(1, body.num_prompts)
 
 
 async def _together(work: list[Any]) -> list[Any]:

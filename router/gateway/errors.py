@@ -6,7 +6,14 @@ import math
 
 import msgspec
 
-from common.errors import BatonError, ErrorCode, OverloadedError, UnattainableError, UnavailableError
+from common.errors import (
+    BatonError,
+    ErrorCode,
+    OverloadedError,
+    UnattainableError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
 _UNAVAILABLE_RETRY_AFTER_S = 1.0
 
@@ -33,7 +40,9 @@ def error_json(error: BatonError) -> bytes:
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Headers beside the usual: when to come back."""
+    """Headers beside the usual: when to come back, what to bring."""
+    if isinstance(error, UnauthenticatedError):
+        return [(b"www-authenticate", b'Bearer realm="baton"')]
     if isinstance(error, OverloadedError):
         seconds = error.retry_after_s
     elif isinstance(error, UnavailableError) and not isinstance(error, UnattainableError):

@@ -18,11 +18,14 @@ from common.errors import (
     RequestCancelledError,
 )
 from router.gateway.errors import error_headers, error_json
+from router.terms import Tenant
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+TENANT = "baton.tenant"  # key of a scope under which the guard puts whose request it is
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -31,10 +34,18 @@ class Exchange:
     """Reads the request, then writes one response, whole or as events."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self._receive = receive
         self._send = send
         self._streaming = False
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose request it is. Only below the guard."""
+        tenant = self._scope[TENANT]
+        assert isinstance(tenant, Tenant)
+        return tenant
 
     def header(self, name: str) -> str:
         """The first header of that name, in lower case; empty: there is none."""

@@ -12,8 +12,10 @@ from common.errors import BatonError, OverloadedError, PromptTooLongError, Unava
 from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
 from router.gateway import completions
+from router.gateway.exchange import TENANT
 from router.generation import Generation
 from router.request import Draft, TokenPrompt
+from router.terms import Tenant
 from router.survival.config import SurvivalConfig
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
@@ -323,7 +325,9 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
 async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
     monkeypatch.setattr(completions, "_LAST_CHUNK_S", 0.1)
     cluster = await start_cluster(request_timeout_s=0.2)
-    endpoint = completions.CompletionsEndpoint(completions.COMPLETIONS, cluster.router.service)
+    endpoint = completions.CompletionsEndpoint(
+        completions.COMPLETIONS, cluster.router.service, cluster.router.security.gate
+    )
     messages = [{"type": "http.request", "body": json.dumps({**BODY, "stream": True}).encode()}]
 
     async def receive():
@@ -332,7 +336,7 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
     async def send(message):
         await asyncio.Future()
 
-    await asyncio.wait_for(endpoint({"headers": []}, receive, send), 30)
+    await asyncio.wait_for(endpoint({"headers": [], TENANT: Tenant()}, receive, send), 30)
     assert cluster.metric("baton_request_errors_total", code="deadline_exceeded") == 1
     await cluster.until_quiet()
 

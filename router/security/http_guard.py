@@ -1,0 +1,36 @@
+"""API keys on HTTP: an ASGI layer below which every request has a tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import BatonError, UnauthenticatedError
+from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
+from router.security.gate import Gate
+
+OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+
+
+class ApiKeyGuard:
+    """Refuses what has no valid key, before a byte of its body is read. What is not known to be open needs one."""
+
+    def __init__(
+        self, app: Any, gate: Gate, open_paths: frozenset[str], on_error: Callable[[BatonError], None]
+    ) -> None:
+        self._app = app
+        self._gate = gate
+        self._open_paths = open_paths
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            exchange = Exchange(scope, receive, send)
+            try:
+                scope[TENANT] = self._gate.authenticate(exchange.header)
+            except UnauthenticatedError as error:
+                self._on_error(error)
+                await exchange.send_error(error)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,94 @@
+"""What each tenant uses of its quota."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from common.errors import InvalidRequestError, OverloadedError
+from router.security.buckets import TokenBucket
+from router.security.keys import Quota
+from router.security.metrics import SecurityMetrics
+
+_WEIGHT_OF_LATEST = 0.2  # in the mean duration
+_MAX_RETRY_AFTER_S = 60.0
+
+
+class Generated(Protocol):
+    """Output of a request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+
+
+class Account:
+    """One tenant's use. What is refused costs it nothing, and nobody else notices."""
+
+    def __init__(self, name: str, quota: Quota, metrics: SecurityMetrics, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._metrics = metrics
+        self._clock = clock
+        self._num_running = 0
+        self._mean_duration_s = 1.0
+        self.set_quota(quota)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it runs."""
+        return self._num_running == 0
+
+    def set_quota(self, quota: Quota) -> None:
+        """Limits from now on; what runs goes on."""
+        now = self._clock()
+        self.quota = quota
+        self._requests = TokenBucket(quota.requests_per_minute, now) if quota.requests_per_minute else None
+        self._tokens = TokenBucket(quota.tokens_per_minute, now) if quota.tokens_per_minute else None
+
+    @contextmanager
+    def admit(self, num_generations: int) -> Iterator[None]:
+        """Holds the place of one request for the time of the context. Raises OverloadedError if a limit is reached."""
+        self._check(num_generations)
+        started = self._clock()
+        if self._requests is not None:
+            self._requests.take(1, started)
+        self._num_running += num_generations
+        try:
+            yield
+        finally:
+            self._num_running -= num_generations
+            duration_s = self._clock() - started
+            self._mean_duration_s += _WEIGHT_OF_LATEST * (duration_s - self._mean_duration_s)
+
+    def spend(self, num_tokens: int) -> None:
+        """Counts tokens of a prompt or an output. Overdrawn, the tenant waits until it has paid back."""
+        self._metrics.tokens.labels(self._name).inc(num_tokens)
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, self._clock())
+
+    @contextmanager
+    def spending(self, generations: Sequence[Generated]) -> Iterator[None]:
+        """Counts the output tokens that there are when the context ends."""
+        try:
+            yield
+        finally:
+            self.spend(sum(generation.num_tokens for generation in generations))
+
+    def _check(self, num_generations: int) -> None:
+        now, quota = self._clock(), self.quota
+        limit = quota.max_concurrent
+        if limit is not None and num_generations > limit:
+            raise InvalidRequestError(f"n: this key may run {limit} generations at once", param="n")
+        if limit is not None and self._num_running + num_generations > limit:
+            self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / self._num_running)
+        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+            self._refuse("requests", f"{quota.requests_per_minute:g} requests per minute", wait_s)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)) > 0:
+            self._refuse("tokens", f"{quota.tokens_per_minute:g} tokens per minute", wait_s)
+
+    def _refuse(self, limit: str, what: str, wait_s: float) -> None:
+        self._metrics.refused.labels(self._name, limit).inc()
+        retry_after_s = max(1.0, wait_s) if limit != "concurrency" else min(max(1.0, wait_s), _MAX_RETRY_AFTER_S)
+        raise OverloadedError(f"this key may use {what}; try again later", retry_after_s=math.ceil(retry_after_s))

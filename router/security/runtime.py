@@ -1,0 +1,66 @@
+"""The security of a running router, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+
+from prometheus_client import CollectorRegistry
+
+from router.security.config import SecurityConfig
+from router.security.gate import Gate
+from router.security.http_guard import OPEN_PATHS
+from router.security.key_source import load_keys
+from router.security.metrics import SecurityMetrics
+from router.security.watch import WatchedFiles
+
+logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 2.0
+
+
+class Security:
+    """Reads keys, and reads them anew while `run` is under way."""
+
+    def __init__(self, config: SecurityConfig, host: str, registry: CollectorRegistry) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        keys = load_keys(config.api_keys_file, os.environ)
+        self.gate = Gate(keys, SecurityMetrics(registry))
+        self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
+        if keys is None and not _is_loopback(host):
+            logger.warning("no API keys are configured: whoever reaches %s may use the model", host or "this machine")
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Of HTTP, which need no key."""
+        return OPEN_PATHS if self._config.metrics_need_key else OPEN_PATHS | {"/metrics"}
+
+    def check(self, *, force: bool = False) -> None:
+        """Read anew what has changed, or everything."""
+        for files in self._watched:
+            files.check(force=force)
+
+    def reload(self) -> None:
+        """Read everything anew, now."""
+        self.check(force=True)
+
+    async def run(self) -> None:
+        """Follow changes, for ever. Cancel to end."""
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            self.check()
+
+    def _reload_keys(self) -> None:
+        keys = load_keys(self._config.api_keys_file, os.environ)
+        assert keys is not None  # there is a file
+        self.gate.set_keys(keys)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,269 @@
+"""API keys on both fronts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import httpx
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
+from common.rpc.errors import from_rpc_error
+from common.types import hash_prompt, root_hash
+from router.security.config import SecurityConfig
+from router.security.runtime import Security
+from router.testing import FakeDecodePod
+from tests.unit.router.security.conftest import ALICE, BOB, bearer
+
+COMPLETIONS = "/v1/completions"
+PROMPT = list(range(600, 640))  # two and a half blocks
+
+
+@pytest.fixture
+async def cluster(start_cluster, key_file):
+    return await start_cluster(security=key_file.security)
+
+
+@pytest.fixture
+async def stub(cluster):
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def as_tenant(key):
+    return {"metadata": (("authorization", f"Bearer {key}"),), "timeout": 30}
+
+
+def message(**fields):
+    return inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=PROMPT), **fields)
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer(ALICE), {"authorization": f"bearer  {ALICE}"}, {"x-api-key": ALICE}, {"X-API-Key": BOB}]
+)
+async def test_a_valid_key_is_let_in(cluster, headers):
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    assert (await cluster.client.post(COMPLETIONS, json=body, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer"},
+        bearer("wrong"),
+        bearer(ALICE[:-1]),
+        {"authorization": ALICE},
+        {"authorization": f"Basic {ALICE}"},
+        {"x-api-key": "wrong"},
+        {"authorization": "Bearer wrong", "x-api-key": ALICE},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", COMPLETIONS),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/route/explain"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/baton-demo"),
+        ("GET", "/metrics"),
+        ("GET", "/health/"),
+        ("GET", "/anything/else"),
+    ],
+)
+async def test_without_one_nothing_is_read_or_started(cluster, method, path, headers):
+    response = await cluster.client.request(method, path, headers=headers, content=b"{" if method == "POST" else None)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"].startswith("Bearer")
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("authentication_error", "unauthenticated")
+    assert "wrong" not in response.text
+    assert ALICE[:-1] not in response.text
+    assert cluster.decode[0].submits == []
+
+
+async def test_refusals_are_counted(cluster):
+    await cluster.client.get("/v1/models")
+    await cluster.client.get("/v1/models", headers=bearer("wrong"))
+    assert cluster.metric("baton_request_errors_total", code="unauthenticated") == 2
+    for reason in ("missing", "unknown"):
+        assert cluster.metric("baton_unauthenticated_total", reason=reason) == 1
+
+
+async def test_what_tells_whether_the_router_lives_is_open(cluster):
+    for path in ("/health", "/version"):
+        assert (await cluster.client.get(path)).status_code == 200
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_metrics_may_be_opened(start_cluster, key_file):
+    cluster = await start_cluster(security=msgspec.structs.replace(key_file.security, metrics_need_key=False))
+    assert (await cluster.client.get("/metrics")).status_code == 200
+    assert (await cluster.client.get("/v1/models")).status_code == 401
+
+
+async def test_without_keys_everybody_is_let_in(start_cluster):
+    cluster = await start_cluster()
+    assert (await cluster.client.get("/v1/models")).status_code == 200
+    assert (await cluster.client.get("/v1/models", headers=bearer("anything"))).status_code == 200
+
+
+async def test_each_call_of_grpc_needs_a_key(cluster, stub):
+    calls = [
+        lambda **how: stub.Generate(message(), **how),
+        lambda **how: stub.GenerateStream(message(), **how).read(),
+        lambda **how: stub.Abort(inference_pb2.AbortRequest(request_id="x"), **how),
+        lambda **how: stub.ListModels(inference_pb2.ListModelsRequest(), **how),
+    ]
+    for call in calls:
+        for how in ({"timeout": 30}, as_tenant("wrong")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(**how)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert from_rpc_error(caught.value).code.label == "unauthenticated"
+            assert "wrong" not in caught.value.details()
+        await call(**as_tenant(ALICE))
+        await call(timeout=30, metadata=(("x-api-key", BOB),))
+
+
+async def test_tenants_share_no_kv_on_either_front(cluster, stub):
+    for key in (ALICE, ALICE, BOB):
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(key))).status_code == 200
+        await stub.Generate(message(options=inference_pb2.GenerateOptions(max_tokens=1)), **as_tenant(key))
+    requests = [submit.request for submit in cluster.decode[0].submits]
+    alice, bob = {each.block_hashes for each in requests[:4]}, {each.block_hashes for each in requests[4:]}
+    assert len(alice) == len(bob) == 1
+    assert not alice & bob
+    for request in requests:
+        blocks = hash_prompt(PROMPT, request.hash_block_size, root_hash(request.cache_salt))
+        assert request.block_hashes == b"".join(blocks)
+
+
+async def test_a_client_cannot_talk_itself_into_the_salt_of_another(cluster):
+    async def hashes(key, cache_salt=""):
+        body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": cache_salt}
+        assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(key))).status_code == 200
+        return cluster.decode[0].submits[-1].request
+
+    alice = await hashes(ALICE)
+    salts = [alice.cache_salt, alice.cache_salt.rstrip(":"), f":{alice.cache_salt}"]
+    assert alice.block_hashes not in [(await hashes(BOB, salt)).block_hashes for salt in salts]
+
+
+async def test_the_route_of_one_tenant_knows_nothing_of_anothers_prompts(cluster):
+    async def cached(key):
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        response = await cluster.client.post("/v1/route/explain", json=body, headers=bearer(key))
+        (route,) = response.json()["data"]
+        return route["legs"][0]["candidates"][0]["cached_tokens"]
+
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))).status_code == 200
+    assert await cached(ALICE) == 32
+    assert await cached(BOB) == 0
+
+
+async def test_request_ids_of_one_tenant_are_nothing_to_another(cluster, stub):
+    cluster.decode[0].allowed = 1
+    alice = asyncio.ensure_future(stub.Generate(message(request_id="mine"), **as_tenant(ALICE)))
+    bob = asyncio.ensure_future(stub.Generate(message(request_id="mine"), **as_tenant(BOB)))
+    await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
+    assert not (await stub.Abort(inference_pb2.AbortRequest(request_id="other"), **as_tenant(BOB))).found
+    assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(BOB))).found
+    assert (await bob).finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert not (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(BOB))).found
+    assert not alice.done()
+    assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(ALICE))).found
+    assert (await alice).finish_reason == common_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_changed_file_holds_without_a_restart(cluster, key_file, caplog):
+    async def status(key):
+        return (await cluster.client.get("/v1/models", headers=bearer(key))).status_code
+
+    security = cluster.router.security
+    key_file.write(alice={})
+    security.check()
+    assert (await status(ALICE), await status(BOB)) == (200, 401)
+    for broken in ("- name: [", "", f"- {{name: a, hash: {BOB}}}"):
+        caplog.clear()
+        key_file.path.write_text(broken)
+        security.check()
+        security.check()
+        assert (await status(ALICE), await status(BOB)) == (200, 401)
+        (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+        assert str(key_file.path) in record.getMessage()
+        assert BOB not in record.getMessage()
+    key_file.path.unlink()
+    security.reload()
+    assert (await status(ALICE), await status(BOB)) == (200, 401)
+    key_file.write(bob={})
+    security.reload()
+    assert (await status(ALICE), await status(BOB)) == (401, 200)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
+async def test_an_open_router_that_others_reach_is_warned_of(host, warned, key_file, caplog):
+    Security(key_file.security, host, CollectorRegistry())
+    assert caplog.records == []
+    Security(SecurityConfig(), host, CollectorRegistry())
+    assert bool(caplog.records) is warned
+
+
+async def test_one_tenants_limit_is_no_other_tenants(start_cluster, key_file):
+    key_file.write(alice={"max_concurrent": 2}, bob={"requests_per_minute": 1})
+    decode = FakeDecodePod()
+    cluster = await start_cluster(decode=[decode], security=key_file.security)
+    decode.allowed = 1
+
+    async def post(key, **body):
+        body = {"prompt": PROMPT, "max_tokens": 2, **body}
+        return await cluster.client.post(COMPLETIONS, json=body, headers=bearer(key))
+
+    running = asyncio.ensure_future(post(ALICE, n=2))
+    await decode.until(lambda: len(decode.submits) == 2)
+    refused = await post(ALICE)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert (await post(ALICE, n=3)).status_code == 400
+    assert len(decode.submits) == 2
+    await decode.allow(None)
+    assert (await post(BOB)).status_code == 200
+    assert (await running).status_code == 200
+    refused = await post(BOB)
+    assert refused.status_code == 429
+    assert 50 <= int(refused.headers["retry-after"]) <= 60
+    assert (await post(ALICE)).status_code == 200
+    assert cluster.metric("baton_tenant_refused_total", tenant="alice", limit="concurrency") == 1
+    assert cluster.metric("baton_tenant_refused_total", tenant="bob", limit="requests") == 1
+    assert cluster.metric("baton_tenant_tokens_total", tenant="bob") == len(PROMPT) + 2
+
+
+async def test_limits_hold_before_anything_is_tokenised(start_cluster, key_file, monkeypatch):
+    key_file.write(alice={"requests_per_minute": 1})
+    cluster = await start_cluster(security=key_file.security)
+    body = {"prompt": "Hello", "max_tokens": 1}
+    assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))).status_code == 200
+    monkeypatch.setattr(cluster.router.service, "prepare", lambda draft: pytest.fail("too late"))
+    assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))).status_code == 429
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference_pb2_grpc.InferenceStub(channel).Generate(message(), **as_tenant(ALICE))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert from_rpc_error(caught.value).retry_after_s > 1
+
+
+async def test_a_client_that_keeps_its_connection_keeps_no_name(cluster):
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, limits=httpx.Limits(max_connections=1)) as client:
+        assert (await client.get("/v1/models", headers=bearer(ALICE))).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
