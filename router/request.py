@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.types import SamplingParams
+from common.types import FinishReason, SamplingParams
 from router.config import KVFailurePolicy
 from router.terms import Terms
 
@@ -60,6 +60,17 @@ class Draft:
     arrived_at: float  # time.monotonic()
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where an answer goes on of which a client has had a part."""
+
+    num_delivered: int  # leading output tokens that the client has; their text is not sent again
+    checksum: int  # CRC-32 of these tokens, as array("I") holds them
+    known_token_ids: Sequence[int] = ()  # leading output tokens that need not be computed again
+    finish_reason: FinishReason | None = None  # if these are all
+    ended: bool = False  # the client has all of it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One generation, valid and ready to be dispatched."""
@@ -78,3 +89,4 @@ class GenerationRequest:
     continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
     arrived_at: float  # time.monotonic()
     deadline: float  # time.monotonic()
+    resumption: Resumption | None = None  # None: it begins at the beginning

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +31,7 @@ from router.generation.token_log import OutputDelta, TokenLog
 from router.pods import Pod
 from router.request import GenerationRequest
 from router.survival.attempts import Attempts, Backoff
+from router.survival.kept import KnownChoice
 from router.survival.migrations import MigrationSlot
 
 if TYPE_CHECKING:
@@ -62,8 +64,11 @@ class Generation:
         self._slot: MigrationSlot | None = None  # held from a migration's start to its first token
         self._was_admitted = False  # a pod had it, or a token of it is known: it must not be refused any more
 
-        self._output = TokenLog()
-        self._finish_reason: FinishReason | None = None
+        resumption = request.resumption
+        self._output = TokenLog(resumption.known_token_ids if resumption is not None else ())
+        self._num_known = len(self._output)  # before it began
+        self._finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
+        self._stopped_by_front = False
         self._error: BatonError | None = None
         self._ended = False  # the front knows the end
 
@@ -76,11 +81,12 @@ class Generation:
     # --- for the front ---
 
     def __enter__(self) -> Self:
-        """Dispatch. Raises UnavailableError if there is no pod for it."""
+        """Dispatch, unless it is known to have ended. Raises UnavailableError if there is no pod for it."""
         timeout_s = self.request.deadline - time.monotonic()
         self._deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._on_deadline)
         try:
-            self._dispatch()
+            if not self._is_over:
+                self._dispatch()
         except BaseException:
             self._deadline.cancel()
             raise
@@ -108,9 +114,17 @@ class Generation:
                 return self._take()
             await self._wait()
 
+    def known(self) -> KnownChoice:
+        """All of it so far, for whoever resumes it."""
+        reason = self._finish_reason
+        if self._stopped_by_front:  # the text said so, and will again: to the pods, the last token was like any other
+            reason = FinishReason.LENGTH
+        return KnownChoice(array("I", self._output.token_ids), reason)
+
     def finish(self, reason: FinishReason) -> None:
         """The front needs no more: a stop string was found, or the client aborted."""
         if not self._is_over:
+            self._stopped_by_front = True
             self._finish(reason, time.monotonic())
 
     def fail(self, error: BatonError) -> None:
@@ -243,11 +257,11 @@ class Generation:
         num_before = len(self._output)
         conflict = self._output.accept(start, token_ids, logprobs)
         if len(self._output) > num_before:
-            self._progress(num_before, now)
+            self._progress(now)
         return conflict
 
-    def _progress(self, num_before: int, now: float) -> None:
-        if num_before:
+    def _progress(self, now: float) -> None:
+        if self._first_token_at:
             self._metrics.inter_token_latency.observe(now - self._last_token_at)
         else:
             self._first_token_at = now
@@ -267,11 +281,11 @@ class Generation:
     def _finish(self, reason: FinishReason, now: float) -> None:
         self._finish_reason = reason
         self._close()
-        metrics, num_tokens = self._metrics, len(self._output)
+        metrics, num_tokens = self._metrics, len(self._output) - self._num_known
         metrics.success.labels(reason.label).inc()
         metrics.generation_tokens.inc(num_tokens)
         metrics.output_length.observe(num_tokens)
-        self._dispatcher.estimates.answered(num_tokens)
+        self._dispatcher.estimates.answered(len(self._output))
         metrics.e2e_latency.observe(now - self.request.arrived_at)
         if num_tokens > 1:
             metrics.time_per_output_token.observe((now - self._first_token_at) / (num_tokens - 1))

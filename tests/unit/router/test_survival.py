@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import BatonError, OverloadedError, UnavailableError
 from router.survival.config import SurvivalConfig
+from router.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
 
@@ -162,7 +163,7 @@ async def test_a_client_that_goes_leaves_the_line(start_cluster, text):  # noqa:
     await until(lambda: len(decode.submits) == 1 and cluster.metric("baton_num_migrations_waiting") == 2)
     moving = decode.submits[0].request.request_id
     waiting = [each for each in cluster.router.service._running.values() if each._transfer_id + ".2" != moving]
-    assert cluster.router.service.abort(waiting[0].request.request_id)
+    assert cluster.router.service.abort(waiting[0].request.request_id, Tenant())
     await until(lambda: cluster.metric("baton_num_migrations_waiting") == 1)
     await decode.allow(None)
     texts = [body["choices"][0]["text"] for body in await asyncio.gather(*answers)]

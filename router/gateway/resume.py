@@ -1,0 +1,161 @@
+"""Ids of server-sent events, by which a client resumes a broken stream.
+
+    id: 1.<identity>.<request id>.<position>-<position>-...
+
+Each event that brings text has one. It says all that is needed to go on exactly, whoever is asked: clients send it back
+as `Last-Event-ID`, with the same body, to any router of the cluster.
+
+    identity   base64url of 20 bytes: a digest of what was asked for, by whom, of which model; then the seed
+    position   of each choice: the number of tokens that were delivered, "_", and their CRC-32, both in
+               hexadecimal; "!" at the end says that the choice is complete
+
+The digest binds the id to the request. The CRC binds it to the answer: where an answer is computed again and is not
+the same, as on other hardware, the client gets an error, never the end of another answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import msgspec
+
+from common.errors import InvalidRequestError
+from common.types.validation import SEED_LIMIT
+from router.request import GenerationRequest, Resumption
+from router.survival.kept import KeptStream, KnownChoice
+from router.terms import Tenant
+
+HEADER = "last-event-id"
+_NAME = "Last-Event-ID"  # as errors call it
+_VERSION = "1"
+_NUM_DIGEST_BYTES = 12
+_NUM_SEED_BYTES = 8
+_POSITION = re.compile(r"(?P<num_tokens>[0-9a-f]{1,8})_(?P<checksum>[0-9a-f]{1,8})(?P<ended>!?)")
+
+
+class Position(NamedTuple):
+    """What the client has of one choice."""
+
+    num_tokens: int = 0
+    checksum: int = 0  # CRC-32 of these tokens
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens:x}_{self.checksum:x}{'!' if self.ended else ''}"
+
+
+class EventId(NamedTuple):
+    """What a client has of a stream."""
+
+    digest: bytes
+    seed: int
+    request_id: str
+    positions: tuple[Position, ...]
+
+
+class Stream:
+    """What the ids of one stream say. Grows with what is delivered."""
+
+    def __init__(self, digest: bytes, seed: int, request_id: str, positions: Sequence[Position]) -> None:
+        self.identity = digest + seed.to_bytes(_NUM_SEED_BYTES, "big")
+        self.request_id = request_id
+        encoded = base64.urlsafe_b64encode(self.identity).rstrip(b"=")
+        self._head = b"id: " + _VERSION.encode() + b"." + encoded + b"." + request_id.encode() + b"."
+        self._num_tokens = [position.num_tokens for position in positions]
+        self._checksums = [position.checksum for position in positions]
+        self._encoded = [str(position).encode() for position in positions]
+
+    def advance(self, index: int, token_ids: Sequence[int], *, ended: bool) -> bytes:
+        """The id line of the event that brings these tokens of choice `index`."""
+        num_tokens = self._num_tokens[index] = self._num_tokens[index] + len(token_ids)
+        checksum = self._checksums[index] = checksum_of(token_ids, self._checksums[index])
+        self._encoded[index] = (b"%x_%x!" if ended else b"%x_%x") % (num_tokens, checksum)
+        return self._head + (self._encoded[0] if len(self._encoded) == 1 else b"-".join(self._encoded)) + b"\n"
+
+
+def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
+    """CRC-32 of tokens that follow those with the checksum `before`."""
+    return crc32(array("I", token_ids).tobytes(), before)
+
+
+def digest_of(body: msgspec.Struct, tenant: Tenant, fingerprint: bytes) -> bytes:
+    """Of what is asked for, by whom, of which model (`fingerprint`). Equal bodies have equal digests, however they are
+    written as JSON."""
+    parts = (type(body).__name__.encode(), msgspec.json.encode(body), tenant.name.encode(), fingerprint)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()[:_NUM_DIGEST_BYTES]
+
+
+def new_seed() -> int:
+    """For a request that names none."""
+    return secrets.randbelow(SEED_LIMIT)
+
+
+def parse_event_id(text: str) -> EventId:
+    """Raises InvalidRequestError if no router of ours can have made it."""
+    version, _, rest = text.partition(".")
+    encoded, _, rest = rest.partition(".")
+    request_id, _, positions = rest.rpartition(".")
+    if version != _VERSION or not request_id:
+        _refuse("is not an event id of this server")
+    try:
+        identity = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        _refuse("is damaged")
+    if len(identity) != _NUM_DIGEST_BYTES + _NUM_SEED_BYTES:
+        _refuse("is damaged")
+    seed = int.from_bytes(identity[_NUM_DIGEST_BYTES:], "big")
+    return EventId(
+        identity[:_NUM_DIGEST_BYTES], seed, request_id, tuple(_parse_position(each) for each in positions.split("-"))
+    )
+
+
+def check_fits(event_id: EventId, digest: bytes, choices: Sequence[GenerationRequest]) -> None:
+    """Raises InvalidRequestError if the id is another request's."""
+    if event_id.digest != digest or len(event_id.positions) != len(choices):
+        _refuse("belongs to another request: the body must be the same")
+    for position, choice in zip(event_id.positions, choices, strict=True):
+        if position.num_tokens > (choice.sampling.max_tokens or 0):
+            _refuse("says that more was delivered than was asked for")
+
+
+def resumption_of(position: Position, known: KnownChoice | None, *, wants_logprobs: bool) -> Resumption:
+    """How one choice goes on. Log probabilities are not kept, so with them only what the client has counts as known."""
+    if position.ended:
+        return Resumption(position.num_tokens, position.checksum, ended=True)
+    if known is None:
+        return Resumption(position.num_tokens, position.checksum)
+    token_ids, finish_reason = known
+    if wants_logprobs and len(token_ids) > position.num_tokens:
+        token_ids, finish_reason = token_ids[: position.num_tokens], None
+    return Resumption(position.num_tokens, position.checksum, token_ids, finish_reason)
+
+
+def resumptions_of(event_id: EventId, kept: KeptStream | None, *, wants_logprobs: bool) -> list[Resumption]:
+    """How each choice goes on."""
+    known: Sequence[KnownChoice | None] = [None] * len(event_id.positions) if kept is None else kept.choices
+    return [
+        resumption_of(position, each, wants_logprobs=wants_logprobs)
+        for position, each in zip(event_id.positions, known, strict=True)
+    ]
+
+
+def _parse_position(text: str) -> Position:
+    match = _POSITION.fullmatch(text)
+    if match is None:
+        _refuse("is damaged")
+    return Position(int(match["num_tokens"], 16), int(match["checksum"], 16), bool(match["ended"]))
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise InvalidRequestError(f"{_NAME} {problem}", param=_NAME)
