@@ -24,6 +24,8 @@ COMMANDS = {
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
     "complete": Command("cli.complete", "Continue a prompt.", "cli"),
     "chat": Command("cli.chat", "Talk to the model.", "cli"),
+    "keys": Command("cli.keys", "Make API keys of the router.", "router"),
+    "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
 }
 EXIT_INTERRUPTED = 130

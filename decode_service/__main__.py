@@ -19,9 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(
             DecodeConfig, argv, prog="baton serve decode", section="decode", description="Serve tokens."
         ).named("decode")
+        pod = build(config)
     except ConfigError as error:
         return report_config_error(error)
-    return run_pod(build(config))
+    return run_pod(pod)
 
 
 def build(config: DecodeConfig) -> PodRuntime:

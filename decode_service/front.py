@@ -35,7 +35,11 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
         max_blocks = max(1, int(config.max_quarantined_share * pod.spec.num_blocks))
         quarantine = Quarantine(duration_s=config.handoff_quarantine_s, max_blocks=max_blocks)
         self._around = Surroundings(
-            pod=pod, config=config, peers=ChannelPool(), handoffs=TaskSet(), quarantine=quarantine
+            pod=pod,
+            config=config,
+            peers=ChannelPool(opener=pod.open_channel),
+            handoffs=TaskSet(),
+            quarantine=quarantine,
         )
         self._sessions: set[RouterSession] = set()
         self._closed = False

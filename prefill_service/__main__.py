@@ -21,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).named("prefill")
         if not config.connector:
             raise ConfigError("--connector: a prefill pod needs one to hand its KV over", param="connector")
+        pod = build(config)
     except ConfigError as error:
         return report_config_error(error)
-    return run_pod(build(config))
+    return run_pod(pod)
 
 
 def build(config: PrefillConfig) -> PodRuntime:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.rpc.tls import ClusterTlsConfig
 from router.policy_spec import POLICY_NAMES, parse_policy
 from router.security.config import SecurityConfig
 from router.survival.config import SurvivalConfig
@@ -73,6 +74,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
     security: SecurityConfig = SecurityConfig()
+    tls: ClusterTlsConfig = ClusterTlsConfig()
 
     def __post_init__(self) -> None:
         for setting in ("prefill", "decode"):

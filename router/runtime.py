@@ -14,7 +14,9 @@ import uvicorn
 
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
+from common.rpc.tls import cluster_tls
 from common.tokenization import Tokenizer
 from router.config import RouterConfig
 from router.discovery import StaticDiscovery
@@ -44,8 +46,10 @@ class Router:
         directory, name = resolve_model(config.model, config.revision)
         self.config = config
         self.metrics = RouterMetrics()
+        tls = cluster_tls(config.tls)
+        opener = tls.open_channel if tls is not None else open_channel
         self.cluster = Cluster(
-            StaticDiscovery(config.prefill, config.decode), self.metrics, PrefixIndex(config.max_index_blocks)
+            StaticDiscovery(config.prefill, config.decode), self.metrics, PrefixIndex(config.max_index_blocks), opener
         )
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics

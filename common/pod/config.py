@@ -12,6 +12,7 @@ from msgspec import Meta
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
 from common.observability.logging import LogLevel
+from common.rpc.tls import ClusterTlsConfig
 
 CONNECTOR_FACTORY = "kv_store.registry:create_connector"
 
@@ -43,6 +44,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(gt=0, description="Seconds after which an engine that answers nothing is given up; longer than any step."),
     ] = 300.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log lines shown.")] = "info"
+    tls: ClusterTlsConfig = ClusterTlsConfig()
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

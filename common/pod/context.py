@@ -13,6 +13,7 @@ from common.pod.config import PodConfig
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
+from common.rpc.channel import ChannelOpener, open_channel
 
 Role = Literal["prefill", "decode"]
 
@@ -31,6 +32,7 @@ class PodContext:
     cache: CacheView
     admission: Admission
     metrics: PodMetrics
+    open_channel: ChannelOpener = open_channel  # to other pods
 
     @property
     def pod_id(self) -> str:

@@ -36,7 +36,9 @@ from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
 from common.pod.tasks import TaskSet
+from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
+from common.rpc.tls import cluster_tls
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +68,9 @@ class PodRuntime:
     """Composes one pod out of an engine and a front. An async context manager: inside, it serves."""
 
     def __init__(self, role: Role, config: PodConfig, engine: EngineClient, make_front: FrontFactory) -> None:
-        """The runtime owns `engine`."""
+        """The runtime owns `engine`. Raises ConfigError if the pod cannot prove who it is."""
         self._role = role
+        self._tls = cluster_tls(config.tls)
         self.config = config.named(role)
         self._engine = engine
         self._make_front = make_front
@@ -84,7 +87,12 @@ class PodRuntime:
             stack.push_async_callback(self._end_outputs)
             stack.push_async_callback(self._tasks.close)
             front = self._make_front(context)
-            self.server = RpcServer(self.config.host, self.config.port, (POD_SERVICE, *front.service_names))
+            self.server = RpcServer(
+                self.config.host,
+                self.config.port,
+                (POD_SERVICE, *front.service_names),
+                credentials=self._tls.server_credentials() if self._tls is not None else None,
+            )
             front.add_to(self.server.grpc_server)
             add_PodServicer_to_server(PodServicer(context, front), self.server.grpc_server)
             stack.push_async_callback(self.server.stop)
@@ -147,6 +155,7 @@ class PodRuntime:
             cache=cache,
             admission=Admission(self.config.max_open),
             metrics=PodMetrics(stats),
+            open_channel=self._tls.open_channel if self._tls is not None else open_channel,
         )
 
     async def _until_engine_hangs(self) -> None:

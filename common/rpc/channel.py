@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -28,9 +28,20 @@ _READY = grpc.ChannelConnectivity.READY
 _BROKEN = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port. It connects with its first call and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+ChannelOpener = Callable[[str], grpc.aio.Channel]  # of a host:port
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.aio.Channel:
+    """A channel to host:port. It connects with its first call and reconnects by itself.
+
+    With `credentials` it is encrypted, and the server must prove to be `server_name`, or else the address's host.
+    """
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else [])]
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 async def connect(channel: grpc.aio.Channel, timeout_s: float) -> None:
@@ -51,9 +62,9 @@ async def connect(channel: grpc.aio.Channel, timeout_s: float) -> None:
 
 
 class _PooledChannel:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = channel
         self.num_users = 0
 
 
@@ -64,8 +75,9 @@ class ChannelPool:
     when it is next asked for, so that a peer that came back is tried at once and not after a backoff.
     """
 
-    def __init__(self, max_idle: int = 64) -> None:
+    def __init__(self, max_idle: int = 64, opener: ChannelOpener = open_channel) -> None:
         self._max_idle = max_idle
+        self._opener = opener
         self._by_address: OrderedDict[str, _PooledChannel] = OrderedDict()  # taken longest ago first
 
     @asynccontextmanager
@@ -88,7 +100,7 @@ class ChannelPool:
         pooled = self._by_address.get(address)
         broken = None
         if pooled is None or pooled.channel.get_state() in _BROKEN:
-            broken, pooled = pooled, _PooledChannel(address)
+            broken, pooled = pooled, _PooledChannel(address, self._opener(address))
             self._by_address[address] = pooled
         self._by_address.move_to_end(address)
         pooled.num_users += 1

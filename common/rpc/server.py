@@ -44,11 +44,15 @@ class RpcServer:
         service_names: Sequence[str],
         *,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+        credentials: grpc.ServerCredentials | None = None,
+        limits: Options | None = None,
     ) -> None:
-        """`service_names` are full names for health and reflection. Port 0 takes a free one."""
+        """`service_names` are full names for health and reflection. Port 0 takes a free one. With `credentials` only
+        TLS is spoken. `limits` are channel arguments that go over those that all servers have."""
         self.host = host
         self.port = port
-        self.grpc_server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+        self.grpc_server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *(limits or [])])
+        self._credentials = credentials
         self._service_names = tuple(service_names)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the type stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
@@ -65,7 +69,10 @@ class RpcServer:
         """Bind and listen. Raises ConfigError naming `port` if the address cannot be had."""
         await self.set_serving(False)
         try:
-            bound = self.grpc_server.add_insecure_port(self.address)
+            if self._credentials is None:
+                bound = self.grpc_server.add_insecure_port(self.address)
+            else:
+                bound = self.grpc_server.add_secure_port(self.address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"--port: cannot listen on {self.address}: in use or not ours", param="port") from error
         if bound == 0:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from common.pb import pods_pb2
+from common.rpc.channel import ChannelOpener, open_channel
 from common.types import block_size_misfit
 from router.discovery import Discovery, Endpoint, Endpoints
 from router.index import PrefixIndex
@@ -57,8 +58,10 @@ class ModelFacts(NamedTuple):
 class Cluster:
     """The pods that a Discovery names. A context manager: watches them from entry to exit."""
 
-    def __init__(self, discovery: Discovery, metrics: RouterMetrics, index: PrefixIndex) -> None:
-        """`index` learns what the pods hold."""
+    def __init__(
+        self, discovery: Discovery, metrics: RouterMetrics, index: PrefixIndex, opener: ChannelOpener = open_channel
+    ) -> None:
+        """`index` learns what the pods hold; `opener` makes the channels to them."""
         self.index = index
         metrics.watch_index(index)
         self.prefill_table = PodTable()  # of the ready ones
@@ -68,6 +71,7 @@ class Cluster:
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
         self.model: ModelFacts | None = None  # None until a decode pod has connected
         self._discovery = discovery
+        self._opener = opener
         self._metrics = metrics
         self._watched: dict[Pod, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,7 +161,7 @@ class Cluster:
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
         table = self.prefill_table if is_prefill else self.decode_table
-        pod = Pod(role, endpoint.address, self._judge, self.index, table.step_times)
+        pod = Pod(role, endpoint.address, self._judge, self.index, table.step_times, self._opener)
         pod.load.on_idle = lambda: self._forget_if_done(pod)
         (self.prefill_pods if is_prefill else self.decode_pods).append(pod)
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import BatonError, UnavailableError
 from common.pb import pods_pb2, pods_pb2_grpc
-from common.rpc.channel import connect, open_channel
+from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import from_rpc_error
 from router.discovery import Role
 from router.index import ImpossibleEventError, PrefixIndex
@@ -56,6 +56,7 @@ class Pod:
         on_change: Callable[[], None],
         index: PrefixIndex,
         step_times: StepTimes,
+        opener: ChannelOpener = open_channel,
     ) -> None:
         """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
         self.role = role
@@ -71,6 +72,7 @@ class Pod:
         self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
         self.refusal = ""  # why it does not fit
         self._on_change = on_change
+        self._open_channel = opener
         self._failure = ""  # why the last connection ended
         self._ever_tried = False
         self._serving = False
@@ -159,7 +161,7 @@ class Pod:
         while True:
             connected = False
             try:
-                async with open_channel(self.address) as channel:
+                async with self._open_channel(self.address) as channel:
                     await self._open(channel)
                     connected = True
                     await self._follow(channel)

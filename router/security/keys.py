@@ -31,11 +31,11 @@ from router.terms import Tenant
 
 MIN_KEY_CHARS = 16
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
-_NAMED_HASH = re.compile(rf"({_NAME}):sha256:([0-9a-f]{{64}})")
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_NAMED_HASH = re.compile(rf"({NAME_PATTERN}):sha256:([0-9a-f]{{64}})")
 _SALT_CHARS = 32
 
-Name = Annotated[str, Meta(pattern=rf"^{_NAME}\Z")]
+Name = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z")]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 

@@ -9,12 +9,12 @@ import os
 
 from prometheus_client import CollectorRegistry
 
+from common.watched_files import WatchedFiles
 from router.security.config import SecurityConfig
 from router.security.gate import Gate
 from router.security.http_guard import OPEN_PATHS
 from router.security.key_source import load_keys
 from router.security.metrics import SecurityMetrics
-from router.security.watch import WatchedFiles
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from router.gateway import completions
 from router.gateway.exchange import TENANT
 from router.generation import Generation
 from router.request import Draft, TokenPrompt
-from router.terms import Tenant
 from router.survival.config import SurvivalConfig
+from router.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words

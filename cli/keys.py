@@ -1,0 +1,30 @@
+"""`baton keys`: API keys of the router."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from common.config import ArgumentParser
+from common.errors import ConfigError
+from router.security.keys import NAME_PATTERN, digest_of, generate_key
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a key, once. Returns 0; raises ConfigError."""
+    parser = ArgumentParser(prog="baton keys", description="Makes API keys of the router.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    new = commands.add_parser(
+        "new",
+        help="Print a fresh key, and the entry for the file of --api-keys-file, which has its hash only.",
+        description="Prints a fresh key, and the entry for the file of --api-keys-file, which has its hash only.",
+        allow_abbrev=False,
+    )
+    new.add_argument("--name", required=True, help="Whose key it is, for logs and metrics.")
+    args = parser.parse_args(argv)
+    if not re.fullmatch(NAME_PATTERN, args.name):
+        raise ConfigError("--name: expected up to 63 letters, digits, dots, dashes or underscores", param="name")
+    key = generate_key()
+    print(f"key, shown once: {key}")
+    print(f"- {{name: '{args.name}', hash: 'sha256:{digest_of(key).hex()}'}}")
+    return 0

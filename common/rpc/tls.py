@@ -1,0 +1,176 @@
+"""Certificates of gRPC servers and clients.
+
+Within a cluster both sides show a certificate that its authority has signed, and talk to nobody who has none. Files
+that are replaced are used from the next connection on; connections that are open stay so.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import grpc
+import msgspec
+from msgspec import Meta
+
+from common.errors import ConfigError
+from common.rpc.channel import open_channel
+from common.watched_files import WatchedFiles
+
+
+class ClusterTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How router and pods prove to each other who they are."""
+
+    cluster_ca: Annotated[
+        str,
+        Meta(
+            description="PEM file of the authority whose certificates router and pods trust; empty: nobody is checked."
+        ),
+    ] = ""
+    cluster_cert: Annotated[str, Meta(description="PEM file of this process's own certificate.")] = ""
+    cluster_key: Annotated[str, Meta(description="PEM file of its private key.")] = ""
+    cluster_tls_name: Annotated[
+        str,
+        Meta(
+            description="Name that must be in pods' certificates; empty: the host by which each is reached. For pods "
+            "whose addresses nobody knows beforehand."
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        files = {
+            "--cluster-ca": self.cluster_ca,
+            "--cluster-cert": self.cluster_cert,
+            "--cluster-key": self.cluster_key,
+        }
+        given = [option for option, file in files.items() if file]
+        missing = [option for option, file in files.items() if not file]
+        if given and missing:
+            raise ValueError(f"{missing[0]}: required with {given[0]}")
+        if self.cluster_tls_name and not given:
+            raise ValueError("--cluster-ca: required with --cluster-tls-name")
+
+
+class CertificateFiles(NamedTuple):
+    """Where a certificate lies, and the options that say so."""
+
+    certificate: str
+    key: str
+    authority: str = ""  # whose certificates peers must have; empty: peers are not asked for any
+    certificate_option: str = "--cluster-cert"
+    key_option: str = "--cluster-key"
+    authority_option: str = "--cluster-ca"
+
+
+class _Material(NamedTuple):
+    """PEM."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes | None
+
+
+class Identity:
+    """A certificate that is read anew when its files change. Thread-safe: gRPC asks from threads of its own."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        """Raises ConfigError that names the setting if a file cannot be used."""
+        self._files = files
+        self._lock = threading.Lock()
+        self._material = _read(files)
+        names = [name for name in (files.certificate, files.key, files.authority) if name]
+        self._watched = WatchedFiles(names, self._reload)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server. Clients must show a certificate if there is an authority."""
+        served = self._current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            current = self._current()
+            if current is served:
+                return None
+            served = current
+            return _server_configuration(current)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(served),
+            renewed,  # type: ignore[arg-type]  # may return None, says gRPC; the type stubs know less
+            require_client_authentication=served.authority is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client that shows its own certificate."""
+        current = self._current()
+        return grpc.ssl_channel_credentials(current.authority, current.key, current.certificate)
+
+    def _current(self) -> _Material:
+        with self._lock:
+            self._watched.check()
+            return self._material
+
+    def _reload(self) -> None:
+        self._material = _read(self._files)
+
+
+class ClusterTls:
+    """What a router or a pod needs to talk to pods."""
+
+    def __init__(self, identity: Identity, server_name: str = "") -> None:
+        self._identity = identity
+        self._server_name = server_name
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A ChannelOpener. The certificate is that of the files as they are now."""
+        return open_channel(address, self._identity.channel_credentials(), self._server_name)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a pod's server."""
+        return self._identity.server_credentials()
+
+
+def cluster_tls(config: ClusterTlsConfig) -> ClusterTls | None:
+    """None: the cluster speaks plain text. Raises ConfigError."""
+    if not config.cluster_ca:
+        return None
+    files = CertificateFiles(config.cluster_cert, config.cluster_key, config.cluster_ca)
+    return ClusterTls(Identity(files), config.cluster_tls_name)
+
+
+def load_certificate(context: ssl.SSLContext, files: CertificateFiles) -> None:
+    """Have `context` show the certificate. Raises ConfigError that names the setting if it cannot be used."""
+    with _blaming(files.key_option, files.key):
+        Path(files.key).read_bytes()
+    with _blaming(files.certificate_option, files.certificate):
+        context.load_cert_chain(files.certificate, files.key, password=b"")  # else it would ask at the terminal
+
+
+def _read(files: CertificateFiles) -> _Material:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_certificate(context, files)
+    authority = None
+    if files.authority:
+        with _blaming(files.authority_option, files.authority):
+            context.load_verify_locations(files.authority)
+            authority = Path(files.authority).read_bytes()
+    return _Material(Path(files.certificate).read_bytes(), Path(files.key).read_bytes(), authority)
+
+
+@contextmanager
+def _blaming(option: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        reason = (error.reason or "it is not PEM").lower().replace("_", " ")
+        raise ConfigError(f"{option}: {file} cannot be used: {reason}", param=option) from error
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot read {file}: {error.strerror}", param=option) from error
+
+
+def _server_configuration(material: _Material) -> grpc.ServerCertificateConfiguration:
+    pairs = [(material.key, material.certificate)]
+    return grpc.ssl_server_certificate_configuration(pairs, root_certificates=material.authority)
