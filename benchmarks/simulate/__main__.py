@@ -1,6 +1,7 @@
 """Routing policies side by side, on simulated clusters.
 
     python -m benchmarks.simulate [--setup NAME] [--requests N] [--policies A|B] [--markdown FILE]
+    python -m benchmarks.simulate --routers 2 --routers 4   # several routers on the same pods, next to one
 
 Pods and time are simulated, everything that decides is the router's own: policies, prefix index, load accounting,
 learned rates. Results depend on nothing but the seed.
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.simulate.cluster import Outcome, Setting, SimulatedCluster
-from benchmarks.simulate.report import Row, format_markdown, verdicts
+from benchmarks.simulate.cluster import Outcome, SimulatedCluster
+from benchmarks.simulate.report import RouterRow, Row, format_markdown, format_routers, verdicts
+from benchmarks.simulate.router import Setting
 from benchmarks.simulate.timing import CPU_DEMO, H100_8B, Hardware
 from benchmarks.simulate.traces import MAKERS, Trace, TraceMaker
 
@@ -80,19 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policies", help="separated by |, as their parts are by commas; default: the set-up's")
     parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="about so many per trace")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--routers", type=int, action="append", help="so many on the same pods, next to one")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args(argv)
     parts = []
     for name in args.setup or SETUPS:
         setup = SETUPS[name]
-        rows = []
-        for trace_name in args.trace or setup.rates:
-            trace = setup.trace(trace_name, args.requests, args.seed)
-            rows += compare(setup, trace, args.policies.split("|") if args.policies else setup.policies)
-        parts.append(format_markdown(setup.title, rows, verdicts(rows)))
+        traces = [setup.trace(trace_name, args.requests, args.seed) for trace_name in args.trace or setup.rates]
+        if args.routers:
+            parts.append(format_routers(setup.title, [compare_routers(setup, trace, args.routers) for trace in traces]))
+        else:
+            policies = args.policies.split("|") if args.policies else setup.policies
+            rows = [row for trace in traces for row in compare(setup, trace, policies)]
+            parts.append(format_markdown(setup.title, rows, verdicts(rows)))
         print("\n" + parts[-1], flush=True)
     if args.markdown:
-        args.markdown.write_text(_HEAD + "\n".join(parts))
+        args.markdown.write_text((_ROUTERS_HEAD if args.routers else _HEAD) + "\n".join(parts))
     return 0
 
 
@@ -108,9 +113,17 @@ def compare(setup: Setup, trace: Trace, policies: Sequence[str]) -> list[Row]:
     return rows
 
 
-def run(setup: Setup, trace: Trace, policy: str, remote_prefill: str) -> Outcome:
+def compare_routers(setup: Setup, trace: Trace, nums: Sequence[int]) -> RouterRow:
+    """What one router makes of a trace, and what several do among which its requests are spread."""
+    one, *several = [run(setup, trace, "kv_aware", "auto", num_routers) for num_routers in (1, *nums)]
+    return RouterRow(trace.name, one, several)
+
+
+def run(setup: Setup, trace: Trace, policy: str, remote_prefill: str, num_routers: int = 1) -> Outcome:
     """Serve a trace and check that nothing is left over."""
-    setting = Setting(setup.hardware, setup.num_prefill, setup.num_decode, policy, remote_prefill)
+    setting = Setting(
+        setup.hardware, setup.num_prefill, setup.num_decode, policy, remote_prefill, num_routers=num_routers
+    )
     cluster = SimulatedCluster(setting)
     started = time.perf_counter()
     outcome = cluster.serve(trace)
@@ -130,6 +143,17 @@ seed.
 Policies have `remote_prefill: prefer`, so that only they differ; the last row of each trace is the router's default.
 Cached: share of the prompts' tokens that whoever computed them had in its cache. Local: prompts that decode pods
 computed. Goodput: requests per second with the first token within 500 ms and 25 ms per further token.
+
+"""
+
+_ROUTERS_HEAD = """# Several routers on the same pods
+
+`python -m benchmarks.simulate --routers 2 --routers 4 --markdown FILE`. kv_aware with `remote_prefill: auto`; each
+request, also each turn of a conversation, comes to any of the routers by lot. A router has an index of its own, fed by
+the pods' events, and knows of no claims but its own.
+
+Cached: share of the tokens of a router's prompts that whoever computed them had in its cache, of the router that has
+the least of it; the target is that it keeps 90 % of what one router alone has.
 
 """
 

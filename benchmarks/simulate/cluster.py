@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, Job, SimulatedPod
-from benchmarks.simulate.timing import Hardware
+from benchmarks.simulate.router import Setting, SimulatedRouter
 from benchmarks.simulate.traces import Session, Trace, Turn
 from common.pb import pods_pb2
 from common.types import HASH_BYTES
-from router.estimates import Estimates
-from router.index import PrefixIndex
-from router.pods import PodClaim, PodLoad, Share
-from router.policies import Leg, PodFacts, PodTable, prefill_work
-from router.routing import Placement, Planner, Query
+from router.pods import PodClaim
 
 _MESSAGE_S = 0.0005  # between router and pod
 _REPORT_S = 0.05  # least time between two reports of a pod
-_NO_LIMIT_S = 3600.0
-_MAX_INDEX_BLOCKS = 4_000_000
-
-
-class Setting(NamedTuple):
-    """How a cluster is set up."""
-
-    hardware: Hardware
-    num_prefill: int
-    num_decode: int
-    policy: str
-    remote_prefill: str = "prefer"
-    target_itl_s: float = 0.05
 
 
 class Outcome(NamedTuple):
@@ -49,6 +34,7 @@ class Outcome(NamedTuple):
     num_preemptions: int
     prefill_busy: float  # share of the time, of the pods that compute prompts
     num_decisions: int
+    hit_rates: tuple[float, ...]  # of each router's requests
 
     def ttft(self, percentile: float) -> float:
         """Of requests."""
@@ -65,42 +51,22 @@ class Outcome(NamedTuple):
         return float(((self.ttft_s <= ttft_s) & (self.tpot_s <= tpot_s)).sum() / self.duration_s)
 
 
-class _PodSeat:
-    """The router's side of one simulated pod."""
-
-    def __init__(self, pod: SimulatedPod, load: PodLoad, facts: PodFacts) -> None:
-        self.pod = pod
-        self.load = load
-        self.facts = facts
-        self.sequence = 1
-        self.report_due = False
-
-
 class SimulatedCluster:
-    """Serves one trace."""
+    """Serves one trace. Each request comes to any of the routers by lot."""
 
-    def __init__(self, setting: Setting, decision_clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.clock = Clock()
-        self._index = PrefixIndex(_MAX_INDEX_BLOCKS)
-        self._estimates = Estimates()
-        self._seats: dict[str, _PodSeat] = {}
-        self._seat_of: dict[int, _PodSeat] = {}  # by id of the pod
-        tables = PodTable(), PodTable()
-        for table, role, count in zip(tables, "pd", (setting.num_prefill, setting.num_decode), strict=True):
-            for number in range(count):
-                self._add_pod(f"{role}{number}", table)
-        self._planner = Planner(
-            *tables,
-            self._index,
-            prefill_policy=setting.policy,
-            decode_policy=setting.policy,
-            remote_prefill=setting.remote_prefill if setting.num_prefill else "never",  # type: ignore[arg-type]
-            target_itl_s=setting.target_itl_s,
-        )
+        num_pods = setting.num_prefill + setting.num_decode
+        self._pods = [SimulatedPod(setting.hardware, self.clock, self._on_change) for _ in range(num_pods)]
+        self._numbers = {id(pod): number for number, pod in enumerate(self._pods)}
+        self._reports_due: set[int] = set()  # numbers of pods
+        self.routers = [SimulatedRouter(setting, self.clock, self._pods) for _ in range(setting.num_routers)]
+        for number in range(num_pods):
+            self._report(number)
+        self._lots = random.Random(0)
         self.requests: list[_Request] = []
         self.gaps: dict[float, int] = {}
-        self.num_local = 0
 
     def serve(self, trace: Trace) -> Outcome:
         """Run the whole trace, to its last token."""
@@ -110,9 +76,7 @@ class SimulatedCluster:
         requests = self.requests
         assert len(requests) == trace.num_requests
         assert all(request.is_done for request in requests), "a prompt does not fit a pod"
-        pods = [seat.pod for seat in self._seats.values()]
-        computing = pods[: self.setting.num_prefill] or pods
-        num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+        computing = self._pods[: self.setting.num_prefill] or self._pods
         gaps = np.array(list(self.gaps)), np.array(list(self.gaps.values()))
         return Outcome(
             ttft_s=np.array([request.ttft_s for request in requests]),
@@ -120,109 +84,42 @@ class SimulatedCluster:
             gaps_s=gaps[0],
             gap_counts=gaps[1],
             duration_s=self.clock.now,
-            hit_rate=sum(request.num_cached_tokens for request in requests) / num_prompt_tokens,
-            local_share=self.num_local / len(requests),
-            num_preemptions=sum(pod.num_preemptions for pod in pods),
+            hit_rate=_hit_rate(requests),
+            local_share=sum(request.is_local for request in requests) / len(requests),
+            num_preemptions=sum(pod.num_preemptions for pod in self._pods),
             prefill_busy=sum(pod.busy_s for pod in computing) / self.clock.now / len(computing),
             num_decisions=len(requests),
+            hit_rates=tuple(_hit_rate([each for each in requests if each.router is one]) for one in self.routers),
         )
+
+    def any_router(self) -> SimulatedRouter:
+        """For the next request."""
+        return self._lots.choice(self.routers)
 
     def check(self) -> list[str]:
         """What is left that should not be; empty: nothing."""
-        problems = self._index.check_integrity()
-        for name, seat in self._seats.items():
-            pod, load = seat.pod, seat.load
-            if pod.waiting or pod.running or pod.cache.num_free != pod.hardware.num_blocks:
-                problems.append(f"{name} still holds something")
-            if (load.num_requests, load.num_tokens, load.work, load.num_blocks) != (0, 0, 0, 0):
-                problems.append(f"claims on {name} were not given back")
-        return problems
+        problems = [problem for router in self.routers for problem in router.check()]
+        return problems + [
+            f"pod {number} still holds something"
+            for number, pod in enumerate(self._pods)
+            if pod.waiting or pod.running or pod.cache.num_free != pod.hardware.num_blocks
+        ]
 
     def check_index(self) -> list[str]:
-        """Where the index is wrong about what a pod holds. Looks up every prompt on every pod."""
-        problems = []
-        for prompt in (request.turn.prompt for request in self.requests):
-            indexed = self._index.match(prompt, self.clock.now + _NO_LIMIT_S).computed
-            problems += [
-                f"{seat.facts.address}: the index has {indexed[seat.facts.slot]} blocks of a prompt"
-                for seat in self._seats.values()
-                if indexed[seat.facts.slot] != seat.pod.cache.match(split(prompt))
-            ]
-        return problems
-
-    def route(self, request: _Request) -> None:
-        """Decide, claim, send."""
-        hardware = self.setting.hardware
-        query = Query(
-            num_prompt_tokens=request.num_prompt_tokens,
-            block_hashes=request.turn.prompt,
-            block_size=hardware.block_size,
-            expected_output_tokens=self._estimates.expected_output_tokens(4096),
-            handoff_token_s=self._estimates.handoff_token_s,
-            session=request.session.name,
-        )
-        plan = self._planner.plan(query, self.clock.now)
-        assert plan is not None
-        self._planner.note(plan)
-        self.num_local += plan.prefill is None
-        decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
-        if plan.prefill is None:
-            request.sent_to_one(decode, decode_claim)
-        else:
-            prefill, prefill_claim = self._claim(plan.prefill, request, computes=True)
-            request.sent_to_two(decode, decode_claim, prefill, prefill_claim)
-
-    def learn(self, *, answer: int = 0, handoff: tuple[float, int] | None = None) -> None:
-        """As the router does when a request is over, or handed over."""
-        if answer:
-            self._estimates.answered(answer)
-        if handoff is not None:
-            self._estimates.handed_over(*handoff)
-
-    def _claim(self, placement: Placement, request: _Request, *, computes: bool) -> tuple[SimulatedPod, PodClaim]:
-        seat = self._seats[placement.facts.address]
-        uncached = max(1.0, request.num_prompt_tokens - placement.cached_tokens)
-        share = Share(
-            tokens=request.num_prompt_tokens if computes else 0,
-            work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
-            blocks=int(uncached) // self.setting.hardware.block_size,
-            context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
-        )
-        num_held = int(placement.cached_tokens) // self.setting.hardware.block_size
-        expectation = self._index.expect(
-            seat.facts.slot, request.turn.prompt, num_held, self.clock.now, _NO_LIMIT_S, arrives=not computes
-        )
-        return seat.pod, PodClaim(seat.load, share, expectation)
-
-    def _add_pod(self, name: str, table: PodTable) -> None:
-        hardware = self.setting.hardware
-        pod = SimulatedPod(hardware, self.clock, self._on_change)
-        load = PodLoad(table.step_times)
-        facts = PodFacts(
-            address=name,
-            slot=self._index.join(hardware.num_blocks),
-            connector="simulated",
-            num_blocks=hardware.num_blocks,
-            max_num_seqs=hardware.max_num_seqs,
-            max_num_batched_tokens=hardware.max_num_batched_tokens,
-            max_model_len=2**30,
-        )
-        seat = _PodSeat(pod, load, facts)
-        self._seats[name] = self._seat_of[id(pod)] = seat
-        self._index.apply(facts.slot, seat.sequence, b"", b"", is_snapshot=True)
-        load.row = table.add(facts, load.current())
-        self._report(seat)
+        """Where an index is wrong about what a pod holds. Looks up every prompt on every pod."""
+        prompts = [request.turn.prompt for request in self.requests]
+        return [problem for router in self.routers for prompt in prompts for problem in router.check_index(prompt)]
 
     def _on_change(self, pod: SimulatedPod) -> None:
-        seat = self._seat_of[id(pod)]
-        if not seat.report_due:
-            seat.report_due = True
-            self.clock.after(_REPORT_S, lambda: self._report(seat))
+        number = self._numbers[id(pod)]
+        if number not in self._reports_due:
+            self._reports_due.add(number)
+            self.clock.after(_REPORT_S, lambda: self._report(number))
 
-    def _report(self, seat: _PodSeat) -> None:
-        """What the pod says reaches the router a moment later; nothing of it changes meanwhile that matters."""
-        seat.report_due = False
-        pod = seat.pod
+    def _report(self, number: int) -> None:
+        """What a pod says reaches the routers a moment later; nothing of it changes meanwhile that matters."""
+        self._reports_due.discard(number)
+        pod = self._pods[number]
         stats = pods_pb2.PodStats(
             num_running=len(pod.running),
             num_waiting=len(pod.waiting),
@@ -233,13 +130,8 @@ class SimulatedCluster:
             last_step_tokens=pod.last_step_tokens,
         )
         stored, removed = pod.cache.take_events()
-        self.clock.after(_MESSAGE_S, lambda: self._on_report(seat, stats, stored, removed))
-
-    def _on_report(self, seat: _PodSeat, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
-        seat.load.report(stats)
-        if stored or removed:
-            seat.sequence += 1
-            assert self._index.apply(seat.facts.slot, seat.sequence, stored, removed)
+        for router in self.routers:
+            self.clock.after(_MESSAGE_S, partial(router.on_report, number, stats, stored, removed))
 
 
 class _Request:
@@ -253,6 +145,8 @@ class _Request:
         self.turn: Turn = session.turns[number]
         self.num_prompt_tokens = len(self.turn.prompt) // HASH_BYTES * cluster.setting.hardware.block_size
         self.num_cached_tokens = 0
+        self.router = cluster.any_router()
+        self.is_local = False  # a decode pod computes the prompt
         self.is_done = False
         self.ttft_s = 0.0
         self.tpot_s = 0.0
@@ -264,22 +158,18 @@ class _Request:
         """The user has asked."""
         self._arrived = self._clock.now
         self._cluster.requests.append(self)
-        self._cluster.route(self)
-
-    def sent_to_one(self, decode: SimulatedPod, claim: PodClaim) -> None:
-        """A decode pod computes the prompt."""
-        self._decode_claim = claim
-        job = Job(self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self)
-        self._clock.after(_MESSAGE_S, lambda: decode.submit(job))
-
-    def sent_to_two(
-        self, decode: SimulatedPod, decode_claim: PodClaim, prefill: SimulatedPod, prefill_claim: PodClaim
-    ) -> None:
-        """A prefill pod computes it."""
-        self._decode_claim = decode_claim
-        leg = _PrefillLeg(self, self._clock, decode, prefill_claim)
-        job = Job(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
-        self._clock.after(_MESSAGE_S, lambda: prefill.submit(job))
+        decode, prefill = self.router.route(self.turn.prompt, self.session.name)
+        self._decode_claim = decode.claim
+        self.is_local = prefill is None
+        if prefill is None:
+            job = Job(
+                self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self
+            )
+            self._clock.after(_MESSAGE_S, lambda: decode.pod.submit(job))
+        else:
+            leg = _PrefillLeg(self, self._clock, decode.pod, prefill.claim)
+            job = Job(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
+            self._clock.after(_MESSAGE_S, lambda: prefill.pod.submit(job))
 
     def handed_over(self, decode: SimulatedPod, computed_s: float) -> None:
         """The prompt is computed: the first token goes to the user, the KV to the decode pod.
@@ -296,7 +186,7 @@ class _Request:
         moving_s = num_moved * hardware.handoff_token_s
         last_chunk_s = min(num_moved, hardware.max_num_batched_tokens) * hardware.handoff_token_s
         handoff_s = hardware.handoff_s + max(moving_s - computed_s, last_chunk_s)
-        self._cluster.learn(handoff=(handoff_s, num_moved))
+        self.router.learn(handoff=(handoff_s, num_moved))
         job = Job(whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=True, listener=self)
         self._clock.after(handoff_s, lambda: decode.submit(job))
 
@@ -329,7 +219,7 @@ class _Request:
             self.tpot_s = (self._last - self._arrived - self.ttft_s) / (num_output_tokens - 1)
         assert self._decode_claim is not None
         self._decode_claim.release(self._clock.now)
-        self._cluster.learn(answer=num_output_tokens)
+        self.router.learn(answer=num_output_tokens)
         if self._number + 1 < len(self.session.turns):
             following = _Request(self._cluster, self.session, self._number + 1)
             self._clock.after(following.turn.wait_s, following.arrive)
@@ -337,6 +227,12 @@ class _Request:
     @property
     def _whole(self) -> list[bytes]:
         return split(self.turn.whole)
+
+
+def _hit_rate(requests: Sequence[_Request]) -> float:
+    """Share of the prompts' tokens that whoever computed them had cached."""
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+    return sum(request.num_cached_tokens for request in requests) / max(1, num_prompt_tokens)
 
 
 class _PrefillLeg:

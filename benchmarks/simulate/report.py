@@ -9,6 +9,7 @@ from benchmarks.simulate.cluster import Outcome
 
 _GOOD_TTFT_S, _GOOD_TPOT_S = 0.5, 0.025
 _BASELINES = ("round_robin", "least_loaded")
+_KEPT = 0.9  # by each of several routers, of one router's hit rate
 _TOLERATED = 1.02  # of the better baseline's time, where nothing is shared
 
 
@@ -58,6 +59,51 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
             ratio = ours.outcome.ttft(percentile) / best
             found.append(Verdict(trace, percentile, ratio, ratio < 1 if ours.shares else ratio <= _TOLERATED))
     return found
+
+
+class RouterRow(NamedTuple):
+    """Several routers on one trace, next to a single one."""
+
+    trace: str
+    one: Outcome
+    several: Sequence[Outcome]
+
+    @property
+    def kept(self) -> float:
+        """Hit rate of the worst of all routers, over that of the single one."""
+        return min(self._kept(outcome) for outcome in self.several)
+
+    @property
+    def holds(self) -> bool:
+        """Whether each of several has nearly the hit rate of one."""
+        return self.kept >= _KEPT
+
+    @property
+    def lines(self) -> list[str]:
+        """As rows of a table, one per number of routers."""
+        return [
+            f"| {self.trace} | {len(outcome.hit_rates)} | {outcome.ttft(50) * 1e3:.0f} | {outcome.ttft(99) * 1e3:.0f} "
+            f"| {outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f} | {min(outcome.hit_rates):.1%} "
+            f"| {self._kept(outcome):.1%} |"
+            for outcome in (self.one, *self.several)
+        ]
+
+    def _kept(self, outcome: Outcome) -> float:
+        return min(outcome.hit_rates) / self.one.hit_rate if self.one.hit_rate else 1.0
+
+
+def format_routers(title: str, rows: Sequence[RouterRow]) -> str:
+    """A section: how several routers do next to one."""
+    lines = [
+        f"## {title}",
+        "",
+        "| trace | routers | TTFT p50, ms | TTFT p99, ms | goodput, 1/s | cached | of one router's |",
+        "|---|---|---|---|---|---|---|",
+        *(line for row in rows for line in row.lines),
+        "",
+        *(f"{row.trace}: target {'met' if row.holds else 'missed'}, {row.kept:.1%} kept" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def format_markdown(title: str, rows: Sequence[Row], judged: Sequence[Verdict]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.simulate.__main__ import SETUPS, Setup, compare, main, run
+from benchmarks.simulate.__main__ import SETUPS, Setup, compare, compare_routers, main, run
 from benchmarks.simulate.cache import BlockCache
-from benchmarks.simulate.cluster import Setting, SimulatedCluster
+from benchmarks.simulate.cluster import SimulatedCluster
 from benchmarks.simulate.report import verdicts
+from benchmarks.simulate.router import Setting
 from benchmarks.simulate.timing import H100_8B
 
 SMALL = SETUPS["h100"]._replace(num_prefill=8, num_decode=8)
@@ -56,6 +57,29 @@ def test_the_index_is_right_about_every_pod_whatever_was_evicted_or_preempted(
     assert cluster.check() == []
     assert cluster.check_index() == []
     assert 0 < outcome.hit_rate < 1
+
+
+@pytest.mark.parametrize("setup", [SMALL, COLOCATED])
+def test_each_of_several_routers_has_nearly_the_hit_rate_of_one(setup: Setup) -> None:
+    row = compare_routers(setup, setup.trace("agents", 300, seed=1), [2, 4])
+    assert [len(outcome.hit_rates) for outcome in (row.one, *row.several)] == [1, 2, 4]
+    assert row.holds, row.lines
+
+
+def test_each_router_knows_what_the_requests_of_others_left_on_the_pods() -> None:
+    setting = Setting(H100_8B._replace(num_blocks=700), 3, 3, "kv_aware", "auto", num_routers=3)
+    cluster = SimulatedCluster(setting)
+    cluster.serve(SMALL.trace("agents", 60, seed=3))
+    assert cluster.check() == []
+    assert cluster.check_index() == []
+
+
+def test_the_command_for_several_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--setup", "cpu", "--trace", "agents", "--requests", "30", "--routers", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "| agents | 1 |" in shown
+    assert "| agents | 3 |" in shown
+    assert "agents: target " in shown
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path) -> None:

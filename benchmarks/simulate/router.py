@@ -1,0 +1,159 @@
+"""A simulated router: real decisions, index and load accounting, over what simulated pods report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.simulate.cache import split
+from benchmarks.simulate.pod import Clock, SimulatedPod
+from benchmarks.simulate.timing import Hardware
+from common.pb import pods_pb2
+from router.estimates import Estimates
+from router.index import PrefixIndex
+from router.pods import PodClaim, PodLoad, Share
+from router.policies import Leg, PodFacts, PodTable, prefill_work
+from router.routing import Placement, Planner, Query
+
+_NO_LIMIT_S = 3600.0
+_MAX_INDEX_BLOCKS = 4_000_000
+
+
+class Setting(NamedTuple):
+    """How a cluster is set up."""
+
+    hardware: Hardware
+    num_prefill: int
+    num_decode: int
+    policy: str
+    remote_prefill: str = "prefer"
+    target_itl_s: float = 0.05
+    num_routers: int = 1
+
+
+class Sent(NamedTuple):
+    """Where one leg of a request goes, and its share of that pod's load."""
+
+    pod: SimulatedPod
+    claim: PodClaim
+
+
+class Route(NamedTuple):
+    """Where a request goes. Without a prefill leg the decode pod computes the prompt."""
+
+    decode: Sent
+    prefill: Sent | None
+
+
+class _Seat:
+    """The router's side of one simulated pod."""
+
+    def __init__(self, pod: SimulatedPod, load: PodLoad, facts: PodFacts) -> None:
+        self.pod = pod
+        self.load = load
+        self.facts = facts
+        self.sequence = 1
+
+
+class SimulatedRouter:
+    """One of the routers that serve the same pods; it knows nothing of the others."""
+
+    def __init__(self, setting: Setting, clock: Clock, pods: Sequence[SimulatedPod]) -> None:
+        """`pods`: first those for prefill, then those for decode."""
+        self._hardware = setting.hardware
+        self._clock = clock
+        self._index = PrefixIndex(_MAX_INDEX_BLOCKS)
+        self._estimates = Estimates()
+        prefill, decode = PodTable(), PodTable()
+        self._seats = [self._seat(pod, prefill, f"p{n}") for n, pod in enumerate(pods[: setting.num_prefill])]
+        self._seats += [self._seat(pod, decode, f"d{n}") for n, pod in enumerate(pods[setting.num_prefill :])]
+        self._seat_at = {seat.facts.address: seat for seat in self._seats}
+        self._planner = Planner(
+            prefill,
+            decode,
+            self._index,
+            prefill_policy=setting.policy,
+            decode_policy=setting.policy,
+            remote_prefill=setting.remote_prefill if setting.num_prefill else "never",  # type: ignore[arg-type]
+            target_itl_s=setting.target_itl_s,
+        )
+
+    def route(self, block_hashes: bytes, session: str) -> Route:
+        """Decide and claim for a prompt of these blocks."""
+        query = Query(
+            num_prompt_tokens=len(split(block_hashes)) * self._hardware.block_size,
+            block_hashes=block_hashes,
+            block_size=self._hardware.block_size,
+            expected_output_tokens=self._estimates.expected_output_tokens(4096),
+            handoff_token_s=self._estimates.handoff_token_s,
+            session=session,
+        )
+        plan = self._planner.plan(query, self._clock.now)
+        assert plan is not None
+        self._planner.note(plan)
+        decode = self._claim(plan.decode, query, computes=plan.prefill is None)
+        return Route(decode, None if plan.prefill is None else self._claim(plan.prefill, query, computes=True))
+
+    def learn(self, *, answer: int = 0, handoff: tuple[float, int] | None = None) -> None:
+        """As the router does when a request is over, or handed over."""
+        if answer:
+            self._estimates.answered(answer)
+        if handoff is not None:
+            self._estimates.handed_over(*handoff)
+
+    def on_report(self, pod_number: int, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
+        """What the pod of that number says, of its load and of its cache."""
+        seat = self._seats[pod_number]
+        seat.load.report(stats)
+        if stored or removed:
+            seat.sequence += 1
+            assert self._index.apply(seat.facts.slot, seat.sequence, stored, removed)
+
+    def check(self) -> list[str]:
+        """What is left that should not be; empty: nothing."""
+        return self._index.check_integrity() + [
+            f"claims on {seat.facts.address} were not given back"
+            for seat in self._seats
+            if (seat.load.num_requests, seat.load.num_tokens, seat.load.work, seat.load.num_blocks) != (0, 0, 0, 0)
+        ]
+
+    def check_index(self, prompt: bytes) -> list[str]:
+        """Where the index is wrong about how much of a prompt a pod holds."""
+        indexed = self._index.match(prompt, self._clock.now + _NO_LIMIT_S).computed
+        return [
+            f"{seat.facts.address}: the index has {indexed[seat.facts.slot]} blocks of a prompt"
+            for seat in self._seats
+            if indexed[seat.facts.slot] != seat.pod.cache.match(split(prompt))
+        ]
+
+    def _claim(self, placement: Placement, query: Query, *, computes: bool) -> Sent:
+        seat = self._seat_at[placement.facts.address]
+        uncached = max(1.0, query.num_prompt_tokens - placement.cached_tokens)
+        share = Share(
+            tokens=query.num_prompt_tokens if computes else 0,
+            work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
+            blocks=int(uncached) // query.block_size,
+            context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
+        )
+        num_held = int(placement.cached_tokens) // query.block_size
+        expectation = self._index.expect(
+            seat.facts.slot, query.block_hashes, num_held, self._clock.now, _NO_LIMIT_S, arrives=not computes
+        )
+        return Sent(seat.pod, PodClaim(seat.load, share, expectation))
+
+    def _seat(self, pod: SimulatedPod, table: PodTable, address: str) -> _Seat:
+        hardware = self._hardware
+        load = PodLoad(table.step_times)
+        facts = PodFacts(
+            address=address,
+            slot=self._index.join(hardware.num_blocks),
+            connector="simulated",
+            num_blocks=hardware.num_blocks,
+            max_num_seqs=hardware.max_num_seqs,
+            max_num_batched_tokens=hardware.max_num_batched_tokens,
+            max_model_len=2**30,
+        )
+        seat = _Seat(pod, load, facts)
+        self._index.apply(facts.slot, seat.sequence, b"", b"", is_snapshot=True)
+        load.row = table.add(facts, load.current())
+        return seat
