@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.rpc.tls import ClusterTlsConfig
+from router.admission.config import AdmissionConfig
 from router.policy_spec import POLICY_NAMES, parse_policy
 from router.security.config import SecurityConfig
 from router.survival.config import SurvivalConfig
@@ -68,7 +69,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "recompute"
     request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 16 * 2**20
-    max_inflight: Annotated[int, Meta(ge=1, description="Most generations at once; more are refused with 429.")] = 2048
+    admission: AdmissionConfig = AdmissionConfig()
     max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
     survival: SurvivalConfig = SurvivalConfig()
     shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0

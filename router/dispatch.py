@@ -2,7 +2,7 @@
 
 1. A front (HTTP or gRPC) turns what the client sent into a Draft.                         gateway/, grpc_servicer
 2. It is validated, tokenised once, its blocks are hashed once.                            preprocess
-3. It is admitted, or refused with 429 or 503.                                             service
+3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    service, admission/
 4. A decode pod is chosen, and a prefill pod if a remote prefill pays and is possible.      Dispatcher.route
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
@@ -20,11 +20,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
 from common.errors import UnavailableError
+from router.admission.room import NO_ROOM, Room, room_of
 from router.config import RouterConfig
 from router.estimates import Estimates
 from router.generation import Generation
@@ -74,6 +76,7 @@ class Dispatcher:
             min_remote_prefill_tokens=config.min_remote_prefill_tokens,
             target_itl_s=config.target_itl_ms / 1000,
         )
+        self._remote_wait_s = 0.0
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
 
@@ -84,9 +87,31 @@ class Dispatcher:
             return self.cluster.explain()
         return "" if self.planner.can_serve else NO_PREFILL_POD
 
+    def room(self) -> Room:
+        """What the ready pods could take now."""
+        prefill, decode = self.cluster.prefill_table.columns(), self.cluster.decode_table.columns()
+        if not self.planner.can_serve:
+            return NO_ROOM
+        computing = prefill if self.sends_prompts_away else decode
+        return room_of(decode, computing, self.config.admission.overcommit)
+
+    @property
+    def sends_prompts_away(self) -> bool:
+        """Whether there are prefill pods, and they are used."""
+        return self.planner.remote_prefill != "never" and len(self.cluster.prefill_table) > 0
+
     def generate(self, request: GenerationRequest) -> Generation:
         """A generation that is dispatched when its context is entered."""
         return Generation(request, self, f"{request.request_id}.{self._router_id}-{next(self._numbers)}")
+
+    @contextmanager
+    def expecting(self, remote_wait_s: float) -> Iterator[None]:
+        """What is planned meanwhile would wait so long for a prefill pod, and not at all for a decode pod."""
+        self._remote_wait_s = remote_wait_s
+        try:
+            yield
+        finally:
+            self._remote_wait_s = 0.0
 
     def plan(self, request: GenerationRequest, *, resumed: bool = False, avoid: Pod | None = None) -> Plan:
         """Where the request would go now. Changes nothing.
@@ -113,6 +138,7 @@ class Dispatcher:
             session=request.terms.session,
             resumed=resumed,
             avoid="" if avoid is None else avoid.address,
+            remote_wait_s=self._remote_wait_s,
         )
 
     def route(self, request: GenerationRequest, *, resumed: bool, avoid: Pod | None) -> Route:

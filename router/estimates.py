@@ -34,7 +34,9 @@ class Estimates:
         return min(float(max_tokens), self.output_tokens)
 
     def answered(self, num_tokens: int) -> None:
-        """An answer has ended."""
+        """An answer has ended. One that was ended before its first token teaches nothing."""
+        if not num_tokens:
+            return
         self._num_answers += 1
         self.output_tokens += max(_NEWEST, 1 / self._num_answers) * (num_tokens - self.output_tokens)
 

@@ -120,8 +120,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with account.admit(1):
             request = await self._service.prepare(replace(_draft(message), terms=terms))
             account.spend(len(request.prompt_token_ids))
-            with self._service.run([request]) as generations, account.spending(generations):
-                yield generations[0]
+            async with self._service.run([request]) as run:
+                with account.spending(run.generations):
+                    yield run.generations[0]
 
 
 def _draft(message: inference_pb2.GenerateRequest) -> Draft:

@@ -46,6 +46,9 @@ class Query(NamedTuple):
     session: str = ""
     resumed: bool = False  # it has output already: a prompt that is computed again
     avoid: str = ""  # address of a pod that is used only if nothing else is ready
+    remote_wait_s: float = (
+        0.0  # seconds in the router's queue before a prefill pod gets it, which a decode pod need not
+    )
 
 
 class Placement(NamedTuple):
@@ -112,7 +115,7 @@ class Planner:
         self._index = index
         self._prefill_policy = create_policy(prefill_policy)
         self._decode_policy = create_policy(decode_policy)
-        self._remote_prefill = remote_prefill
+        self.remote_prefill = remote_prefill
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._target_itl_s = target_itl_s
 
@@ -120,7 +123,7 @@ class Planner:
     def can_serve(self) -> bool:
         """Whether some pod, or pair of pods, can take a request."""
         decode = self._decode_table.columns()
-        if self._remote_prefill != "always":
+        if self.remote_prefill != "always":
             return len(decode) > 0
         return bool(_with_partner(decode, self._prefill_table.columns()).any())
 
@@ -135,16 +138,16 @@ class Planner:
         held = self._index.match(query.block_hashes, now)
         if query.resumed:
             return self._local(query, decode, held, "resumed")
-        if self._remote_prefill == "never":
+        if self.remote_prefill == "never":
             return self._local(query, decode, held, "colocated")
         remote = self._remote(query, decode, held, self._prefill_table.columns())
-        if self._remote_prefill == "always":
+        if self.remote_prefill == "always":
             return remote
         if remote is None:
             return self._local(query, decode, held, "no_prefill_pod")
-        if self._remote_prefill == "prefer":
+        if self.remote_prefill == "prefer":
             return remote
-        return self._sooner(remote, self._local(query, decode, held, "lower_ttft"))
+        return self._sooner(remote, self._local(query, decode, held, "lower_ttft"), query.remote_wait_s)
 
     def plan_handoff(self, query: Query, now: float, decode: str, failed: Collection[str]) -> Plan | None:
         """For a request whose prefill pod failed: another one, which is not among `failed`, and the decode pod that the
@@ -166,13 +169,13 @@ class Planner:
         if plan.prefill is not None:
             plan.prefill.policy.note(plan.prefill.facts.slot)
 
-    def _sooner(self, remote: Plan, local: Plan) -> Plan:
+    def _sooner(self, remote: Plan, local: Plan, remote_wait_s: float) -> Plan:
         """The better of the two."""
         here, there = local.decode, remote.prefill
         assert there is not None
         if here.candidates.request.num_prompt_tokens - here.cached_tokens < self._min_remote_prefill_tokens:
             return local._replace(reason="short_prompt", others=(remote.decode, there))
-        if here.ttft_s > _CLEARLY_SOONER * (there.ttft_s + _REMOTE_OVERHEAD_S):
+        if here.ttft_s > _CLEARLY_SOONER * (remote_wait_s + there.ttft_s + _REMOTE_OVERHEAD_S):
             return remote._replace(reason="lower_ttft", others=(here,))
         if here.itl_s > self._target_itl_s and here.num_requests > 0:
             return remote._replace(reason="itl_target", others=(here,))

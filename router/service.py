@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
-from common.errors import BatonError, InvalidRequestError, OverloadedError, UnavailableError
+from common.errors import BatonError, InvalidRequestError, UnavailableError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
+from router.admission.admission import Admission, Outlook
+from router.admission.appraisal import appraise, longest_of, unplanned_ticket
+from router.admission.fair_queue import Ticket
+from router.admission.gate import Gate
+from router.admission.metrics import AdmissionMetrics
+from router.batch import Batch
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.generation import Generation
@@ -20,11 +27,17 @@ from router.request import Draft, GenerationRequest
 from router.routing import Plan
 from router.terms import Tenant
 
-_RETRY_AFTER_S = 1.0
 _SHUTTING_DOWN = "the router is shutting down"
 
 
 _RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
+
+
+class Run(NamedTuple):
+    """Generations that were dispatched."""
+
+    generations: list[TextGeneration]
+    queued_s: float  # for which they waited before
 
 
 class InferenceService:
@@ -45,9 +58,21 @@ class InferenceService:
             model_name=model_name,
             timeout_s=config.request_timeout_s,
             kv_failure_policy=config.kv_failure_policy,
+            max_prompt_tokens=config.limits.max_prompt_tokens,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)
-        self._running: dict[_RunningId, Generation] = {}
+        self._admission_metrics = AdmissionMetrics(metrics.registry)
+        self._gate = Gate(
+            Admission(config.admission),
+            self._dispatcher,
+            self._admission_metrics,
+            pod_wait_s=config.survival.pod_wait_s,
+        )
+        cluster.on_change(self._gate.wake)
+        cluster.prefill_table.on_change(self._gate.wake)
+        cluster.decode_table.on_change(self._gate.wake)
+        self._running: dict[_RunningId, Generation] = {}  # those that wait included
+        self._batches: dict[_RunningId, Batch] = {}  # that they are of
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,21 +99,21 @@ class InferenceService:
         request = await self._preprocessor.prepare(draft)
         return request, self._dispatcher.plan(request)
 
-    @contextmanager
-    def run(self, requests: Sequence[GenerationRequest]) -> Iterator[list[TextGeneration]]:
-        """Start generations together; leaving the context ends those that still run.
+    @asynccontextmanager
+    async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Run]:
+        """Start generations together when it is their turn; leaving the context ends those that still run.
 
-        Raises OverloadedError if they would exceed the most at once, UnavailableError if no pod is there for them or
-        the router is shutting down, and InvalidRequestError if a request id is in use.
+        Raises OverloadedError if they would have to wait too long, or there is no place to wait in; UnattainableError
+        if no pod can keep a limit that they name; UnavailableError if no pod is there for them or the router is
+        shutting down; DeadlineExceededError if their deadline passes while they wait; and InvalidRequestError if a
+        request id is in use, or they are more than may ever be under way.
         """
-        self._admit(requests)
-        with ExitStack() as stack:
-            stack.callback(self._forget, requests)
-            for request in requests:
-                self._running[_running_id(request)] = self._dispatcher.generate(request)
-            self._idle.clear()
-            generations = [stack.enter_context(self._running[_running_id(request)]) for request in requests]
-            yield [TextGeneration(generation, self.tokenizer) for generation in generations]
+        self._check(requests)
+        ticket, outlook = self._appraise(requests)
+        generations = [self._dispatcher.generate(request) for request in requests]
+        with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
+            async with self._gate.admitted(ticket, outlook, lambda: self._dispatch(batch)) as waited_s:
+                yield Run([TextGeneration(generation, self.tokenizer) for generation in generations], waited_s)
 
     @asynccontextmanager
     async def counted_errors(self) -> AsyncIterator[None]:
@@ -110,6 +135,9 @@ class InferenceService:
         if generation is None:
             return False
         generation.finish(FinishReason.ABORT)
+        batch = self._batches[tenant.name, request_id]
+        if batch.is_over:
+            self._gate.withdraw(batch.ticket)
         return True
 
     def stop_accepting(self) -> None:
@@ -117,12 +145,14 @@ class InferenceService:
         self._draining = True
 
     async def drain(self, grace_s: float) -> None:
-        """Wait until the running generations have ended; end them with an error after `grace_s` seconds."""
+        """Wait until all generations have ended, those that wait for their turn included; end them with an error after
+        `grace_s` seconds."""
         self.stop_accepting()
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
+            self._gate.fail_all(UnavailableError(_SHUTTING_DOWN))
             for generation in list(self._running.values()):
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
 
@@ -130,24 +160,42 @@ class InferenceService:
         """Release threads. Idempotent."""
         self._preprocessor.close()
 
-    def _admit(self, requests: Sequence[GenerationRequest]) -> None:
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
         if self._draining:
             raise UnavailableError(_SHUTTING_DOWN)
-        limit = self.config.max_inflight
-        if len(self._running) + len(requests) > limit:
-            raise OverloadedError(
-                f"{len(self._running)} of at most {limit} generations are under way; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        limit = self.config.admission.max_inflight
+        if len(requests) > limit:
+            raise InvalidRequestError(f"{len(requests)} generations at once are more than max_inflight, {limit}")
         for request in requests:
             if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
 
-    def _forget(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            self._running.pop(_running_id(request), None)
-        if not self._running:
-            self._idle.set()
+    def _appraise(self, requests: Sequence[GenerationRequest]) -> tuple[Ticket, Outlook | None]:
+        """Planning takes longer than all the rest here, so it is only done if somebody wants to know."""
+        dispatcher, ticket = self._dispatcher, unplanned_ticket(requests)
+        if not requests[0].terms.has_limits and self._gate.passes(ticket):
+            return ticket, None
+        with dispatcher.expecting(self._gate.backlog_s):
+            plan = dispatcher.plan(longest_of(requests))
+        return appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
+
+    def _dispatch(self, batch: Batch) -> None:
+        with self._dispatcher.expecting(self._gate.backlog_s if batch.ticket.is_local else 0.0):
+            batch.dispatch()
+
+    @contextmanager
+    def _registered(self, batch: Batch) -> Iterator[None]:
+        ids = [_running_id(generation.request) for generation in batch.generations]
+        self._running.update(zip(ids, batch.generations, strict=True))
+        self._batches.update(dict.fromkeys(ids, batch))
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            for running_id in ids:
+                del self._running[running_id], self._batches[running_id]
+            if not self._running:
+                self._idle.set()
 
 
 def _running_id(request: GenerationRequest) -> _RunningId:

@@ -36,6 +36,11 @@ class Terms:
     ttft_slo_s: float | None = None  # until its first token
     itl_slo_s: float | None = None  # between two tokens
 
+    @property
+    def has_limits(self) -> bool:
+        """The client has named one of them."""
+        return any(limit is not None for limit in (self.timeout_s, self.ttft_slo_s, self.itl_slo_s))
+
 
 def read_terms(header: Callable[[str], str], tenant: Tenant) -> Terms:
     """`header` gives the value of a header by its lower-case name, or "". Raises InvalidRequestError."""

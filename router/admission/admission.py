@@ -37,14 +37,24 @@ class Admission:
         """Whether so many generations could be dispatched at once, if nobody waited."""
         return self.num_active + num_requests <= self.config.max_inflight and room.fits(num_requests)
 
-    def passes(self, num_requests: int, room: Room) -> bool:
-        """Whether a request that comes now need not wait."""
-        return not self.queue.num_requests and self.can_start(num_requests, room)
+    def passes(self, ticket: Ticket, room: Room) -> bool:
+        """Whether a request that comes now need not wait. One whose prompt a decode pod computes passes those who wait
+        for prefill pods, and only for them."""
+        head = self.queue.head()
+        if not ticket.is_local:
+            return head is None and self.can_start(ticket.num_requests, room)
+        room = room._replace(takes_prompts=True)
+        return (head is None or self.can_start(head.num_requests, room)) and self.can_start(ticket.num_requests, room)
+
+    def backlog_s(self, now: float) -> float:
+        """Until all that waits is dispatched; 0 as long as that is not known."""
+        self._watch(now)
+        return self._departures.seconds_for(self.queue.cost) or 0.0
 
     def refusal(self, ticket: Ticket, outlook: Outlook, room: Room, now: float) -> Refusal | None:
         """Why the request cannot be taken; None: it can. A ticket that is let in by this is never dropped."""
         queue_s = 0.0
-        if not self.passes(ticket.num_requests, room):
+        if not self.passes(ticket, room):
             if (full := self._full(ticket)) is not None:
                 return full
             queue_s = self.wait_s(ticket, now) or 0.0

@@ -26,6 +26,7 @@ class Ticket:
     priority: int  # lower ones are served first
     cost: float  # tokens to compute and to produce, at least 1
     num_requests: int = 1
+    is_local: bool = False  # it needs no prefill pod, though there are some
     arrived_at: float = 0.0  # time.monotonic(), as is the next
     deadline: float = float("inf")
 
@@ -114,6 +115,11 @@ class FairQueue:
     def __len__(self) -> int:
         """Tickets, as opposed to requests."""
         return sum(each.size for each in self._classes.values())
+
+    @property
+    def cost(self) -> float:
+        """Of all that wait."""
+        return sum(each.cost for each in self._classes.values())
 
     def push(self, ticket: Ticket) -> None:
         """Queue it behind those of its priority and tenant."""

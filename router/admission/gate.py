@@ -52,9 +52,14 @@ class Gate:
         self._awake = False
         self._stranded: asyncio.TimerHandle | None = None  # runs while requests wait and no pod is ready
 
-    def passes(self, num_requests: int) -> bool:
-        """Whether so many generations that come now need not wait."""
-        return self._admission.passes(num_requests, self._pods.room())
+    @property
+    def backlog_s(self) -> float:
+        """Until all that waits is dispatched; 0 as long as that is not known."""
+        return self._admission.backlog_s(time.monotonic()) if self._waiters else 0.0
+
+    def passes(self, ticket: Ticket) -> bool:
+        """Whether it need not wait if it comes now."""
+        return self._admission.passes(ticket, self._pods.room())
 
     @asynccontextmanager
     async def admitted(
@@ -72,7 +77,7 @@ class Gate:
             self._refuse_or_not(ticket, outlook, room, came)
         waited_s = 0.0
         try:
-            if self._admission.passes(ticket.num_requests, room):
+            if self._admission.passes(ticket, room):
                 self._admission.start(ticket)
                 self._active.add(ticket)
                 dispatch()

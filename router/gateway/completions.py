@@ -104,11 +104,12 @@ class CompletionsEndpoint:
         with account.admit(_num_generations(parsed)):
             job = await self._prepare(parsed, arrived_at, terms)
             account.spend(job.num_prompt_tokens)
-            with self._service.run(job.choices) as generations, account.spending(generations):
-                if job.stream:
-                    await self._stream(job, generations, exchange)
-                else:
-                    await self._answer(job, generations, exchange)
+            async with self._service.run(job.choices) as run:
+                with account.spending(run.generations):
+                    if job.stream:
+                        await self._stream(job, run.generations, exchange)
+                    else:
+                        await self._answer(job, run.generations, exchange)
 
     async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float, terms: Terms) -> _Job:
         n = 1 if body.n is None else body.n

@@ -26,6 +26,7 @@ from common.errors import BatonError, DeadlineExceededError, ErrorCode, Overload
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
 from common.types import FinishReason
+from router.admission.goodput import Timing
 from router.generation.legs import Legs, PrefillLeg, open_legs
 from router.generation.token_log import OutputDelta, TokenLog
 from router.pods import Pod
@@ -85,7 +86,7 @@ class Generation:
         timeout_s = self.request.deadline - time.monotonic()
         self._deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._on_deadline)
         try:
-            if not self._is_over:
+            if not self.is_over:
                 self._dispatch()
         except BaseException:
             self._deadline.cancel()
@@ -96,7 +97,7 @@ class Generation:
     def __exit__(self, *exc_info: object) -> None:
         self._close()
         self._metrics.inflight.dec()
-        if not self._is_over:
+        if not self.is_over:
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
 
     def __aiter__(self) -> Self:
@@ -114,6 +115,19 @@ class Generation:
                 return self._take()
             await self._wait()
 
+    @property
+    def is_over(self) -> bool:
+        """Finished or failed."""
+        return self._finish_reason is not None or self._error is not None
+
+    @property
+    def timing(self) -> Timing:
+        """What is known of it so far."""
+        is_served = self._finish_reason is not None and self._finish_reason is not FinishReason.ABORT
+        return Timing(
+            self._first_token_at, self._last_token_at, len(self._output), is_served, is_failed=self._error is not None
+        )
+
     def known(self) -> KnownChoice:
         """All of it so far, for whoever resumes it."""
         reason = self._finish_reason
@@ -123,13 +137,13 @@ class Generation:
 
     def finish(self, reason: FinishReason) -> None:
         """The front needs no more: a stop string was found, or the client aborted."""
-        if not self._is_over:
+        if not self.is_over:
             self._stopped_by_front = True
             self._finish(reason, time.monotonic())
 
     def fail(self, error: BatonError) -> None:
         """End it with an error, unless it has ended."""
-        if not self._is_over:
+        if not self.is_over:
             self._error = error
             level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
             logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
@@ -379,10 +393,6 @@ class Generation:
     def _on_deadline(self) -> None:
         timeout_s = self.request.deadline - self.request.arrived_at
         self.fail(DeadlineExceededError(f"the request was not finished within {timeout_s:g} s"))
-
-    @property
-    def _is_over(self) -> bool:
-        return self._finish_reason is not None or self._error is not None
 
     @property
     def _decode_address(self) -> str:

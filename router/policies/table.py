@@ -7,7 +7,7 @@ hundreds of pods is a few operations on arrays.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -111,11 +111,16 @@ class PodTable:
         self._slots = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._connectors = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._keys = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
+        self._listener: Callable[[], None] | None = None
         self._rows: list[PodRow] = []
         self._facts: list[PodFacts] = []
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when a pod's load changed, or there is one more pod; it must not change the table."""
+        self._listener = listener
 
     def add(self, facts: PodFacts, load: Load) -> PodRow:
         """A pod has become ready."""
@@ -155,6 +160,8 @@ class PodTable:
         """For rows only."""
         values = self._values
         values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
+        if self._listener is not None:
+            self._listener()
 
     def columns(self) -> PodColumns:
         """All pods. Valid until the table changes."""

@@ -11,6 +11,7 @@ import pytest
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
+from router.admission.config import AdmissionConfig
 from router.gateway import completions
 from router.gateway.exchange import TENANT
 from router.generation import Generation
@@ -375,13 +376,14 @@ async def test_nothing_starts_once_the_router_is_shutting_down(start_cluster):
     service = cluster.router.service
     request = await service.prepare(_draft("late"))
     service.stop_accepting()
-    with pytest.raises(UnavailableError, match="shutting down"), service.run([request]):
-        pass
+    with pytest.raises(UnavailableError, match="shutting down"):
+        async with service.run([request]):
+            pass
     assert cluster.decode[0].submits == []
 
 
 async def test_too_many_at_once_are_refused(start_cluster, text):
-    cluster = await start_cluster(max_inflight=2)
+    cluster = await start_cluster(admission=AdmissionConfig(max_inflight=2, max_queued=0))
     await cluster.decode[0].allow(0)
     running = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(2)]
     await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
@@ -397,7 +399,8 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
     cluster = await start_cluster()
     service = cluster.router.service
     request = await service.prepare(_draft("slow"))
-    with service.run([request]) as (generation,):
+    async with service.run([request]) as run:
+        (generation,) = run.generations
         async with asyncio.timeout(30):
             while generation.generation._finish_reason is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)

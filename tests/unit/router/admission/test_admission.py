@@ -49,21 +49,34 @@ def refusal(admission, ticket_, outlook=IN_TIME, room=FULL, now=10.0):
 
 def test_while_there_is_room_nobody_waits():
     admission = create(max_inflight=2)
-    assert admission.passes(2, ROOM)
-    assert not admission.passes(3, ROOM), "more than may be under way"
-    assert not admission.passes(1, FULL), "the pods have enough"
-    assert not admission.passes(1, ROOM._replace(takes_prompts=False))
-    assert not admission.passes(1, NO_ROOM)
+    assert admission.passes(ticket(num_requests=2), ROOM)
+    assert not admission.passes(ticket(num_requests=3), ROOM), "more than may be under way"
+    assert not admission.passes(ticket(), FULL), "the pods have enough"
+    assert not admission.passes(ticket(), ROOM._replace(takes_prompts=False))
+    assert not admission.passes(ticket(), NO_ROOM)
 
 
 def test_nobody_passes_those_who_wait():
     admission = create()
     first = ticket()
     admission.wait(first, 0.0)
-    assert not admission.passes(1, ROOM)
+    assert not admission.passes(ticket(), ROOM)
     assert admission.next(FULL, 1.0) is None
     assert admission.next(ROOM, 1.0) is first
-    assert admission.passes(1, ROOM)
+    assert admission.passes(ticket(), ROOM)
+
+
+def test_who_needs_no_prefill_pod_passes_those_who_wait_for_one():
+    admission = create(max_inflight=8)
+    local = ticket()
+    local.is_local = True
+    no_prompts = ROOM._replace(takes_prompts=False)
+    assert admission.passes(local, no_prompts)
+    admission.wait(ticket(), 0.0)
+    assert admission.passes(local, no_prompts)
+    assert not admission.passes(local, FULL)
+    admission.wait(ticket(priority=-1, num_requests=9), 0.0)
+    assert not admission.passes(local, no_prompts), "who is first waits for places that it would take"
 
 
 def test_a_request_of_many_choices_goes_as_a_whole():
@@ -204,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         new = Ticket(Tenant(tenant), priority, float(cost), num_requests, self.now)
         if self.admission.refusal(new, IN_TIME, self.room, self.now) is not None:
             return
-        if self.admission.passes(num_requests, self.room):
+        if self.admission.passes(new, self.room):
             self.admission.start(new)
             self.running.append(new)
         else:

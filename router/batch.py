@@ -1,0 +1,65 @@
+"""The generations of one request of a client: dispatched together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from common.errors import ErrorCode
+from router.admission.fair_queue import Ticket
+from router.admission.goodput import kept_limits
+from router.admission.metrics import AdmissionMetrics
+from router.generation import Generation
+from router.metrics import RouterMetrics
+
+
+class Batch:
+    """A context: leaving it ends what was dispatched."""
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        ticket: Ticket,
+        metrics: RouterMetrics,
+        admission_metrics: AdmissionMetrics,
+    ) -> None:
+        self.generations = generations
+        self.ticket = ticket
+        self._metrics = metrics
+        self._admission_metrics = admission_metrics
+        self._stack = ExitStack()
+        self._was_dispatched = False
+
+    @property
+    def is_over(self) -> bool:
+        """All have ended."""
+        return all(generation.is_over for generation in self.generations)
+
+    def dispatch(self) -> None:
+        """Send all but those that were aborted while they waited. If one cannot be sent, none is."""
+        self._was_dispatched = True
+        with ExitStack() as stack:
+            for generation in self.generations:
+                if not generation.is_over:
+                    stack.enter_context(generation)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(exc_type, exc, traceback)
+        if self._was_dispatched:
+            self._count_limits()
+        elif exc_type is not None and issubclass(exc_type, asyncio.CancelledError):
+            self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc(len(self.generations))
+
+    def _count_limits(self) -> None:
+        for generation in self.generations:
+            for limit, is_kept in kept_limits(generation.request, generation.timing).items():
+                self._admission_metrics.limits.labels(limit, "met" if is_kept else "missed").inc()
