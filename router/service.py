@@ -25,6 +25,7 @@ from router.pods import Cluster
 from router.preprocess import Preprocessor
 from router.request import Draft, GenerationRequest
 from router.routing import Plan
+from router.survival.kept import ResumableStreams
 from router.terms import Tenant
 
 _SHUTTING_DOWN = "the router is shutting down"
@@ -60,6 +61,12 @@ class InferenceService:
             kv_failure_policy=config.kv_failure_policy,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)
+        self.streams = ResumableStreams(
+            window_s=config.survival.resume_window_s,
+            max_streams=config.survival.max_kept_streams,
+            max_bytes=config.survival.max_kept_bytes,
+            metrics=self._dispatcher.survival_metrics,
+        )
         self._admission_metrics = AdmissionMetrics(metrics.registry)
         self._gate = Gate(
             Admission(config.admission),

@@ -11,20 +11,24 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
+from common.types.validation import SEED_LIMIT
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.gateway.explain import explain
 from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
+from router.gateway.resume import HEADER, EventId, Stream, begin, digest_of, new_seed, read_event_id
 from router.output import TextGeneration
 from router.preprocess import choices_of
 from router.request import GenerationRequest, TextPrompt
 from router.security.gate import Gate
 from router.service import InferenceService
-from router.terms import Terms, read_terms
+from router.survival.kept import Running, StreamKey
+from router.terms import Tenant, Terms, read_terms
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class _Job:
     echoes: list[str]  # what precedes the text of each choice
     num_prompt_tokens: int  # of all prompts, each counted once
     format: AnswerFormat
-    stream: bool
+    stream: Stream | None  # of events; None: one body
     include_usage: bool
 
 
@@ -102,18 +106,31 @@ class CompletionsEndpoint:
                 await exchange.send_json(await explain(self._service, drafts))
             return
         with account.admit(_num_generations(parsed)):
-            job = await self._prepare(parsed, arrived_at, terms)
+            job = await self._prepare(parsed, read_event_id(exchange.header(HEADER), parsed), arrived_at, terms)
             account.spend(job.num_prompt_tokens)
-            async with self._service.run(job.choices) as run:
-                with account.spending(run.generations):
-                    if job.stream:
-                        await self._stream(job, run.generations, exchange)
-                    else:
-                        await self._answer(job, run.generations, exchange)
+            with self._resumable(job, terms.tenant) as resumable:
+                async with self._service.run(job.choices) as run:
+                    resumable.generations = [each.generation for each in run.generations]
+                    with account.spending(run.generations):
+                        if job.stream is not None:
+                            await self._stream(job, job.stream, run.generations, exchange)
+                        else:
+                            await self._answer(job, run.generations, exchange)
 
-    async def _prepare(self, body: CompletionBody | ChatBody, arrived_at: float, terms: Terms) -> _Job:
+    def _resumable(self, job: _Job, tenant: Tenant) -> AbstractContextManager[Running]:
+        """A stream that may be resumed if it breaks within; an answer that is whole or not at all may not."""
+        if job.stream is None:
+            return nullcontext(Running(b""))
+        return self._service.streams.running(StreamKey(tenant.name, job.stream.request_id), job.stream.identity)
+
+    async def _prepare(
+        self, body: CompletionBody | ChatBody, event_id: EventId | None, arrived_at: float, terms: Terms
+    ) -> _Job:
         n = 1 if body.n is None else body.n
-        request_id = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
+        if event_id is not None:
+            request_id, seed = event_id.request_id, event_id.seed
+        else:
+            request_id, seed = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", new_seed()
         limit = self._service.config.max_choices
         if not 1 <= n <= limit:
             raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
@@ -123,8 +140,9 @@ class CompletionsEndpoint:
         choices: list[GenerationRequest] = []
         echoes: list[str] = []
         num_prompt_tokens = 0
-        for draft in body.drafts(request_id, arrived_at, terms):
-            request = await self._service.prepare(draft)
+        for number, draft in enumerate(body.drafts(request_id, arrived_at, terms)):
+            seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
+            request = await self._service.prepare(replace(draft, seed=seed_of_prompt))
             num_prompt_tokens += len(request.prompt_token_ids)
             choices += choices_of(request, n)
             echo = ""
@@ -132,6 +150,11 @@ class CompletionsEndpoint:
                 given = draft.prompt.text if isinstance(draft.prompt, TextPrompt) else None
                 echo = self._service.tokenizer.decode(request.prompt_token_ids) if given is None else given
             echoes += [echo] * n
+        stream = None
+        if body.stream:
+            model = self._service.cluster.model
+            digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
+            stream, choices = await begin(self._service.streams, event_id, digest, request_id, choices)
         answer_format = self._api.format(
             request_id,
             int(time.time()),
@@ -140,7 +163,7 @@ class CompletionsEndpoint:
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             usage_in_chunks=body.include_usage,
         )
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), body.include_usage)
+        return _Job(choices, echoes, num_prompt_tokens, answer_format, stream, body.include_usage)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def collect(generation: TextGeneration) -> Answer:
@@ -152,12 +175,15 @@ class CompletionsEndpoint:
         answers = await _together([collect(generation) for generation in generations])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
-    async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
+    async def _stream(self, job: _Job, stream: Stream, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo = job.format.opening(index), job.echoes[index]
+            opening, echo = b"", ""
+            if not stream.has_begun(index):
+                opening, echo = job.format.opening(index), job.echoes[index]
             async for delta in generation:
+                event_id = stream.advance(index, delta.token_ids, ended=delta.finish_reason is not None)
                 if opening or delta.text or delta.logprobs or delta.finish_reason is not None:
-                    await exchange.send_events(opening + job.format.chunk(index, delta, echo))
+                    await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo))
                     opening, echo = b"", ""
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])

@@ -22,20 +22,24 @@ import re
 import secrets
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import msgspec
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
+from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
+from router.gateway.protocol import ChatBody, CompletionBody
 from router.request import GenerationRequest, Resumption
-from router.survival.kept import KeptStream, KnownChoice
+from router.survival.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
 from router.terms import Tenant
 
 HEADER = "last-event-id"
 _NAME = "Last-Event-ID"  # as errors call it
 _VERSION = "1"
+_TAKE_OVER_S = 5.0  # for a connection that looks alive to end
 _NUM_DIGEST_BYTES = 12
 _NUM_SEED_BYTES = 8
 _POSITION = re.compile(r"(?P<num_tokens>[0-9a-f]{1,8})_(?P<checksum>[0-9a-f]{1,8})(?P<ended>!?)")
@@ -50,6 +54,9 @@ class Position(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.num_tokens:x}_{self.checksum:x}{'!' if self.ended else ''}"
+
+
+_NOTHING = str(Position()).encode()
 
 
 class EventId(NamedTuple):
@@ -72,6 +79,10 @@ class Stream:
         self._num_tokens = [position.num_tokens for position in positions]
         self._checksums = [position.checksum for position in positions]
         self._encoded = [str(position).encode() for position in positions]
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the client has something of this choice."""
+        return self._encoded[index] != _NOTHING
 
     def advance(self, index: int, token_ids: Sequence[int], *, ended: bool) -> bytes:
         """The id line of the event that brings these tokens of choice `index`."""
@@ -120,9 +131,48 @@ def parse_event_id(text: str) -> EventId:
     )
 
 
-def check_fits(event_id: EventId, digest: bytes, choices: Sequence[GenerationRequest]) -> None:
-    """Raises InvalidRequestError if the id is another request's."""
-    if event_id.digest != digest or len(event_id.positions) != len(choices):
+def read_event_id(text: str, body: CompletionBody | ChatBody) -> EventId | None:
+    """None: the client begins at the beginning. Raises InvalidRequestError for what cannot be resumed."""
+    if not text:
+        return None
+    if not body.stream:
+        _refuse("is for streams: stream must be true")
+    return parse_event_id(text)
+
+
+async def begin(
+    streams: ResumableStreams,
+    event_id: EventId | None,
+    digest: bytes,
+    request_id: str,
+    choices: list[GenerationRequest],
+) -> tuple[Stream, list[GenerationRequest]]:
+    """A stream of these choices, and the choices as they are to be generated: from the beginning, or from where the
+    client has them. Raises InvalidRequestError if the id is another request's, and UnavailableError if the connection
+    that is to be replaced does not end."""
+    seed = choices[0].sampling.settled_seed
+    if event_id is None:
+        return Stream(digest, seed, request_id, [Position()] * len(choices)), choices
+    check_fits(event_id, digest, seed, choices)
+    stream = Stream(digest, seed, request_id, event_id.positions)
+    try:
+        kept = await streams.take_over(
+            StreamKey(choices[0].terms.tenant.name, request_id), stream.identity, _TAKE_OVER_S
+        )
+    except TimeoutError as error:
+        raise UnavailableError(
+            "the connection that the stream had has not ended yet; try again", param=_NAME
+        ) from error
+    wants_logprobs = choices[0].sampling.num_logprobs is not None
+    resumptions = resumptions_of(event_id, kept, wants_logprobs=wants_logprobs)
+    return stream, [
+        replace(choice, resumption=resumption) for choice, resumption in zip(choices, resumptions, strict=True)
+    ]
+
+
+def check_fits(event_id: EventId, digest: bytes, seed: int, choices: Sequence[GenerationRequest]) -> None:
+    """Raises InvalidRequestError if the id is another request's, which has this digest and seed."""
+    if (event_id.digest, event_id.seed) != (digest, seed) or len(event_id.positions) != len(choices):
         _refuse("belongs to another request: the body must be the same")
     for position, choice in zip(event_id.positions, choices, strict=True):
         if position.num_tokens > (choice.sampling.max_tokens or 0):
@@ -132,7 +182,7 @@ def check_fits(event_id: EventId, digest: bytes, choices: Sequence[GenerationReq
 def resumption_of(position: Position, known: KnownChoice | None, *, wants_logprobs: bool) -> Resumption:
     """How one choice goes on. Log probabilities are not kept, so with them only what the client has counts as known."""
     if position.ended:
-        return Resumption(position.num_tokens, position.checksum, ended=True)
+        return Resumption(position.num_tokens, position.checksum, finish_reason=FinishReason.STOP, ended=True)
     if known is None:
         return Resumption(position.num_tokens, position.checksum)
     token_ids, finish_reason = known

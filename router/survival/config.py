@@ -26,3 +26,13 @@ class SurvivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "others wait in line.",
         ),
     ] = 32
+    resume_window_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds for which the tokens of a stream that broke are kept, so that a client that resumes "
+            "it does not wait for them again; 0: not at all.",
+        ),
+    ] = 30.0
+    max_kept_streams: Annotated[int, Meta(ge=0, description="Most such streams.")] = 1024
+    max_kept_bytes: Annotated[int, Meta(ge=0, description="Most memory for such streams.")] = 64 * 2**20

@@ -14,10 +14,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.errors import BatonError, ErrorCode
 from common.types import FinishReason
+from router.survival.metrics import SurvivalMetrics
 
 _OVERHEAD_BYTES = 1024  # of a kept stream beside its tokens, roughly
 
@@ -64,10 +66,17 @@ class ResumableGeneration(Protocol):
         """End it."""
 
 
-class _Running(NamedTuple):
-    identity: bytes
-    generations: Sequence[ResumableGeneration]
-    ended: asyncio.Event
+@dataclass(eq=False, slots=True)
+class Running:
+    """A stream that has not ended."""
+
+    identity: bytes  # as of KeptStream
+    generations: Sequence[ResumableGeneration] = ()  # set once there are any
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def known(self) -> KeptStream:
+        """All of it so far."""
+        return KeptStream(self.identity, tuple(generation.known() for generation in self.generations))
 
 
 class ResumableStreams:
@@ -75,14 +84,21 @@ class ResumableStreams:
     any more can still be resumed, by computing it again."""
 
     def __init__(
-        self, *, window_s: float, max_streams: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        window_s: float,
+        max_streams: int,
+        max_bytes: int,
+        metrics: SurvivalMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window_s`: seconds for which a broken stream is kept; `clock` gives seconds."""
         self._window_s = window_s
         self._max_streams = max_streams
         self._max_bytes = max_bytes
         self._clock = clock
-        self._running: dict[StreamKey, _Running] = {}
+        self._metrics = metrics
+        self._running: dict[StreamKey, Running] = {}
         self._kept: OrderedDict[StreamKey, tuple[float, KeptStream]] = OrderedDict()  # with the end of their time
         self.num_bytes = 0  # of the kept ones
 
@@ -91,16 +107,18 @@ class ResumableStreams:
         return len(self._kept)
 
     @contextmanager
-    def running(self, key: StreamKey, identity: bytes, generations: Sequence[ResumableGeneration]) -> Iterator[None]:
+    def running(self, key: StreamKey, identity: bytes) -> Iterator[Running]:
         """A stream from its start to its end. If it ends with an exception, it is kept."""
-        running = self._running[key] = _Running(identity, generations, asyncio.Event())
+        running = Running(identity)
+        self._running.setdefault(key, running)  # a second one of this id is about to be refused
         try:
-            yield
+            yield running
         except BaseException:
-            self._keep(key, KeptStream(identity, tuple(generation.known() for generation in generations)))
+            self._keep(key, running.known())
             raise
         finally:
-            del self._running[key]
+            if self._running[key] is running:
+                del self._running[key]
             running.ended.set()
 
     async def take_over(self, key: StreamKey, identity: bytes, timeout_s: float) -> KeptStream | None:
@@ -115,7 +133,9 @@ class ResumableStreams:
         self._expire()
         entry = self._kept.get(key)
         if entry is None or entry[1].identity != identity:
+            self._metrics.resumed.labels("computed_again").inc()
             return None
+        self._metrics.resumed.labels("kept").inc()
         self._drop(key)
         return entry[1]
 
@@ -125,6 +145,7 @@ class ResumableStreams:
         self._drop(key)
         self._kept[key] = self._clock() + self._window_s, stream
         self.num_bytes += stream.num_bytes
+        self._metrics.streams_kept.inc()
         self._expire()
         while len(self._kept) > self._max_streams or self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
@@ -140,3 +161,4 @@ class ResumableStreams:
     def _drop(self, key: StreamKey) -> None:
         if (entry := self._kept.pop(key, None)) is not None:
             self.num_bytes -= entry[1].num_bytes
+            self._metrics.streams_kept.dec()

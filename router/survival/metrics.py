@@ -26,3 +26,12 @@ class SurvivalMetrics:
             "Requests that are being computed again elsewhere, until their next token.",
             registry=registry,
         )
+        self.resumed = Counter(
+            "baton_stream_resume",
+            "Streams that clients resumed: from what was kept of them, or computed again from the beginning.",
+            ["source"],
+            registry=registry,
+        )
+        self.streams_kept = Gauge(
+            "baton_num_streams_kept", "Broken streams that are kept to be resumed.", registry=registry
+        )

@@ -140,7 +140,7 @@ def test_sigterm_lets_running_streams_finish_and_ends_every_child() -> None:
     with running_cluster("--prefill", "0", "--stop-grace-s", "120") as cluster:
         assert len(cluster.tree) >= 4  # launcher, decode pod, its engine core, router
         with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
-            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data"))
             pieces = [json.loads(next(lines))["choices"][0]["text"]]
             cluster.launcher.send_signal(signal.SIGTERM)
             pieces += [json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]"]

@@ -25,9 +25,9 @@ def openai_client(cluster):
 
 
 def events_of(response):
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(each) for each in data[:-1]]
 
 
 async def test_completion_whole_and_streamed_agree(spoken):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from common.errors import InvalidRequestError
 from common.types import FinishReason, SamplingParams
@@ -25,6 +27,7 @@ from router.generation import OutputDelta
 from router.output import TextGeneration
 from router.request import Resumption
 from router.survival.kept import KnownChoice, ResumableStreams, ResumedElsewhereError, StreamKey
+from router.survival.metrics import SurvivalMetrics
 from router.terms import Tenant
 from router.testing import fake_logprobs
 
@@ -76,14 +79,20 @@ def choice(max_tokens=8):
 
 
 @pytest.mark.parametrize(
-    ("digest", "choices"),
-    [(b"x" * 12, [choice()]), (DIGEST, []), (DIGEST, [choice(), choice()]), (DIGEST, [choice(max_tokens=0)])],
+    ("digest", "seed", "choices"),
+    [
+        (b"x" * 12, 5, [choice()]),
+        (DIGEST, 6, [choice()]),
+        (DIGEST, 5, []),
+        (DIGEST, 5, [choice(), choice()]),
+        (DIGEST, 5, [choice(max_tokens=0)]),
+    ],
 )
-def test_an_id_of_another_request_is_refused(digest, choices):
+def test_an_id_of_another_request_is_refused(digest, seed, choices):
     event_id = parse_event_id(GOOD)
-    check_fits(event_id, DIGEST, [choice()])
+    check_fits(event_id, DIGEST, 5, [choice()])
     with pytest.raises(InvalidRequestError, match="Last-Event-ID"):
-        check_fits(event_id, digest, choices)
+        check_fits(event_id, digest, seed, choices)
 
 
 def test_the_digest_is_of_the_meaning():
@@ -102,7 +111,9 @@ def test_what_is_known_of_a_choice_is_not_computed_again():
     whole = Resumption(2, 77, known.token_ids, FinishReason.LENGTH)
     assert resumption_of(position, known, wants_logprobs=False) == whole
     assert resumption_of(position, known, wants_logprobs=True) == Resumption(2, 77, known.token_ids[:2])
-    assert resumption_of(Position(3, 9, ended=True), known, wants_logprobs=True) == Resumption(3, 9, ended=True)
+    assert resumption_of(Position(3, 9, ended=True), known, wants_logprobs=True) == Resumption(
+        3, 9, finish_reason=FinishReason.STOP, ended=True
+    )
 
 
 # --- streams that are kept ---
@@ -135,11 +146,13 @@ def clock():
 
 @pytest.fixture
 def streams(clock):
-    return ResumableStreams(window_s=30, max_streams=3, max_bytes=10_000, clock=clock)
+    metrics = SurvivalMetrics(CollectorRegistry())
+    return ResumableStreams(window_s=30, max_streams=3, max_bytes=10_000, metrics=metrics, clock=clock)
 
 
 def break_off(streams, key, *token_ids, identity=b"i"):
-    with pytest.raises(ConnectionError), streams.running(key, identity, [FakeGeneration(*token_ids)]):
+    with suppress(ConnectionError), streams.running(key, identity) as running:
+        running.generations = [FakeGeneration(*token_ids)]
         raise ConnectionError
 
 
@@ -158,8 +171,8 @@ async def test_a_broken_stream_is_kept_once_and_for_its_own(streams):
 
 
 async def test_a_stream_that_ended_well_or_brought_nothing_is_not_kept(streams):
-    with streams.running(KEY, b"i", [FakeGeneration(1)]):
-        pass
+    with streams.running(KEY, b"i") as running:
+        running.generations = [FakeGeneration(1)]
     break_off(streams, StreamKey("", "empty"))
     assert len(streams) == 0
 
@@ -194,7 +207,8 @@ async def test_a_stream_whose_connection_looks_alive_is_taken_over(streams):
     generation = FakeGeneration(1, 2, 3)
 
     async def serve():
-        with streams.running(KEY, b"i", [generation]):
+        with streams.running(KEY, b"i") as running:
+            running.generations = [generation]
             await generation.failed.wait()
             raise ResumedElsewhereError("gone")
 
@@ -208,7 +222,7 @@ async def test_a_stream_whose_connection_looks_alive_is_taken_over(streams):
 
 
 async def test_a_connection_that_does_not_end_is_not_waited_for_for_ever(streams):
-    with streams.running(KEY, b"i", [FakeGeneration(1)]), pytest.raises(TimeoutError):
+    with streams.running(KEY, b"i"), pytest.raises(TimeoutError):
         await streams.take_over(KEY, b"i", timeout_s=0.01)
 
 
