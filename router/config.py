@@ -9,6 +9,8 @@ from msgspec import Meta
 
 from common.rpc.tls import ClusterTlsConfig
 from router.admission.config import AdmissionConfig
+from router.discovery.config import DiscoveryConfig
+from router.discovery.dns import PREFIX, parse_dns
 from router.policy_spec import POLICY_NAMES, parse_policy
 from router.security.config import SecurityConfig
 from router.survival.config import SurvivalConfig
@@ -26,8 +28,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grpc_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the public gRPC API; 0 takes a free one.")] = (
         9000
     )
-    prefill: Annotated[list[str], Meta(description="host:port of the prefill pods; none: decode pods prefill.")] = []
-    decode: Annotated[list[str], Meta(description="host:port of the decode pods.")] = []
+    prefill: Annotated[
+        list[str], Meta(description="host:port or dns:NAME:PORT of the prefill pods; none: decode pods prefill.")
+    ] = []
+    decode: Annotated[list[str], Meta(description="host:port or dns:NAME:PORT of the decode pods.")] = []
     model: Annotated[
         str, Meta(description="Directory or hub id whose tokenizer and chat template are used; empty: the demo model.")
     ] = ""
@@ -76,6 +80,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
     security: SecurityConfig = SecurityConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+
+    @property
+    def may_have_prefill_pods(self) -> bool:
+        """Whether there are any, or some may join."""
+        return bool(self.prefill or self.discovery.registry)
 
     def __post_init__(self) -> None:
         for setting in ("prefill", "decode"):
@@ -83,13 +93,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 _check_address(setting, address)
         for setting in ("prefill_policy", "decode_policy"):
             _check_policy(setting, getattr(self, setting))
-        if self.remote_prefill == "always" and not self.prefill:
+        if self.remote_prefill == "always" and not self.may_have_prefill_pods:
             raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
         if twice := set(self.prefill) & set(self.decode):
             raise ValueError(f"--prefill and --decode: {', '.join(sorted(twice))} cannot be both")
 
 
 def _check_address(setting: str, address: str) -> None:
+    if address.startswith(PREFIX):
+        try:
+            parse_dns(address)
+        except ValueError as error:
+            raise ValueError(f"--{setting}: {error}") from error
+        return
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"--{setting}: expected host:port, got {address!r}")

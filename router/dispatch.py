@@ -72,7 +72,7 @@ class Dispatcher:
             cluster.index,
             prefill_policy=config.prefill_policy,
             decode_policy=config.decode_policy,
-            remote_prefill=config.remote_prefill if config.prefill else "never",
+            remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
             min_remote_prefill_tokens=config.min_remote_prefill_tokens,
             target_itl_s=config.target_itl_ms / 1000,
         )

@@ -14,12 +14,13 @@ import uvicorn
 
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.registry import RedisRegistry
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.tls import cluster_tls
 from common.tokenization import Tokenizer
 from router.config import RouterConfig
-from router.discovery import StaticDiscovery
+from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
 from router.grpc_servicer import InferenceServicer
 from router.index import PrefixIndex
@@ -41,15 +42,20 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         """Reads the tokenizer. Raises ConfigError."""
-        if not config.decode:
-            raise ConfigError("--decode: at least one decode pod is required", param="decode")
+        if not (config.decode or config.discovery.registry):
+            raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
         directory, name = resolve_model(config.model, config.revision)
         self.config = config
         self.metrics = RouterMetrics()
         tls = cluster_tls(config.tls)
         opener = tls.open_channel if tls is not None else open_channel
+        discovery = config.discovery
+        self._registry = RedisRegistry(discovery.registry, discovery.registry_namespace) if discovery.registry else None
         self.cluster = Cluster(
-            StaticDiscovery(config.prefill, config.decode), self.metrics, PrefixIndex(config.max_index_blocks), opener
+            create_discovery(config.prefill, config.decode, config.discovery, self._registry, self.metrics.registry),
+            self.metrics,
+            PrefixIndex(config.max_index_blocks),
+            opener,
         )
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
@@ -79,6 +85,8 @@ class Router:
     async def start(self) -> None:
         """Listen. Raises ConfigError if a port cannot be had. `stop` undoes a partial start, too."""
         self._stack.callback(self.service.close)
+        if self._registry is not None:
+            self._stack.push_async_callback(self._registry.close)
         listener = _listen(self.config.host, self.config.port)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]

@@ -12,6 +12,7 @@ from msgspec import Meta
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
 from common.observability.logging import LogLevel
+from common.pod.announce import AnnounceConfig
 from common.rpc.tls import ClusterTlsConfig
 
 CONNECTOR_FACTORY = "kv_store.registry:create_connector"
@@ -48,6 +49,11 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    announcing: AnnounceConfig = AnnounceConfig()
+
+    def __post_init__(self) -> None:
+        if self.announcing.registry:
+            self.announcing.address(self.host, self.port or 1)
 
     @property
     def max_open(self) -> int:

@@ -1,10 +1,11 @@
 """The life of a pod:
 
 1. The engine starts: the model is loaded. A ConfigError ends the process with code 2.
-2. The role's front is built on it; the server listens; health answers SERVING; the `ready` line is printed.
+2. The role's front is built on it; the server listens; health answers SERVING; the pod announces itself in the
+   registry, if there is one; the `ready` line is printed.
 3. It serves until SIGTERM or SIGINT (code 0), or until its engine dies or hangs (code 1).
 4. It drains: health answers NOT_SERVING, new work is refused, running work gets `drain_timeout_s`.
-5. The front ends what is left, then server, outputs and engine close, in that order.
+5. It withdraws from the registry; the front ends what is left, then server, outputs and engine close, in that order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from common.observability.logging import setup_logging
 from common.observability.metrics_server import MetricsServer
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
+from common.pod.announce import Announcer, open_registry
 from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
 from common.pod.context import PodContext, Role
@@ -36,6 +38,7 @@ from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
 from common.pod.tasks import TaskSet
+from common.registry import PodRecord, RedisRegistry
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.tls import cluster_tls
@@ -82,6 +85,9 @@ class PodRuntime:
         """Steps 1 and 2. Raises ConfigError or EngineDeadError; nothing is left open then."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.close)
+            registry = open_registry(self.config.announcing)  # first: a wrong setting is told before the model loads
+            if registry is not None:
+                stack.push_async_callback(registry.close)
             self.context = context = await self._start_engine()
             self._outputs = asyncio.create_task(context.requests.run(), name="engine outputs")
             stack.push_async_callback(self._end_outputs)
@@ -103,6 +109,8 @@ class PodRuntime:
             await self.server.start()
             context.admission.on_drain(self._announce_drain)
             await self.server.set_serving(True)
+            if registry is not None:
+                self._announce(registry, stack)
             self._stack = stack.pop_all()
         logger.info("serving %s on %s", self.config.model_name, self.address)
 
@@ -140,6 +148,30 @@ class PodRuntime:
     async def stop(self) -> None:
         """Step 5. Idempotent."""
         await self._stack.aclose()
+
+    def _announce(self, registry: RedisRegistry, stack: AsyncExitStack) -> None:
+        """In the registry for as long as it serves; what `stack` closes first."""
+        config, context = self.config.announcing, self.context
+        record = PodRecord(
+            role=self._role,
+            address=config.address(self.server.host, self.server.port),
+            pod_id=context.pod_id,
+            incarnation=context.incarnation,
+            fingerprint=context.spec.fingerprint.hex(),
+            num_blocks=context.spec.num_blocks,
+            max_num_seqs=context.spec.max_num_seqs,
+            max_model_len=context.spec.max_model_len,
+            lease_s=config.registry_lease_s,
+        )
+        announcer = Announcer(registry, record)
+        announcing = self._tasks.spawn(announcer.run(), "announce")
+
+        async def withdraw() -> None:
+            announcing.cancel()
+            await asyncio.wait({announcing})  # a renewal under way would bring the record back
+            await announcer.withdraw()
+
+        stack.push_async_callback(withdraw)
 
     async def _start_engine(self) -> PodContext:
         spec = await self._engine.start()

@@ -1,0 +1,41 @@
+"""The sources that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from common.registry import RedisRegistry
+from router.discovery.base import Discovery, Role
+from router.discovery.combined import CombinedDiscovery
+from router.discovery.config import DiscoveryConfig
+from router.discovery.dns import PREFIX, DnsDiscovery
+from router.discovery.metrics import DiscoveryMetrics
+from router.discovery.registry import SOURCE, RegistryDiscovery
+from router.discovery.static import StaticDiscovery
+
+
+def create_discovery(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    config: DiscoveryConfig,
+    registry: RedisRegistry | None,
+    metrics_registry: CollectorRegistry,
+) -> Discovery:
+    """All sources together. `prefill` and `decode` hold host:port and dns:NAME:PORT; `registry` is the caller's."""
+    metrics = DiscoveryMetrics(metrics_registry)
+    static = StaticDiscovery(_without_dns(prefill), _without_dns(decode))
+    sources: dict[str, Discovery] = {"static": static}
+    lists: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))
+    for role, entries in lists:
+        for entry in entries:
+            if entry.startswith(PREFIX):
+                sources[entry] = DnsDiscovery(role, entry, config.dns_interval_s, metrics)
+    if registry is not None:
+        sources[SOURCE] = RegistryDiscovery(registry, config.registry_poll_s, metrics)
+    return CombinedDiscovery(sources, metrics)
+
+
+def _without_dns(entries: Sequence[str]) -> list[str]:
+    return [entry for entry in entries if not entry.startswith(PREFIX)]
