@@ -12,7 +12,7 @@ from router.admission.config import AdmissionConfig
 from router.discovery.config import DiscoveryConfig
 from router.discovery.dns import PREFIX, parse_dns
 from router.policy_spec import POLICY_NAMES, parse_policy
-from router.security.config import SecurityConfig
+from router.security.config import LimitsConfig, SecurityConfig
 from router.survival.config import SurvivalConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
@@ -79,6 +79,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
     log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
     security: SecurityConfig = SecurityConfig()
+    limits: LimitsConfig = LimitsConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
 

@@ -49,6 +49,7 @@ class Preprocessor:
         model_name: str,
         timeout_s: float,
         kv_failure_policy: KVFailurePolicy,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         """Every request gets `timeout_s` seconds from its arrival, and `kv_failure_policy` if it names none."""
         self._tokenizer = tokenizer
@@ -57,6 +58,7 @@ class Preprocessor:
         self._model_name = model_name
         self._timeout_s = timeout_s
         self._kv_failure_policy = kv_failure_policy
+        self._max_prompt_tokens = max_prompt_tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -79,7 +81,11 @@ class Preprocessor:
             raise UnavailableError(self._cluster.explain())
 
         started = time.monotonic()
-        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, max_model_len)
+        longest = min(max_model_len, self._max_prompt_tokens or max_model_len)
+        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest)
+        if self._max_prompt_tokens is not None and len(token_ids) > longest:
+            problem = f"{draft.prompt_param} has {len(token_ids)} tokens, more than the limit of {longest}"
+            raise PromptTooLongError(problem, param=draft.prompt_param)
         sampling = _with_limits(draft, room=max_model_len - len(token_ids))
         validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         validate_prompt(

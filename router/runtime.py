@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
 from common.rpc.channel import open_channel
+from common.rpc.options import Options
 from common.rpc.server import RpcServer
 from common.rpc.tls import cluster_tls
 from common.tokenization import Tokenizer
@@ -28,6 +29,7 @@ from router.metrics import RouterMetrics
 from router.model_files import resolve_model
 from router.pods import Cluster
 from router.security.grpc_guard import ApiKeyInterceptor
+from router.security.http_connection import bounded_connections
 from router.security.runtime import Security
 from router.service import InferenceService
 
@@ -62,7 +64,14 @@ class Router:
         )
         self.security = Security(config.security, config.host, self.metrics.registry)
         interceptor = ApiKeyInterceptor(self.security.gate, self.service.count_error)
-        self._grpc = RpcServer(config.host, config.grpc_port, [_INFERENCE], interceptors=[interceptor])
+        self._grpc = RpcServer(
+            config.host,
+            config.grpc_port,
+            [_INFERENCE],
+            interceptors=[interceptor],
+            credentials=self.security.grpc_tls,
+            limits=_grpc_limits(config),
+        )
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
@@ -75,7 +84,7 @@ class Router:
     def http_url(self) -> str:
         """Where HTTP is served."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{self.port}"
+        return f"http{'' if self.security.http_tls is None else 's'}://{host}:{self.port}"
 
     @property
     def grpc_address(self) -> str:
@@ -144,10 +153,19 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+def _grpc_limits(config: RouterConfig) -> Options:
+    return [
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_concurrent_streams", config.limits.max_grpc_streams),
+    ]
+
+
 def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
+    tls = security.http_tls
     config = uvicorn.Config(
         create_app(service, security.gate, security.open_paths),
-        http="httptools",
+        http=bounded_connections(service.config.limits),
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -59,6 +59,7 @@ class InferenceService:
             model_name=model_name,
             timeout_s=config.request_timeout_s,
             kv_failure_policy=config.kv_failure_policy,
+            max_prompt_tokens=config.limits.max_prompt_tokens,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)
         self.streams = ResumableStreams(

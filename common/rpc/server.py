@@ -51,7 +51,9 @@ class RpcServer:
         TLS is spoken. `limits` are channel arguments that go over those that all servers have."""
         self.host = host
         self.port = port
-        self.grpc_server = grpc.aio.server(interceptors=interceptors, options=[*_SERVER_OPTIONS, *(limits or [])])
+        self.grpc_server = grpc.aio.server(
+            interceptors=interceptors, options=list(dict([*_SERVER_OPTIONS, *(limits or [])]).items())
+        )
         self._credentials = credentials
         self._service_names = tuple(service_names)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the type stubs

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may ask."""
+    """Who may ask, and over what."""
 
     api_keys_file: Annotated[
         str,
@@ -21,3 +21,32 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_need_key: Annotated[
         bool, Meta(description="Where there are API keys, /metrics needs one as well: it tells of all tenants.")
     ] = True
+    tls_cert: Annotated[
+        str,
+        Meta(description="PEM file of the certificate that clients see, HTTP and gRPC; empty: plain text is spoken."),
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its private key.")] = ""
+
+    def __post_init__(self) -> None:
+        if self.tls_cert and not self.tls_key:
+            raise ValueError("--tls-key: required with --tls-cert")
+        if self.tls_key and not self.tls_cert:
+            raise ValueError("--tls-cert: required with --tls-key")
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much one client may send, beside max_body_bytes and max_choices."""
+
+    max_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Longest prompt; default: what fits the model's context."),
+    ] = None
+    max_header_bytes: Annotated[int, Meta(ge=1024, description="Most bytes of an HTTP request before its body.")] = (
+        64 * 2**10
+    )
+    header_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds within which they must have come, once a client has connected.")
+    ] = 30.0
+    max_grpc_streams: Annotated[
+        int, Meta(ge=1, description="Most calls at once over one gRPC connection; a client holds back the rest.")
+    ] = 1024

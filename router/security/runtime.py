@@ -6,9 +6,12 @@ import asyncio
 import ipaddress
 import logging
 import os
+import ssl
 
+import grpc
 from prometheus_client import CollectorRegistry
 
+from common.rpc.tls import CertificateFiles, Identity, load_certificate
 from common.watched_files import WatchedFiles
 from router.security.config import SecurityConfig
 from router.security.gate import Gate
@@ -30,6 +33,15 @@ class Security:
         keys = load_keys(config.api_keys_file, os.environ)
         self.gate = Gate(keys, SecurityMetrics(registry))
         self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
+        self.http_tls: ssl.SSLContext | None = None  # None: plain text
+        self.grpc_tls: grpc.ServerCredentials | None = None
+        if config.tls_cert:
+            self._certificate = CertificateFiles(
+                config.tls_cert, config.tls_key, certificate_option="--tls-cert", key_option="--tls-key"
+            )
+            self.grpc_tls = Identity(self._certificate).server_credentials()
+            self.http_tls = _tls_context(self._certificate)
+            self._watched.append(WatchedFiles([config.tls_cert, config.tls_key], self._reload_certificate))
         if keys is None and not _is_loopback(host):
             logger.warning("no API keys are configured: whoever reaches %s may use the model", host or "this machine")
 
@@ -57,6 +69,17 @@ class Security:
         keys = load_keys(self._config.api_keys_file, os.environ)
         assert keys is not None  # there is a file
         self.gate.set_keys(keys)
+
+    def _reload_certificate(self) -> None:
+        assert self.http_tls is not None
+        _tls_context(self._certificate)  # raises before anything is changed
+        load_certificate(self.http_tls, self._certificate)
+
+
+def _tls_context(files: CertificateFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_certificate(context, files)
+    return context
 
 
 def _is_loopback(host: str) -> bool:
