@@ -78,23 +78,24 @@ class Stream:
         self._head = b"id: " + _VERSION.encode() + b"." + encoded + b"." + request_id.encode() + b"."
         self._num_tokens = [position.num_tokens for position in positions]
         self._checksums = [position.checksum for position in positions]
-        self._encoded = [str(position).encode() for position in positions]
+        self._positions = [str(position).encode() for position in positions]
 
     def has_begun(self, index: int) -> bool:
         """Whether the client has something of this choice."""
-        return self._encoded[index] != _NOTHING
+        return self._positions[index] != _NOTHING
 
     def advance(self, index: int, token_ids: Sequence[int], *, ended: bool) -> bytes:
         """The id line of the event that brings these tokens of choice `index`."""
         num_tokens = self._num_tokens[index] = self._num_tokens[index] + len(token_ids)
         checksum = self._checksums[index] = checksum_of(token_ids, self._checksums[index])
-        self._encoded[index] = (b"%x_%x!" if ended else b"%x_%x") % (num_tokens, checksum)
-        return self._head + (self._encoded[0] if len(self._encoded) == 1 else b"-".join(self._encoded)) + b"\n"
+        position = b"%x_%x!" % (num_tokens, checksum) if ended else b"%x_%x" % (num_tokens, checksum)
+        self._positions[index] = position
+        return b"%b%b\n" % (self._head, position if len(self._positions) == 1 else b"-".join(self._positions))
 
 
 def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
     """CRC-32 of tokens that follow those with the checksum `before`."""
-    return crc32(array("I", token_ids).tobytes(), before)
+    return crc32(array("I", token_ids), before)
 
 
 def digest_of(body: msgspec.Struct, tenant: Tenant, fingerprint: bytes) -> bytes:
