@@ -152,8 +152,8 @@ _ROUTERS_HEAD = """# Several routers on the same pods
 request, also each turn of a conversation, comes to any of the routers by lot. A router has an index of its own, fed by
 the pods' events, and knows of no claims but its own.
 
-Cached: share of the tokens of a router's prompts that whoever computed them had in its cache, of the router that has
-the least of it; the target is that it keeps 90 % of what one router alone has.
+Cached: share of the prompts' tokens that whoever computed them had in its cache. Kept: for each router, that share of
+its requests over that of the same requests when one router takes them all; the target is 90 % for the worst of them.
 
 """
 

@@ -21,6 +21,22 @@ _MESSAGE_S = 0.0005  # between router and pod
 _REPORT_S = 0.05  # least time between two reports of a pod
 
 
+class Served(NamedTuple):
+    """Who took a request, and how much of its prompt needed no computing."""
+
+    session: str
+    turn: int  # in the session
+    router: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+def hit_rate(served: Sequence[Served]) -> float:
+    """Share of the prompts' tokens that whoever computed them had cached."""
+    totals = [(each.num_cached_tokens, each.num_prompt_tokens) for each in served]
+    return sum(cached for cached, _ in totals) / max(1, sum(count for _, count in totals))
+
+
 class Outcome(NamedTuple):
     """What the users saw, and what it took. Times in seconds."""
 
@@ -34,7 +50,7 @@ class Outcome(NamedTuple):
     num_preemptions: int
     prefill_busy: float  # share of the time, of the pods that compute prompts
     num_decisions: int
-    hit_rates: tuple[float, ...]  # of each router's requests
+    served: tuple[Served, ...]  # one per request
 
     def ttft(self, percentile: float) -> float:
         """Of requests."""
@@ -76,6 +92,7 @@ class SimulatedCluster:
         requests = self.requests
         assert len(requests) == trace.num_requests
         assert all(request.is_done for request in requests), "a prompt does not fit a pod"
+        served = tuple(request.served(self.routers.index(request.router)) for request in requests)
         computing = self._pods[: self.setting.num_prefill] or self._pods
         gaps = np.array(list(self.gaps)), np.array(list(self.gaps.values()))
         return Outcome(
@@ -84,12 +101,12 @@ class SimulatedCluster:
             gaps_s=gaps[0],
             gap_counts=gaps[1],
             duration_s=self.clock.now,
-            hit_rate=_hit_rate(requests),
+            hit_rate=hit_rate(served),
             local_share=sum(request.is_local for request in requests) / len(requests),
             num_preemptions=sum(pod.num_preemptions for pod in self._pods),
             prefill_busy=sum(pod.busy_s for pod in computing) / self.clock.now / len(computing),
             num_decisions=len(requests),
-            hit_rates=tuple(_hit_rate([each for each in requests if each.router is one]) for one in self.routers),
+            served=served,
         )
 
     def any_router(self) -> SimulatedRouter:
@@ -224,15 +241,13 @@ class _Request:
             following = _Request(self._cluster, self.session, self._number + 1)
             self._clock.after(following.turn.wait_s, following.arrive)
 
+    def served(self, router: int) -> Served:
+        """For the record."""
+        return Served(self.session.name, self._number, router, self.num_prompt_tokens, self.num_cached_tokens)
+
     @property
     def _whole(self) -> list[bytes]:
         return split(self.turn.whole)
-
-
-def _hit_rate(requests: Sequence[_Request]) -> float:
-    """Share of the prompts' tokens that whoever computed them had cached."""
-    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
-    return sum(request.num_cached_tokens for request in requests) / max(1, num_prompt_tokens)
 
 
 class _PrefillLeg:

@@ -22,7 +22,9 @@ from router.pods.stats import follow_stats
 from router.runtime import Router
 from tests.integration.cluster import BLOCK_SIZE, DEADLINE_S, Cluster, running_cluster
 from tests.pods import FakeRouter, RunningPod, decode_pod, engine_request, wait_for
-from tests.tiny_models import prompt_of
+from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+
+MAX_TOKENS = 4
 
 
 def cached_blocks(pod: PodRuntime) -> set[bytes]:
@@ -47,11 +49,11 @@ async def wait_index_is_right(router: Router, *pods: PodRuntime) -> None:
     assert index.check_integrity() == []
 
 
-async def complete(router: Router, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
+async def complete(router: Router, prompt: Sequence[int]) -> list[int]:
     async with open_channel(router.grpc_address) as channel:
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenPrompt(token_ids=prompt),
-            options=inference_pb2.GenerateOptions(temperature=0.0, max_tokens=max_tokens),
+            options=inference_pb2.GenerateOptions(temperature=0.0, max_tokens=MAX_TOKENS),
         )
         answer = await inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=DEADLINE_S)
         return list(answer.token_ids)
@@ -92,28 +94,31 @@ async def test_a_router_that_comes_later_gets_snapshots_and_cut_ones_are_put_tog
             await wait_index_is_right(later, *pods)
 
 
-async def test_two_routers_answer_alike_and_each_knows_what_the_other_caused(tmp_path):
+async def test_two_routers_answer_correctly_and_each_knows_what_the_other_caused(tmp_path):
     prompts = [prompt_of(60, seed=seed) for seed in range(6)]
+    expected = [reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS) for prompt in prompts]
     async with running_cluster(tmp_path, "llama", num_prefill=2, num_decode=2) as cluster:
-        alone = [await complete(cluster.router, prompt) for prompt in prompts]
-        for pod in (*cluster.prefill, *cluster.decode):
-            await pod.context.engine.reset_prefix_cache()
         async with another_router(cluster, prefill_policy="kv_aware", decode_policy="kv_aware") as other:
             for number, prompt in enumerate(prompts):
                 sender, observer = (cluster.router, other) if number % 2 else (other, cluster.router)
-                assert await complete(sender, prompt) == alone[number]
+                assert await complete(sender, prompt) == expected[number]
                 await wait_index_is_right(observer, *cluster.prefill, *cluster.decode)
                 assert sum(await predicted_hits(observer, "prefill", prompt)) == 60 // BLOCK_SIZE * BLOCK_SIZE
-                assert await complete(observer, prompt) == alone[number]
+                assert await complete(observer, prompt) == expected[number]
             explained = await explain(other, prompts[0])
             (taken,) = (leg for leg in explained["legs"] if leg["taken"] and leg["leg"] == "prefill")
             (chosen,) = (each for each in taken["candidates"] if each["address"] == taken["chosen"])
             assert chosen["cached_tokens"] == 60 // BLOCK_SIZE * BLOCK_SIZE
+            at_once = [complete(router, prompt) for prompt in prompts for router in (cluster.router, other)]
+            assert await asyncio.gather(*at_once) == [answer for answer in expected for _ in range(2)]
+            for router in (cluster.router, other):
+                await wait_index_is_right(router, *cluster.prefill, *cluster.decode)
+        assert cluster.recomputed() == 0
 
 
 async def explain(router: Router, prompt: Sequence[int]) -> dict:
     async with httpx.AsyncClient(base_url=router.http_url, timeout=DEADLINE_S) as client:
-        response = await client.post("/v1/route/explain", json={"prompt": list(prompt), "max_tokens": 4})
+        response = await client.post("/v1/route/explain", json={"prompt": list(prompt), "max_tokens": MAX_TOKENS})
     assert response.status_code == 200, response.text
     return response.json()["data"][0]
 
