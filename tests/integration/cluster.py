@@ -21,13 +21,15 @@ from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
 from common.pod.config import PodConfig
 from common.pod.context import Role
 from common.pod.runtime import FrontFactory, PodRuntime
-from common.rpc.channel import open_channel
+from common.rpc.channel import ChannelOpener, open_channel
+from common.rpc.tls import ClusterTlsConfig, cluster_tls
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
 from router.config import RouterConfig
 from router.runtime import Router
+from router.security.config import SecurityConfig
 from tests.tiny_models import VOCAB_SIZE, tiny_model_dir
 
 BLOCK_SIZE = 8
@@ -43,6 +45,7 @@ class Cluster:
     prefill: list[PodRuntime]
     decode: list[PodRuntime]
     _stub: inference_pb2_grpc.InferenceStub
+    _open_channel: ChannelOpener = open_channel  # to a pod
 
     async def generate(
         self, prompt: Sequence[int], *, cache_salt: str = "", **options: object
@@ -74,7 +77,7 @@ class Cluster:
     async def check_integrity(self) -> None:
         """On every pod: every request ended, every transfer settled, every block accounted for."""
         for pod in (*self.prefill, *self.decode):
-            async with open_channel(pod.address) as channel, asyncio.timeout(DEADLINE_S):
+            async with self._open_channel(pod.address) as channel, asyncio.timeout(DEADLINE_S):
                 stub = pods_pb2_grpc.PodStub(channel)
                 while True:
                     report = await stub.CheckIntegrity(pods_pb2.CheckIntegrityRequest())
@@ -96,6 +99,8 @@ async def running_cluster(
     prefix_caching: bool = True,
     prefill_block_size: int = BLOCK_SIZE,
     decode_block_size: int = BLOCK_SIZE,
+    tls: ClusterTlsConfig | None = None,
+    security: SecurityConfig | None = None,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked."""
     directory = _with_tokenizer(tiny_model_dir(model), path / "model")
@@ -103,6 +108,7 @@ async def running_cluster(
         "model": ModelConfig(model=str(directory), num_threads=1),
         "scheduler": SchedulerConfig(max_num_batched_tokens=CHUNK),
         "connector_path": str(path / "kv"),
+        "tls": tls or ClusterTlsConfig(),
     }
     async with AsyncExitStack() as stack:
 
@@ -131,11 +137,15 @@ async def running_cluster(
             remote_prefill="prefer",
             prefill_policy="round_robin",  # every pod is used
             decode_policy="round_robin",
+            tls=tls or ClusterTlsConfig(),
+            security=security or SecurityConfig(),
         )
         router = await stack.enter_async_context(Router(router_config).running())
         channel = await stack.enter_async_context(open_channel(router.grpc_address))
         await _all_ready(router, num_prefill, num_decode)
         cluster = Cluster(router, prefill, decode, inference_pb2_grpc.InferenceStub(channel))
+        if tls is not None and (joined := cluster_tls(tls)) is not None:
+            cluster._open_channel = joined.open_channel
         yield cluster
         await cluster.check_integrity()
 
