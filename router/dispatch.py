@@ -155,6 +155,16 @@ class Dispatcher:
         plan = self.planner.plan_handoff(query, time.monotonic(), decode.address, failed)
         return None if plan is None else self._claim_both(plan, request)
 
+    def has_room_besides(self, pod: Pod, num_tokens: int) -> bool:
+        """Whether another decode pod has a seat, and blocks for so many tokens."""
+        return any(
+            other.info is not None
+            and other.load.current().num_requests < other.info.max_num_seqs
+            and other.load.current().free_blocks * other.info.block_size >= num_tokens
+            for other in self.cluster.ready_decode()
+            if other is not pod
+        )
+
     def _claim_both(self, plan: Plan, request: GenerationRequest) -> Route:
         self.planner.note(plan)
         self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()

@@ -25,6 +25,7 @@ from router.pods import Cluster
 from router.preprocess import Preprocessor
 from router.request import Draft, GenerationRequest
 from router.routing import Plan
+from router.survival.drain import DrainWatch
 from router.survival.kept import ResumableStreams
 from router.terms import Tenant
 
@@ -79,6 +80,8 @@ class InferenceService:
         cluster.prefill_table.on_change(self._gate.wake)
         cluster.decode_table.on_change(self._gate.wake)
         self._running: dict[_RunningId, Generation] = {}  # those that wait included
+        self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
+        cluster.on_change(self._leaving.look)
         self._batches: dict[_RunningId, Batch] = {}  # that they are of
         self._draining = False
         self._idle = asyncio.Event()
@@ -164,7 +167,8 @@ class InferenceService:
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
 
     def close(self) -> None:
-        """Release threads. Idempotent."""
+        """Release threads and timers. Idempotent."""
+        self._leaving.close()
         self._preprocessor.close()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:

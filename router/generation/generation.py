@@ -150,6 +150,13 @@ class Generation:
             self._close()
             self._wake()
 
+    def leave(self, pod: Pod) -> None:
+        """Its decode pod drains: if it has begun, it goes on elsewhere when it is its turn, and here until then."""
+        is_there = self._legs is not None and self._legs.decode.pod is pod
+        if is_there and len(self._output) and (self._recovery is None or self._recovery.done()):
+            self._recovery = asyncio.create_task(self._move(pod))
+            self._recovery.add_done_callback(self._on_task_done)
+
     # --- decode leg (DeltaSink) ---
 
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
@@ -328,7 +335,25 @@ class Generation:
         self._close_legs()  # now: nothing more of it may be accepted
         self._recover_from(error, pod)
 
+    async def _move(self, pod: Pod) -> None:
+        slot = await self._dispatcher.migrations.enter()
+        num_tokens = len(self.request.prompt_token_ids) + len(self._output)
+        if self._legs is None or not self._dispatcher.has_room_besides(pod, num_tokens):
+            slot.release()
+            return
+        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address)
+        self._dispatcher.survival_metrics.redispatched.labels("drain").inc()
+        self._close_legs()
+        self._slot, self._was_admitted = slot, True
+        try:
+            self._dispatch(avoid=pod)
+        except UnavailableError as error:
+            self._release_slot()
+            self._recover_from(error, pod)
+
     def _recover_from(self, error: BatonError, pod: Pod | None) -> None:
+        if self._recovery is not None and self._recovery is not asyncio.current_task():
+            self._recovery.cancel()  # it was in line to leave a pod that is lost by now
         self._recovery = asyncio.create_task(self._recover(error, pod))
         self._recovery.add_done_callback(self._on_task_done)
 

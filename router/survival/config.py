@@ -26,6 +26,13 @@ class SurvivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "others wait in line.",
         ),
     ] = 32
+    migrate_on_drain_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="Seconds after which streams leave a decode pod that drains, if others have room; none: they "
+            "stay until the pod ends them."
+        ),
+    ] = None
     resume_window_s: Annotated[
         float,
         Meta(

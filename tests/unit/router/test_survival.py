@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 
 from common.errors import BatonError, OverloadedError, UnavailableError
+from common.pb import pods_pb2
+from router.pods import PodState
 from router.survival.config import SurvivalConfig
 from router.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod
@@ -216,4 +218,49 @@ async def test_a_long_stream_survives_more_restarts_than_attempts(start_cluster,
         await stream.rest()
     assert stream.text == text()
     assert len(decode.submits) == 6
+    await cluster.until_quiet()
+
+
+async def on_a_draining_pod(start_cluster, survival, *, free_blocks=100):
+    """A stream that has got three tokens from a pod that drains, that pod, and another one."""
+    cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()], survival=survival)
+    for decode in cluster.decode:
+        decode.allowed = 3
+    stream = Stream(cluster)
+    await stream.__aenter__()
+    await stream.next()
+    draining, other = cluster.decode if cluster.decode[0].submits else reversed(cluster.decode)
+    await draining.until(lambda: not any(each.runnable for each in draining.live.values()))
+    await other.set_stats(pods_pb2.PodStats(num_free_blocks=free_blocks, num_blocks=100))
+    pods = cluster.router.cluster.by_address
+    await until(lambda: pods[other.address].load.current().free_blocks == free_blocks)
+    await draining.set_stats(pods_pb2.PodStats(draining=True))
+    await until(lambda: pods[draining.address].state is PodState.DRAINING)
+    return cluster, stream, draining, other
+
+
+async def test_streams_leave_a_pod_that_drains_if_they_are_to(start_cluster, text):  # noqa: F811
+    cluster, stream, draining, other = await on_a_draining_pod(start_cluster, SurvivalConfig(migrate_on_drain_s=0))
+    await other.allow(None)
+    await stream.rest()
+    await stream.__aexit__(None, None, None)
+    assert stream.text == text()
+    assert draining.aborts == [draining.submits[0].request.request_id]
+    assert cluster.metric("baton_redispatch_total", reason="drain") == 1
+    assert cluster.metric("baton_num_migrations_running") == 0
+    await cluster.until_quiet()
+
+
+@pytest.mark.parametrize(
+    ("survival", "free_blocks"), [(SurvivalConfig(), 100), (SurvivalConfig(migrate_on_drain_s=0), 0)]
+)
+async def test_streams_stay_on_a_pod_that_drains(start_cluster, text, survival, free_blocks):  # noqa: F811
+    """As it is set, or since no other pod has room."""
+    cluster, stream, draining, other = await on_a_draining_pod(start_cluster, survival, free_blocks=free_blocks)
+    await draining.allow(None)
+    await stream.rest()
+    await stream.__aexit__(None, None, None)
+    assert stream.text == text()
+    assert (other.submits, draining.aborts) == ([], [])
+    assert cluster.metric("baton_num_migrations_running") == 0
     await cluster.until_quiet()
