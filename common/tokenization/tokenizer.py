@@ -38,6 +38,8 @@ class Tokenizer:
         layout = repr(decoder) if decoder is not None else ""
         self.byte_level = "ByteLevel" in layout  # a token is any run of bytes, whatever characters they belong to
         self._sentencepiece = "\u2581" in layout
+        # A list of token ids shares these integers: 8 bytes each in place of 40, for as long as a request lives.
+        self._ids = tuple(range(max(backend.get_vocab().values(), default=-1) + 1))
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
@@ -77,7 +79,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return list(map(self._ids.__getitem__, ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know have no text."""

@@ -77,9 +77,11 @@ class CompletionsEndpoint:
         config = self._service.config
         exchange = Exchange(scope, receive, send)
         try:
-            body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+            parsed = self._api.parse(await exchange.read_json(config.max_body_bytes, config.request_timeout_s))
+            work = self._serve(parsed, exchange, arrived_at)
+            del parsed  # a long prompt must not be kept as long as its answer takes
             async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
-                await exchange.run_while_connected(self._serve(body, exchange, arrived_at))
+                await exchange.run_while_connected(work)
         except RequestCancelledError:
             pass  # nobody is there to be told; the generation counted it
         except TimeoutError:
@@ -95,8 +97,7 @@ class CompletionsEndpoint:
         self._service.metrics.errors.labels(error.code.label).inc()
         await exchange.send_error(error)
 
-    async def _serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
-        parsed = self._api.parse(body)
+    async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.header, exchange.tenant)
         account = self._gate.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
@@ -107,6 +108,7 @@ class CompletionsEndpoint:
             return
         with account.admit(_num_generations(parsed)):
             job = await self._prepare(parsed, read_event_id(exchange.header(HEADER), parsed), arrived_at, terms)
+            del parsed
             account.spend(job.num_prompt_tokens)
             with self._resumable(job, terms.tenant) as resumable:
                 async with self._service.run(job.choices) as run:

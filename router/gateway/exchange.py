@@ -89,19 +89,31 @@ class Exchange:
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, or cancel it and raise RequestCancelledError as soon as the client is gone.
 
-        To be called after the body was read.
+        To be called after the body was read. The work runs in the caller's task, which is cancelled as asyncio.timeout
+        does it: one task less to start for each request and to keep for each open stream.
         """
-        task = asyncio.create_task(work)
-        watcher = asyncio.create_task(self._wait_for_disconnect())
-        try:
-            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise RequestCancelledError("the client went away")
-            task.result()
-        finally:
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
+        is_gone = False
+
+        def on_watched(watcher: asyncio.Task[None]) -> None:
+            nonlocal is_gone
+            is_gone = True
             task.cancel()
+            watcher.exception()  # how it was noticed does not matter
+
+        watcher = asyncio.create_task(self._wait_for_disconnect())
+        watcher.add_done_callback(on_watched)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if is_gone and task.uncancel() <= cancelled_before:
+                raise RequestCancelledError("the client went away") from None
+            raise
+        finally:
+            watcher.remove_done_callback(on_watched)
             watcher.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
 
     async def send_json(
         self, body: bytes, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
