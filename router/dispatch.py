@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from common.errors import UnavailableError
 from router.admission.room import NO_ROOM, Room, room_of
+from router.admission.steering import within_limits
 from router.config import RouterConfig
 from router.estimates import Estimates
 from router.generation import Generation
@@ -126,7 +127,7 @@ class Dispatcher:
         plan = self.planner.plan(query, time.monotonic())
         if plan is None:
             raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
-        return plan
+        return within_limits(plan, request.terms, self.config.admission.prediction_margin)
 
     def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
         return Query(

@@ -1,6 +1,7 @@
 """Routing policies side by side, on simulated clusters.
 
     python -m benchmarks.simulate [--setup NAME] [--requests N] [--policies A|B] [--markdown FILE]
+    python -m benchmarks.simulate --overload [--markdown FILE]
     python -m benchmarks.simulate --routers 2 --routers 4   # several routers on the same pods, next to one
 
 Pods and time are simulated, everything that decides is the router's own: policies, prefix index, load accounting,
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.simulate.cluster import Outcome, SimulatedCluster
+from benchmarks.simulate.overload import HEAD as OVERLOAD_HEAD
+from benchmarks.simulate.overload import LOADS, MODES, Overload, format_overload, overload
 from benchmarks.simulate.report import RouterRow, Row, format_markdown, format_routers, verdicts
 from benchmarks.simulate.router import Setting
 from benchmarks.simulate.timing import CPU_DEMO, H100_8B, Hardware
@@ -83,8 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="about so many per trace")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--routers", type=int, action="append", help="so many on the same pods, next to one")
+    parser.add_argument("--overload", action="store_true", help="admission under overload, instead of policies")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args(argv)
+    if args.overload:
+        table = format_overload(list(show_overload()))
+        print("\n" + table)
+        if args.markdown:
+            args.markdown.write_text(OVERLOAD_HEAD + table)
+        return 0
     parts = []
     for name in args.setup or SETUPS:
         setup = SETUPS[name]
@@ -99,6 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         args.markdown.write_text((_ROUTERS_HEAD if args.routers else _HEAD) + "\n".join(parts))
     return 0
+
+
+def show_overload() -> Iterator[Overload]:
+    """All ways under all loads."""
+    for load in LOADS:
+        for mode in MODES:
+            row = overload(load, mode)
+            print(row.line, file=sys.stderr, flush=True)
+            yield row
 
 
 def compare(setup: Setup, trace: Trace, policies: Sequence[str]) -> list[Row]:

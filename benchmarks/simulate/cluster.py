@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.simulate.admission import SimulatedGate
 from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, Job, SimulatedPod
 from benchmarks.simulate.router import Setting, SimulatedRouter
@@ -80,6 +82,11 @@ class SimulatedCluster:
         self.routers = [SimulatedRouter(setting, self.clock, self._pods) for _ in range(setting.num_routers)]
         for number in range(num_pods):
             self._report(number)
+        self._gates = {
+            id(router): SimulatedGate(router, self.clock, setting.admission, setting.limits)
+            for router in self.routers
+            if setting.admission is not None
+        }
         self._lots = random.Random(0)
         self.requests: list[_Request] = []
         self.gaps: dict[float, int] = {}
@@ -112,6 +119,10 @@ class SimulatedCluster:
     def any_router(self) -> SimulatedRouter:
         """For the next request."""
         return self._lots.choice(self.routers)
+
+    def gate_of(self, router: SimulatedRouter) -> SimulatedGate | None:
+        """None: all that comes is sent at once."""
+        return self._gates.get(id(router))
 
     def check(self) -> list[str]:
         """What is left that should not be; empty: nothing."""
@@ -165,6 +176,8 @@ class _Request:
         self.router = cluster.any_router()
         self.is_local = False  # a decode pod computes the prompt
         self.is_done = False
+        self.is_refused = False
+        self.retry_after_s = 0.0
         self.ttft_s = 0.0
         self.tpot_s = 0.0
         self._arrived = 0.0
@@ -175,7 +188,21 @@ class _Request:
         """The user has asked."""
         self._arrived = self._clock.now
         self._cluster.requests.append(self)
-        decode, prefill = self.router.route(self.turn.prompt, self.session.name)
+        self._query = self.router.query(self.turn.prompt, self.session.name)
+        if (gate := self._cluster.gate_of(self.router)) is None:
+            self.send()
+        else:
+            gate.offer(self, self._query)
+
+    def refuse(self, retry_after_s: float) -> None:
+        """The user is told to come back later, and does not."""
+        self.is_done = self.is_refused = True
+        self.retry_after_s = retry_after_s
+        self.ttft_s = math.inf
+
+    def send(self) -> None:
+        """To the pods."""
+        decode, prefill = self.router.route(self._query)
         self._decode_claim = decode.claim
         self.is_local = prefill is None
         if prefill is None:
@@ -237,6 +264,8 @@ class _Request:
         assert self._decode_claim is not None
         self._decode_claim.release(self._clock.now)
         self.router.learn(answer=num_output_tokens)
+        if (gate := self._cluster.gate_of(self.router)) is not None:
+            gate.ended()
         if self._number + 1 < len(self.session.turns):
             following = _Request(self._cluster, self.session, self._number + 1)
             self._clock.after(following.turn.wait_s, following.arrive)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, SimulatedPod
 from benchmarks.simulate.timing import Hardware
 from common.pb import pods_pb2
+from router.admission.config import AdmissionConfig
+from router.admission.limits import Limits
+from router.admission.room import Room, room_of
+from router.admission.steering import within_limits
 from router.estimates import Estimates
 from router.index import PrefixIndex
 from router.pods import PodClaim, PodLoad, Share
 from router.policies import Leg, PodFacts, PodTable, prefill_work
-from router.routing import Placement, Planner, Query
+from router.routing import Placement, Plan, Planner, Query
+from router.terms import Terms
 
 _NO_LIMIT_S = 3600.0
 _MAX_INDEX_BLOCKS = 4_000_000
@@ -29,6 +34,8 @@ class Setting(NamedTuple):
     remote_prefill: str = "prefer"
     target_itl_s: float = 0.05
     num_routers: int = 1
+    admission: AdmissionConfig | None = None  # None: all that comes is sent to the pods at once
+    limits: Limits = Limits(_NO_LIMIT_S)  # that each request names
 
 
 class Sent(NamedTuple):
@@ -63,8 +70,11 @@ class SimulatedRouter:
         self._hardware = setting.hardware
         self._clock = clock
         self._index = PrefixIndex(_MAX_INDEX_BLOCKS)
-        self._estimates = Estimates()
-        prefill, decode = PodTable(), PodTable()
+        self.estimates = Estimates()
+        self._margin = (setting.admission or AdmissionConfig()).prediction_margin
+        self._terms = Terms(ttft_slo_s=setting.limits.ttft_s, itl_slo_s=setting.limits.itl_s)
+        prefill, decode = self._tables = PodTable(), PodTable()
+        self.sends_prompts_away = setting.num_prefill > 0 and setting.remote_prefill != "never"
         self._seats = [self._seat(pod, prefill, f"p{n}") for n, pod in enumerate(pods[: setting.num_prefill])]
         self._seats += [self._seat(pod, decode, f"d{n}") for n, pod in enumerate(pods[setting.num_prefill :])]
         self._seat_at = {seat.facts.address: seat for seat in self._seats}
@@ -78,18 +88,36 @@ class SimulatedRouter:
             target_itl_s=setting.target_itl_s,
         )
 
-    def route(self, block_hashes: bytes, session: str) -> Route:
-        """Decide and claim for a prompt of these blocks."""
-        query = Query(
+    def query(self, block_hashes: bytes, session: str) -> Query:
+        """What is to be decided for a prompt of these blocks."""
+        return Query(
             num_prompt_tokens=len(split(block_hashes)) * self._hardware.block_size,
             block_hashes=block_hashes,
             block_size=self._hardware.block_size,
-            expected_output_tokens=self._estimates.expected_output_tokens(4096),
-            handoff_token_s=self._estimates.handoff_token_s,
+            expected_output_tokens=self.estimates.expected_output_tokens(4096),
+            handoff_token_s=self.estimates.handoff_token_s,
             session=session,
         )
+
+    def plan(self, query: Query) -> Plan:
+        """Where it would go now."""
         plan = self._planner.plan(query, self._clock.now)
         assert plan is not None
+        return within_limits(plan, self._terms, self._margin)
+
+    def room(self, overcommit: float) -> Room:
+        """What the pods could take now."""
+        prefill, decode = (table.columns() for table in self._tables)
+        return room_of(decode, prefill if self.sends_prompts_away else decode, overcommit)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when a pod's load changed."""
+        for table in self._tables:
+            table.on_change(listener)
+
+    def route(self, query: Query) -> Route:
+        """Decide and claim."""
+        plan = self.plan(query)
         self._planner.note(plan)
         decode = self._claim(plan.decode, query, computes=plan.prefill is None)
         return Route(decode, None if plan.prefill is None else self._claim(plan.prefill, query, computes=True))
@@ -97,9 +125,9 @@ class SimulatedRouter:
     def learn(self, *, answer: int = 0, handoff: tuple[float, int] | None = None) -> None:
         """As the router does when a request is over, or handed over."""
         if answer:
-            self._estimates.answered(answer)
+            self.estimates.answered(answer)
         if handoff is not None:
-            self._estimates.handed_over(*handoff)
+            self.estimates.handed_over(*handoff)
 
     def on_report(self, pod_number: int, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
         """What the pod of that number says, of its load and of its cache."""

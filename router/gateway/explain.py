@@ -18,6 +18,10 @@ _WHY = {
         "remote": "the first token would not come from the decode pod in half the time",
     },
     "itl_target": {"remote": "the decode pod would be sooner, but others there would wait too long for their tokens"},
+    "limits": {
+        "local": "only this way is predicted to keep the limits that the request names",
+        "remote": "only this way is predicted to keep the limits that the request names",
+    },
     "short_prompt": {"local": "fewer than min_remote_prefill_tokens tokens are to be computed"},
     "planned": {"remote": "remote_prefill says so"},
     "colocated": {"local": "remote_prefill says so, or there are no prefill pods"},

@@ -1,0 +1,44 @@
+"""A plan that breaks a limit gives way to one that keeps it."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission.steering import within_limits
+from router.index import PrefixIndex
+from router.routing import Planner, Query
+from router.terms import Terms
+from tests.unit.router.pod_tables import table_of
+
+
+def plan_of(**settings):
+    """Of 3,200 tokens: on the prefill pod after 30,000 others, on the decode pod at once but beside eighty answers."""
+    prefill = table_of(p={"queued_tokens": 30_000, "num_blocks": 10_000, "free_blocks": 10_000})
+    decode = table_of(d={"num_requests": 80, "num_blocks": 10_000, "free_blocks": 10_000, "context_tokens": 80_000})
+    query = Query(3200, b"", 16, 100.0, 1e-6)
+    index = PrefixIndex(100)
+    index.join(10_000)
+    return Planner(prefill, decode, index, **settings).plan(query, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("target_itl_s", "terms", "where", "reason"),
+    [
+        (10.0, Terms(), "decode", "lower_ttft"),
+        (10.0, Terms(itl_slo_s=0.05), "prefill", "limits"),
+        (10.0, Terms(itl_slo_s=0.0001), "decode", "lower_ttft"),  # neither keeps it
+        (0.05, Terms(), "prefill", "itl_target"),
+        (0.05, Terms(ttft_slo_s=1.5), "decode", "limits"),
+        (0.05, Terms(ttft_slo_s=1.5, itl_slo_s=0.05), "prefill", "itl_target"),
+    ],
+)
+def test_the_other_plan_is_taken_if_only_that_keeps_the_limits(target_itl_s, terms, where, reason):
+    plan = within_limits(plan_of(target_itl_s=target_itl_s), terms, 1.0)
+    assert ("decode" if plan.prefill is None else "prefill", plan.reason) == (where, reason)
+    if reason == "limits":
+        assert len(plan.others) == (2 if where == "decode" else 1)
+
+
+def test_where_there_is_no_choice_it_stays() -> None:
+    plan = plan_of(remote_prefill="prefer")
+    assert within_limits(plan, Terms(ttft_slo_s=0.001), 1.0) is plan
