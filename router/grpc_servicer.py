@@ -22,7 +22,7 @@ from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.security.gate import Gate
 from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
-from router.terms import Terms, read_terms
+from router.terms import QUEUED_HEADER, Terms, read_terms
 
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
@@ -121,6 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request = await self._service.prepare(replace(_draft(message), terms=terms))
             account.spend(len(request.prompt_token_ids))
             async with self._service.run([request]) as run:
+                await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
                 with account.spending(run.generations):
                     yield run.generations[0]
 

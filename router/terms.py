@@ -15,6 +15,7 @@ SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
+QUEUED_HEADER = "x-baton-queue-ms"  # of an answer: how long its request waited in the router
 
 
 @dataclass(frozen=True, slots=True)

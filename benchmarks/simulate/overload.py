@@ -59,7 +59,7 @@ class Overload(NamedTuple):
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 
-def overload(load: float, mode: str, *, num_pods: int = 4, seconds: float = _SECONDS, seed: int = 1) -> Overload:
+def overload(load: float, mode: str, *, num_pods: int = 2, seconds: float = _SECONDS, seed: int = 1) -> Overload:
     """Serve `load` times the capacity of `num_pods` prefill pods (and as many decode pods)."""
     admission, limits = MODES[mode]
     setting = Setting(H100_8B, num_pods, num_pods, "kv_aware", "auto", admission=admission, limits=limits)
@@ -87,7 +87,7 @@ def overload(load: float, mode: str, *, num_pods: int = 4, seconds: float = _SEC
 HEAD = f"""# Admission under overload, on a simulated cluster
 
 `python -m benchmarks.simulate --overload --markdown FILE`. One minute of prompts that share nothing (2,000 tokens in
-the mean, log-normal; answers of 200) for 4 prefill and 4 decode pods with the timing of an H100 and an 8B model,
+the mean, log-normal; answers of 200) for 2 prefill and 2 decode pods with the timing of an H100 and an 8B model,
 `remote_prefill: auto`. Load 1 is what the prefill pods can compute; decode pods compute some more when they are late.
 Pods and time are simulated, queue, limits, predictions and routing are the router's own. Results depend on nothing but
 the seed.

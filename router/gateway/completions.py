@@ -28,7 +28,7 @@ from router.request import GenerationRequest, TextPrompt
 from router.security.gate import Gate
 from router.service import InferenceService
 from router.survival.kept import Running, StreamKey
-from router.terms import Tenant, Terms, read_terms
+from router.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class CompletionsEndpoint:
             account.spend(job.num_prompt_tokens)
             with self._resumable(job, terms.tenant) as resumable:
                 async with self._service.run(job.choices) as run:
+                    exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
                         if job.stream is not None:

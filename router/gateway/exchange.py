@@ -39,6 +39,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._streaming = False
+        self._added: list[tuple[bytes, bytes]] = []  # headers of a success
 
     @property
     def tenant(self) -> Tenant:
@@ -51,6 +52,10 @@ class Exchange:
         """The first header of that name, in lower case; empty: there is none."""
         wanted = name.encode()
         return next((value.decode("latin-1") for header, value in self._headers if header == wanted), "")
+
+    def add_header(self, name: str, value: str) -> None:
+        """To the response, if it is a success."""
+        self._added.append((name.encode(), value.encode()))
 
     async def read_json(self, limit: int, timeout_s: float) -> bytes:
         """The whole body, unread. Raises InvalidRequestError if it is declared as something else, PayloadTooLargeError
@@ -120,6 +125,8 @@ class Exchange:
     ) -> None:
         """A whole response."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if status == 200:
+            own += self._added
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -128,7 +135,7 @@ class Exchange:
         if not self._streaming:
             self._streaming = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._added})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, last: bytes = b"") -> None:

@@ -68,7 +68,9 @@ async def test_by_priority_then_in_order(busy):
     assert busy.metric("baton_num_requests_queued", priority="normal") == 2
     assert busy.decode[0].submits[1:] == []
     await busy.decode[0].allow(None)
-    assert {(await each).status_code for each in waiting} == {200}
+    answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(int(answer.headers["x-baton-queue-ms"]) >= 0 for answer in answers)
     assert submitted(busy) == ["high", "first", "second", "low"]
     assert busy.metric("baton_request_queue_seconds_count", priority="normal") == 3
 
