@@ -6,7 +6,14 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from cli.generation import GenerationOptions, parse_generation, read_stdin, report_router_error, write_pieces
+from cli.generation import (
+    GenerationOptions,
+    open_router,
+    parse_generation,
+    read_stdin,
+    report_router_error,
+    write_pieces,
+)
 from cli.router_client import RouterClient, RouterError
 from common.config import ArgumentParser
 
@@ -43,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     args, options = parse_generation(parser, argv)
     try:
         message = " ".join(args.message) or read_stdin("the message").strip()
-        with RouterClient(options.url, timeout_s=options.timeout_s) as router:
+        with open_router(options) as router:
             model = options.model or router.default_model()
             conversation = Conversation(router, options, model, args.system)
             if message:

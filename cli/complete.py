@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cli.generation import parse_generation, read_stdin, report_router_error, write_pieces
-from cli.router_client import RouterClient, RouterError
+from cli.generation import open_router, parse_generation, read_stdin, report_router_error, write_pieces
+from cli.router_client import RouterError
 from common.config import ArgumentParser
 from common.errors import ConfigError
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         prompt = args.prompt if args.prompt is not None else read_stdin("the prompt")
         if not prompt:
             raise ConfigError("no prompt: give one as argument or on stdin")
-        with RouterClient(options.url, timeout_s=options.timeout_s) as router:
+        with open_router(options) as router:
             body = options.body(options.model or router.default_model()) | {"prompt": prompt}
             write_pieces(router.stream_complete(body) if options.stream else [router.complete(body)])
     except RouterError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from cli.router_client import DEFAULT_URL, RouterError
+from cli.router_client import DEFAULT_URL, RouterClient, RouterError
 from common.config import ArgumentParser, add_arguments, build
 
 _STOP = frozenset({"stop"})
@@ -20,7 +21,12 @@ _STOP = frozenset({"stop"})
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the router is and how it samples. What is not given is the router's choice."""
 
-    url: Annotated[str, Meta(description="HTTP address of the router.")] = DEFAULT_URL
+    url: Annotated[
+        str, Meta(description="HTTP address of the router. An API key is taken from the environment: BATON_API_KEY.")
+    ] = DEFAULT_URL
+    tls_ca: Annotated[
+        str, Meta(description="PEM file of the authority of an https:// router; default: the system's.")
+    ] = ""
     model: Annotated[str | None, Meta(description="Model name; default: the first the router serves.")] = None
     max_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Most tokens of the answer.")] = None
     temperature: Annotated[
@@ -49,6 +55,12 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
             "stop": self.stop or None,
         }
         return {"model": model} | {name: value for name, value in given.items() if value is not None}
+
+
+def open_router(options: GenerationOptions) -> RouterClient:
+    """A client of the router that the options name. Raises ConfigError."""
+    api_key = os.environ.get("BATON_API_KEY", "")
+    return RouterClient(options.url, timeout_s=options.timeout_s, api_key=api_key, tls_ca=options.tls_ca)
 
 
 def parse_generation(parser: ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, GenerationOptions]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 
 CONNECT_TIMEOUT_S = 5.0
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -34,12 +35,23 @@ class RouterUnreachableError(RouterError):
 class RouterClient:
     """A connection to one router. A context manager. Methods raise RouterError."""
 
-    def __init__(self, url: str, *, timeout_s: float, transport: httpx.BaseTransport | None = None) -> None:
-        """`timeout_s` bounds the wait for each piece of an answer."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        api_key: str = "",
+        tls_ca: str = "",
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`timeout_s` bounds the wait for each piece of an answer; `tls_ca` is a PEM file of the authorities to trust
+        instead of the system's. Raises ConfigError if that cannot be used."""
         self.url = url.rstrip("/")
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+            verify=_trusting(tls_ca) if tls_ca else True,
             transport=transport,
             trust_env=False,  # a proxy of the environment is not for a router on this machine
         )
@@ -131,6 +143,13 @@ class RouterClient:
     def _json(self, response: httpx.Response) -> Any:
         with self._clear_errors():
             return response.json()
+
+
+def _trusting(tls_ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=tls_ca)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"--tls-ca: {tls_ca} cannot be used: {error.strerror}", param="tls_ca") from error
 
 
 def _message_of(body: Any) -> str:

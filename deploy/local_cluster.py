@@ -28,6 +28,7 @@ from common.config import ArgumentParser, Section, add_arguments, build, load_ya
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
 from common.observability.logging import LogLevel
+from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
 from deploy.pod_process import PodProcess, PodSpec, PodStartError
 from deploy.ports import check_free, pick_ports
 from deploy.probes import RouterProbe, first_model, grpc_probe
@@ -40,6 +41,7 @@ from kv_store.registry import CONNECTOR_NAMES
 POD_ROLES = ("prefill", "decode")
 SECTIONS = ("cluster", *POD_ROLES, "router")
 CONNECTORS = tuple(name for name in CONNECTOR_NAMES if name != "memory")  # those that join processes
+_CLUSTER_TLS_SETTINGS = dict.fromkeys(("cluster_ca", "cluster_cert", "cluster_key", "cluster_tls_name"), "mtls")
 # What `baton up` decides for its processes, and the setting of `cluster` that says so, if one does.
 _POD_SETTINGS = {
     "host": "",
@@ -49,6 +51,7 @@ _POD_SETTINGS = {
     "connector_path": "connector_path",
     "drain_timeout_s": "stop_grace_s",
     "log_level": "log_level",
+    **_CLUSTER_TLS_SETTINGS,
 }
 _ROUTER_SETTINGS = {
     "host": "host",
@@ -58,6 +61,9 @@ _ROUTER_SETTINGS = {
     "decode": "decode",
     "shutdown_grace_s": "stop_grace_s",
     "log_level": "log_level",
+    "tls_cert": "",
+    "tls_key": "",
+    **_CLUSTER_TLS_SETTINGS,
 }
 _DECIDED_SETTINGS = {"prefill": _POD_SETTINGS, "decode": _POD_SETTINGS, "router": _ROUTER_SETTINGS}
 LOOPBACK = "127.0.0.1"  # where the pods listen; only the router is reachable from elsewhere
@@ -96,6 +102,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: Annotated[
         str | None, Meta(description="Name of the model in the API; default: that of its directory or hub id.")
     ] = None
+    mtls: Annotated[
+        bool,
+        Meta(description="Have router and pods prove who they are, with certificates that are made for this cluster."),
+    ] = False
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds within which every pod must be ready, downloads included.")
     ] = 900.0
@@ -162,7 +172,8 @@ class LocalCluster:
         for file, text in plan.files.items():
             write_private(file, text)
         self._stores = [PodProcess(redis.spec, redis_probe(redis), terminal) for redis in plan.stores]
-        self._pods = [PodProcess(spec, grpc_probe(spec.address), terminal) for spec in plan.pods]
+        tls = _make_mtls(scratch) if config.mtls else None
+        self._pods = [PodProcess(spec, grpc_probe(spec.address, tls), terminal) for spec in plan.pods]
         names = {spec.address: spec.name for spec in plan.pods}
         self._router = PodProcess(plan.router, RouterProbe(self._probe_host, port, names), terminal)
 
@@ -284,6 +295,8 @@ def plan_cluster(
     for (role, index), pod_port in zip(names, ports, strict=True):
         name = f"{role}-{index}"
         own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
+        if config.mtls:
+            own += to_arguments(_mtls_of(scratch, role))
         pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", [*own, *pod_options, *common], env))
     router_options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
     for pod in pods:
@@ -294,6 +307,8 @@ def plan_cluster(
     if model.revision:
         router_options += ["--revision", model.revision]
     router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
+    if config.mtls:
+        router_options += to_arguments(_mtls_of(scratch, "router"))
     router_address = f"{base_url(_reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files)
@@ -329,6 +344,26 @@ def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: 
     if config.connector == "shared-storage":
         path = path or str(scratch)
     return _ConnectorPlan([*pod_options, *(["--connector-path", path] if path else [])], stores, files)
+
+
+def _mtls_of(scratch: Path, role: str) -> ClusterTlsConfig:
+    """Where `_make_mtls` puts the certificate of a role."""
+    directory = scratch / "certificates"
+    return ClusterTlsConfig(
+        cluster_ca=str(directory / "ca.pem"),
+        cluster_cert=str(directory / f"{role}.pem"),
+        cluster_key=str(directory / f"{role}.key"),
+    )
+
+
+def _make_mtls(scratch: Path) -> ClusterTls | None:
+    """Makes the certificates of all roles; returns the router's, for probes. Raises ConfigError."""
+    try:
+        from deploy.certificates import make_certificates
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--mtls: needs {error.name}: pip install 'baton-llm[certs]'", param="mtls") from error
+    make_certificates(scratch / "certificates")
+    return cluster_tls(_mtls_of(scratch, "router"))
 
 
 async def _all_ready(processes: Iterable[PodProcess]) -> None:

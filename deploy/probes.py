@@ -11,15 +11,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import ConfigError
+from common.rpc.channel import ChannelOpener
+from common.rpc.tls import ClusterTls
 
 PROBE_TIMEOUT_S = 2.0
 
 
-def grpc_probe(address: str) -> Callable[[], Awaitable[bool]]:
+def grpc_probe(address: str, tls: ClusterTls | None = None) -> Callable[[], Awaitable[bool]]:
     """A probe that is True once the server at `address` reports SERVING for itself as a whole."""
+    opener: ChannelOpener = grpc.aio.insecure_channel if tls is None else tls.open_channel
 
     async def probe() -> bool:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with opener(address) as channel:
             try:
                 answer = await health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from cli import chat, complete
+from cli.generation import GenerationOptions, open_router
+from cli.main import main
 from cli.router_client import RouterClient, RouterError, RouterUnreachableError
 from deploy.ports import pick_ports
 
@@ -52,7 +55,7 @@ class FakeRouter:
 def router(monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
     fake = FakeRouter()
     for module in (complete, chat):
-        monkeypatch.setattr(module, "RouterClient", lambda url, timeout_s: client(fake))
+        monkeypatch.setattr(module, "open_router", lambda options: client(fake))
     return fake
 
 
@@ -128,3 +131,19 @@ def test_a_conversation_keeps_its_history(router: FakeRouter, monkeypatch: pytes
     assert chat.main([]) == 0
     contents = [[message["content"] for message in body["messages"]] for body in router.bodies]  # type: ignore[attr-defined]
     assert contents == [["first"], ["first", "answer 1", "second"], ["third"]]
+
+
+def test_the_key_of_the_environment_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "my-key")
+    with open_router(GenerationOptions(url="http://router")) as router:
+        assert router._http.headers["authorization"] == "Bearer my-key"
+    monkeypatch.delenv("BATON_API_KEY")
+    with open_router(GenerationOptions(url="http://router")) as router:
+        assert "authorization" not in router._http.headers
+
+
+def test_an_authority_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ca.pem").write_text("nonsense")
+    for file in ("ca.pem", "absent.pem"):
+        assert main(["complete", "Hello", "--url", "https://router", "--tls-ca", str(tmp_path / file)]) == 2
+        assert f"--tls-ca: {tmp_path / file} cannot be used" in capsys.readouterr().err
