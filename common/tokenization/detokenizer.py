@@ -38,6 +38,8 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next output ids; returns the text they complete, possibly none."""
         # One at a time: with byte fallback, a complete character followed by half of one decodes to U+FFFD only.
+        if len(token_ids) == 1:
+            return self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def _push_one(self, token_id: int) -> str:

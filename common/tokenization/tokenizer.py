@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,8 +39,10 @@ class Tokenizer:
         self.byte_level = "ByteLevel" in layout  # a token is any run of bytes, whatever characters they belong to
         self._sentencepiece = "\u2581" in layout
         # A list of token ids shares these integers: 8 bytes each in place of 40, for as long as a request lives.
-        self._ids = tuple(range(max(backend.get_vocab().values(), default=-1) + 1))
-        self._longest_token = max(map(len, backend.get_vocab()), default=1)
+        vocab = backend.get_vocab()
+        self._ids = tuple(range(max(vocab.values(), default=-1) + 1))
+        self._is_visible = _flags(set(vocab.values()) - self._special_ids, len(self._ids))
+        self._longest_token = max(map(len, vocab), default=1)
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
 
@@ -88,7 +90,7 @@ class Tokenizer:
 
     def is_visible(self, token_id: int) -> bool:
         """True if `decode` would look at the token at all."""
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+        return token_id < len(self._is_visible) and self._is_visible[token_id] != 0
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; part of a character where characters are split over tokens."""
@@ -125,6 +127,14 @@ class Tokenizer:
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(match[1])
         return (piece.replace("\u2581", " ") if self._sentencepiece else piece).encode()
+
+
+def _flags(positions: Iterable[int], size: int) -> bytes:
+    """1 at each of the positions, else 0: a byte per token, asked once per token of output."""
+    flags = bytearray(size)
+    for position in positions:
+        flags[position] = 1
+    return bytes(flags)
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,9 +57,10 @@ class AnswerFormat(ABC):
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = _encode({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
-        tail = b',"usage":null}\n\n' if usage_in_chunks else b"}\n\n"
-        self._open_tail = b',"finish_reason":null}]' + tail
-        self._tails = {reason: b',"finish_reason":' + _encode(reason.label) + b"}]" + tail for reason in FinishReason}
+        self._tails = _tails(usage_in_chunks)
+        self._open_tail = self._tails[None]
+        self._plain_tail = self._after_text + b',"logprobs":null' + self._open_tail
+        self._text_heads: dict[int, bytes] = {}  # by choice: all that precedes its text
         self._usage_head = b"data: " + head + b',"choices":[],"usage":'
 
     @abstractmethod
@@ -75,21 +77,16 @@ class AnswerFormat(ABC):
 
     def chunk(self, index: int, delta: TextDelta, prefix: str = "") -> bytes:
         """Event with what one choice gained; `prefix` precedes its text."""
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
+        text = _encode(prefix + delta.text)
+        if delta.finish_reason is None and not self._wants_logprobs:
+            return head + text + self._plain_tail
         logprobs = b"null"
         if self._wants_logprobs and delta.token_ids:
             logprobs = _encode(self.logprobs([delta], len(prefix)))
-        return b"".join(
-            (
-                self._chunk_head,
-                str(index).encode(),
-                self._before_text,
-                _encode(prefix + delta.text),
-                self._after_text,
-                b',"logprobs":',
-                logprobs,
-                self._open_tail if delta.finish_reason is None else self._tails[delta.finish_reason],
-            )
-        )
+        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, self._tails[delta.finish_reason]))
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """Event with the token counts."""
@@ -178,6 +175,14 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+@functools.cache
+def _tails(usage_in_chunks: bool) -> Mapping[FinishReason | None, bytes]:
+    """What ends a chunk, by why its choice ends; None: it goes on."""
+    end = b',"usage":null}\n\n' if usage_in_chunks else b"}\n\n"
+    labels: dict[FinishReason | None, str | None] = {None: None, **{reason: reason.label for reason in FinishReason}}
+    return {reason: b',"finish_reason":' + _encode(label) + b"}]" + end for reason, label in labels.items()}
 
 
 def _finite(logprob: float) -> float:

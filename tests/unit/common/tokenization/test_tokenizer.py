@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import common.demo_model
 from common.errors import ConfigError, InvalidRequestError
 from common.tokenization import ChatTemplate, Tokenizer
 from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
@@ -46,6 +48,24 @@ def test_broken_files_name_what_is_wrong(model_dir, name, content):
 def test_round_trip(kind):
     tokenizer = KINDS[kind]()
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+def test_encoded_ids_are_shared_between_prompts():
+    """A prompt of 10,000 tokens then takes 80 KB, not 400 KB."""
+    tokenizer = Tokenizer.from_directory(Path(common.demo_model.__file__).parent / "weights")
+    ids, again = tokenizer.encode("Once upon a time"), tokenizer.encode("Once upon a time")
+    assert ids == tokenizer._backend.encode("Once upon a time").ids
+    assert max(ids) > 256, "Python shares smaller ones anyway"
+    assert all(one is other for one, other in zip(ids, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_visible_is_what_decode_looks_at(kind):
+    tokenizer = KINDS[kind]()
+    for token_id in range(len(tokenizer._ids) + 10):
+        known = tokenizer._backend.id_to_token(token_id) is not None
+        assert tokenizer.is_visible(token_id) == (known and token_id not in tokenizer.special_ids)
+    assert not tokenizer.is_visible(2**32 - 1)
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte_level", "sentencepiece"])
