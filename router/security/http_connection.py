@@ -32,7 +32,7 @@ def bounded_connections(limits: LimitsConfig) -> type[asyncio.Protocol]:
 
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's, with both limits. The time of the first head runs from the connection on, later ones' from their first
-    byte; between requests uvicorn's keep-alive timeout holds."""
+    byte; between requests uvicorn's keep-alive timeout holds. A body that was refused gets as much time to end."""
 
     max_header_bytes: int
     header_timeout_s: float
@@ -40,14 +40,15 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False  # a request has begun and its head has not ended
+        self._in_request = False  # one has begun and its body has not ended
         self._is_head_too_large = False
         self._num_head_bytes = 0  # in chunks that were all head
-        self._head_deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """A client connects."""
         super().connection_made(transport)
-        self._expect_head()
+        self._expect_end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -66,10 +67,10 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """First byte of a request."""
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._in_request = True
         self._num_head_bytes = 0
-        if self._head_deadline is None:
-            self._expect_head()
+        if self._deadline is None:
+            self._expect_end()
 
     def on_headers_complete(self) -> None:
         """End of its head. Raises _HeadTooLargeError, which ends the parsing."""
@@ -81,6 +82,18 @@ class BoundedConnection(HttpToolsProtocol):
             raise _HeadTooLargeError
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """End of its body."""
+        self._in_request = False
+        self._stop_waiting()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """It has been answered, perhaps before its body has come."""
+        super().on_response_complete()
+        if self._in_request and not self._in_head:
+            self._expect_end()
+
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed."""
         if self._is_head_too_large:
@@ -88,19 +101,19 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
-    def _expect_head(self) -> None:
+    def _expect_end(self) -> None:
         self._stop_waiting()
-        self._head_deadline = self.loop.call_later(self.header_timeout_s, self._on_head_overdue)
+        self._deadline = self.loop.call_later(self.header_timeout_s, self._on_overdue)
 
     def _stop_waiting(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
-    def _on_head_overdue(self) -> None:
-        self._head_deadline = None
+    def _on_overdue(self) -> None:
+        self._deadline = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_head()  # the answer to the request before is still being written
+            self._expect_end()  # the answer to the request before is still being written
         elif self._in_head:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the headers did not arrive within {self.header_timeout_s:g} s")
         else:

@@ -30,6 +30,9 @@ def test_torch_is_not_imported():
         (["--decode", "a:1", "--port", "70000"], "--port"),
         (["--decode", "a:1", "--prefill-policy", "best"], "--prefill-policy"),
         (["--decode", "a:1", "--decode-policy", "kv_aware:x"], "--decode-policy: the weight of kv_aware"),
+        (["--decode", "a:1", "--tls-cert", "x"], "--tls-key: required with --tls-cert"),
+        (["--decode", "a:1", "--cluster-ca", "x"], "--cluster-cert: required with --cluster-ca"),
+        (["--decode", "a:1", "--max-header-bytes", "10"], "--max-header-bytes: must be >= 1024"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, said, capsys):
@@ -42,12 +45,13 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, said, capsys):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("prefill_policy: best", "router.prefill_policy: unknown policy 'best'"),
-        ("decode_policy: 'kv_aware:x'", "router.decode_policy: the weight of kv_aware"),
-        ("decode: [nowhere]", "router.decode: expected host:port"),
-        ("port: 70000", "router.port: must be <= 65535"),
-        ("polcy: best", "router.polcy: unknown setting"),
-        ("remote_prefill: always", "router.remote_prefill always needs prefill pods"),
+        ("prefill_policy: best", "{file}: router.prefill_policy: unknown policy 'best'"),
+        ("decode_policy: 'kv_aware:x'", "{file}: router.decode_policy: the weight of kv_aware"),
+        ("decode: [nowhere]", "{file}: router.decode: expected host:port"),
+        ("port: 70000", "{file}: router.port: must be <= 65535"),
+        ("polcy: best", "{file}: router.polcy: unknown setting"),
+        ("tls_cert: x", "--tls-key: required with {file}: router.tls_cert"),
+        ("remote_prefill: always", "{file}: router.remote_prefill always needs prefill pods"),
     ],
 )
 def test_a_wrong_setting_of_a_file_is_named_by_its_path(setting, said, tmp_path, capsys):
@@ -55,7 +59,7 @@ def test_a_wrong_setting_of_a_file_is_named_by_its_path(setting, said, tmp_path,
     file.write_text(f"router:\n  {setting}\n")
     assert main(["--config", str(file)]) == CONFIG_ERROR_EXIT_CODE
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"baton: error: {file}: {said}")
+    assert line.startswith(f"baton: error: {said.format(file=file)}")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [([], "--decode"), (["--decode", "a:1", "--model", "/no"], "--model")])

@@ -99,6 +99,21 @@ async def test_a_second_request_on_the_connection_has_the_same_limits(hurried):
     writer.close()
 
 
+async def test_a_body_that_was_refused_is_not_waited_for(start_cluster, key_file):
+    cluster = await start_cluster(security=key_file.security, limits=LimitsConfig(header_timeout_s=0.05))
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
+    rest = asyncio.ensure_future(reader.read())
+    with contextlib.suppress(ConnectionError):  # bytes under way when the router closes
+        while not rest.done():
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0)
+        await rest
+    writer.close()
+
+
 async def test_a_prompt_longer_than_is_allowed(small):
     for prompt, status in (([600] * 8, 200), ([600] * 9, 400), ("word " * 500, 400)):
         response = await small.post(COMPLETIONS, prompt=prompt, max_tokens=1)
