@@ -117,7 +117,7 @@ class ResumableStreams:
             self._keep(key, running.known())
             raise
         finally:
-            if self._running[key] is running:
+            if self._running.get(key) is running:
                 del self._running[key]
             running.ended.set()
 

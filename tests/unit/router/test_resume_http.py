@@ -11,6 +11,8 @@ import pytest
 
 from router.config import RouterConfig
 from router.runtime import Router
+from router.security.config import SecurityConfig
+from router.security.keys import digest_of as hash_of_key
 from router.survival.config import SurvivalConfig
 from router.testing import FakeDecodePod
 from tests.unit.router.test_two_legs import PROMPT, TOKENS
@@ -252,6 +254,33 @@ async def test_an_answer_that_is_another_now_is_refused_before_anything_is_sent(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "Last-Event-ID"
     await cluster.until_quiet()
+
+
+async def test_a_stream_of_one_tenant_is_none_of_anothers(start_cluster, tmp_path):
+    """Neither what is kept nor what still runs; their digests differ as well."""
+    keys = {name: f"{name}-secret-key-0123456789" for name in ("alice", "bob")}
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        json.dumps([{"name": name, "hash": f"sha256:{hash_of_key(key).hex()}"} for name, key in keys.items()])
+    )
+    cluster = await start_cluster(security=SecurityConfig(api_keys_file=str(file)))
+    decode, clients = cluster.decode[0], {}
+    for name, key in keys.items():
+        headers = {"authorization": f"Bearer {key}"}
+        clients[name] = httpx.AsyncClient(base_url=cluster.router.http_url, timeout=60, headers=headers)
+    decode.allowed = 3
+    async with clients["alice"], clients["bob"]:
+        async with Connection(clients["alice"], COMPLETIONS, BODY) as connection:
+            before = await read_to(connection, 1)
+            for_bob = {"json": {**BODY, "stream": True}, "headers": {"last-event-id": before[-1].id}}
+            assert (await clients["bob"].post(COMPLETIONS, **for_bob)).status_code == 400
+            assert not decode.aborts
+        await decode.until(lambda: decode.aborts)
+        assert (await clients["bob"].post(COMPLETIONS, **for_bob)).status_code == 400
+        await decode.allow(None)
+        after = await ask(clients["alice"], COMPLETIONS, BODY, before[-1].id)
+        assert content(before + after) == content(await ask(clients["alice"], COMPLETIONS, BODY))
+    assert cluster.metric("baton_stream_resume_total", source="kept") == 1
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,27 @@ async def test_a_long_stream_survives_more_restarts_than_attempts(start_cluster,
     await cluster.until_quiet()
 
 
+async def test_every_pod_dies_once_under_many_streams(start_cluster, text):  # noqa: F811
+    pods = [FakeDecodePod(step_s=0.002) for _ in range(3)]
+    cluster = await start_cluster([], pods, survival=SurvivalConfig(max_concurrent_migrations=8, pod_wait_s=60))
+    for decode in pods:
+        decode.allowed = 1
+    answers = [asyncio.create_task(cluster.complete(**BODY)) for _ in range(90)]
+    await until(lambda: sum(len(each._output) for each in cluster.router.service._running.values()) == 90)
+    for number, decode in enumerate(pods):
+        await decode.stop()
+        await until(lambda decode=decode: cluster.router.cluster.by_address[decode.address].state is not PodState.READY)
+        for each in pods:
+            await each.allow(number + 2)
+        await decode.start()
+        await cluster.until_ready()
+    for decode in pods:
+        await decode.allow(None)
+    assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
+    assert cluster.metric("baton_redispatch_total", reason="pod_lost") >= 90
+    await cluster.until_quiet()
+
+
 async def on_a_draining_pod(start_cluster, survival, *, free_blocks=100):
     """A stream that has got three tokens from a pod that drains, that pod, and another one."""
     cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()], survival=survival)
