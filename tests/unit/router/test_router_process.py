@@ -11,9 +11,11 @@ import sys
 
 import httpx
 import pytest
+import yaml
 
 from common.config import CONFIG_ERROR_EXIT_CODE
 from router.__main__ import main
+from router.security.keys import digest_of
 from router.testing import FakeDecodePod
 
 
@@ -119,6 +121,39 @@ async def test_sigterm_finishes_what_runs_and_refuses_the_rest(process):
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
     assert await asyncio.wait_for(router.wait(), 60) == 0
+
+
+async def test_sighup_reads_the_keys_anew_and_ends_nothing(tmp_path):
+    keys = tmp_path / "keys.yaml"
+
+    def write(key):
+        keys.write_text(yaml.safe_dump([{"name": "a", "hash": f"sha256:{digest_of(key).hex()}"}]))
+
+    async def status(client, key):
+        return (await client.get("/v1/models", headers={"x-api-key": key})).status_code
+
+    write("old")
+    async with FakeDecodePod() as decode:
+        arguments = ["--decode", decode.address, "--port", "0", "--grpc-port", "0", "--api-keys-file", str(keys)]
+        router = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            line = (await asyncio.wait_for(router.stdout.readline(), 60)).decode()
+            async with httpx.AsyncClient(base_url=line.split("http=")[1].split()[0], timeout=60) as client:
+                assert (await status(client, "old"), await status(client, "new")) == (200, 401)
+                write("new")
+                router.send_signal(signal.SIGHUP)
+                async with asyncio.timeout(60):
+                    while await status(client, "new") != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                assert await status(client, "old") == 401
+            router.terminate()
+            assert await asyncio.wait_for(router.wait(), 60) == 0
+        finally:
+            if router.returncode is None:
+                router.kill()
+                await router.wait()
 
 
 async def test_a_busy_port_is_one_line_and_exit_code_2(process):
