@@ -17,10 +17,10 @@ from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
-from router.gateway import protocol
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
-from router.gateway.errors import ErrorBody, error_headers, error_json, route_error
+from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
+from router.gateway.openapi import describe
 from router.security.gate import Gate
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
@@ -51,7 +51,7 @@ def create_app(service: InferenceService, gate: Gate, open_paths: frozenset[str]
     app.add_middleware(ApiKeyGuard, gate=gate, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(BatonError, _baton_error)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # as FastAPI's documentation does it
+    app.openapi = lambda: _openapi(app, gate, open_paths)  # type: ignore[method-assign]  # as its documentation does
     guarded: dict[str, App] = {
         path: ApiKeyGuard(endpoint, gate, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
@@ -133,35 +133,9 @@ async def _baton_error(request: Request, error: Exception) -> Response:
     return Response(error_json(error), error.code.value.http_status, headers=headers, media_type=_JSON)
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Written from the same structs that parse the requests."""
+def _openapi(app: FastAPI, gate: Gate, open_paths: frozenset[str]) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=[])
-        bodies, components = protocol.schema()
-        (error,), more = msgspec.json.schema_components((ErrorBody,), ref_template="#/components/schemas/{name}")
-        document["components"] = {"schemas": {**components, **more}}
-        document["paths"] = {
-            path: {
-                "post": {
-                    "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
-                    "responses": {
-                        "200": {"description": "The answer; server-sent events if `stream` is true."},
-                        "default": {"description": "An error.", "content": {_JSON: {"schema": error}}},
-                    },
-                }
-            }
-            for path, body in bodies.items()
-        }
-        document["paths"]["/v1/route/explain"] = {
-            "post": {
-                "requestBody": {"required": True, "content": {_JSON: {"schema": {"anyOf": list(bodies.values())}}}},
-                "responses": {
-                    "200": {"description": "Where the request would go, and why. Nothing is generated."},
-                    "default": {"description": "An error.", "content": {_JSON: {"schema": error}}},
-                },
-            }
-        }
-        for path in ("/v1/models", "/health", "/metrics", "/version"):
-            document["paths"][path] = {"get": {"responses": {"200": {"description": "OK"}}}}
+        describe(document, needs_key=not gate.is_open, open_paths=open_paths)
         app.openapi_schema = document
     return app.openapi_schema

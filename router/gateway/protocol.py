@@ -7,7 +7,6 @@ ignored, unless its value asks for nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -355,11 +354,3 @@ def _validation_error(message: str) -> InvalidRequestError:
     if not path:
         return InvalidRequestError(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
     return InvalidRequestError(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
-
-
-def schema() -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-    """JSON schemas of the two bodies by path, and the components that they refer to."""
-    (completion, chat), components = msgspec.json.schema_components(
-        (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
-    )
-    return {"/v1/completions": completion, "/v1/chat/completions": chat}, dict(components)

@@ -50,7 +50,7 @@ _json_values = st.recursive(
 _values = _json_values.map(lambda value: json.dumps(value).encode()) | st.sampled_from(_ODD_JSON)
 _members = st.tuples(st.sampled_from(_FIELDS) | st.text(max_size=6), _values)
 
-_good_completions = st.fixed_dictionaries(
+good_completions = st.fixed_dictionaries(
     {"prompt": st.sampled_from(["Hi", "a b c", [5, 6, 7], ["x", "y"], [[1, 2], [3]], "\x00", "\U0001f600" * 3])},
     optional={
         "max_tokens": st.integers(1, 12),
@@ -74,7 +74,7 @@ _good_completions = st.fixed_dictionaries(
         "skip_special_tokens": st.booleans(),
     },
 )
-_good_chats = st.fixed_dictionaries(
+good_chats = st.fixed_dictionaries(
     {
         "messages": st.lists(
             st.fixed_dictionaries(
@@ -109,7 +109,7 @@ def _with_members(good: dict[str, object], extra: Sequence[tuple[str, bytes]], f
     return _object([*extra, *members] if first else [*members, *extra])
 
 
-_good_bodies = _good_completions | _good_chats
+_good_bodies = good_completions | good_chats
 bodies = (
     _good_bodies.map(lambda body: json.dumps(body).encode())
     | st.builds(_with_members, _good_bodies, st.lists(_members, min_size=1, max_size=3), st.booleans())
@@ -203,7 +203,7 @@ calls = _posts | _odd_calls
 @st.composite
 def streams(draw: st.DrawFn) -> Call:
     """A request that will be answered by a stream."""
-    body = {**draw(_good_completions), "stream": True, "dry_run": False}
+    body = {**draw(good_completions), "stream": True, "dry_run": False}
     return Call("POST", "/v1/completions", (), json.dumps(body).encode())
 
 

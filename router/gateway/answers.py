@@ -1,0 +1,235 @@
+"""What answers look like, for the API's description.
+
+Answers are written by chunks.py and explain.py, for speed by hand; tests hold them against these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Answer(msgspec.Struct, forbid_unknown_fields=True):
+    """Has these fields and no others."""
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(_Answer):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(_Answer):
+    """Parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(_Answer):
+    """Answer of POST /v1/completions, unless it is streamed."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(_Answer):
+    """Event of a streamed completion. With `include_usage` the last one, without choices, has the token counts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TopLogprob(_Answer):
+    """A token that might have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(_Answer):
+    """The token that came, and what else might have."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """One entry per token."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AssistantMessage(_Answer):
+    """The model's turn."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(_Answer):
+    """Answer of POST /v1/chat/completions, unless it is streamed."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(_Answer):
+    """What the model's turn gains."""
+
+    content: str
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(_Answer):
+    """What one answer gains."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(_Answer):
+    """Event of a streamed chat completion. With `include_usage` the last one, without choices, has the token counts."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Candidate(_Answer):
+    """A pod that was weighed."""
+
+    address: str
+    score: float
+    scores: dict[str, float]
+    cached_tokens: int
+    num_requests: int
+    queued_tokens: int
+    free_blocks: int
+    predicted_ms: dict[str, float]
+
+
+class Leg(_Answer):
+    """The choice of one pod."""
+
+    leg: str
+    taken: bool
+    policy: str
+    chosen: str
+    candidates: list[Candidate]
+
+
+class Route(_Answer):
+    """Where a request would go."""
+
+    object: Literal["route"]
+    decode: str
+    prefill: str | None
+    prefill_on: Literal["local", "remote"]
+    reason: str
+    why: str
+    num_prompt_tokens: int
+    session: str
+    legs: list[Leg]
+
+
+class RouteList(_Answer):
+    """Answer of /v1/route/explain, and to `dry_run`: one route per prompt."""
+
+    object: Literal["list"]
+    data: list[Route]
+
+
+class ModelCard(_Answer):
+    """A served model. Without a ready decode pod its context is not known."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(_Answer):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class PodHealth(_Answer):
+    """A pod as the router sees it."""
+
+    address: str
+    role: Literal["prefill", "decode"]
+    state: str
+    detail: str
+
+
+class Health(_Answer):
+    """Answer of GET /health."""
+
+    status: Literal["ok", "unavailable"]
+    reason: str
+    pods: list[PodHealth]
+
+
+class Version(_Answer):
+    """Answer of GET /version."""
+
+    version: str

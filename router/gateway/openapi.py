@@ -1,0 +1,181 @@
+"""The API's description, written from the structs that parse requests and those that answers look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from common.errors import ErrorCode
+from router.gateway import answers
+from router.gateway.errors import ErrorBody
+from router.gateway.protocol import ChatBody, CompletionBody
+from router.security.gate import KEY_HEADER
+from router.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_DONE = "[DONE]"  # the last event
+_REFS = "#/components/schemas/{name}"
+
+_STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    CompletionBody,
+    ChatBody,
+    ErrorBody,
+    answers.Completion,
+    answers.CompletionChunk,
+    answers.ChatCompletion,
+    answers.ChatChunk,
+    answers.RouteList,
+    answers.ModelList,
+    answers.ModelCard,
+    answers.Health,
+    answers.Version,
+)
+
+_ERRORS = {
+    ErrorCode.INVALID_ARGUMENT: "The request is malformed or out of range; `param` names the field.",
+    ErrorCode.UNAUTHENTICATED: "There is no valid API key.",
+    ErrorCode.NOT_FOUND: "There is no such model.",
+    ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
+    ErrorCode.UNPROCESSABLE: "A token id is outside the model's vocabulary.",
+    ErrorCode.RESOURCE_EXHAUSTED: "Too much is under way, or this key's limit is reached.",
+    ErrorCode.UNAVAILABLE: "No pod can serve it now; or, without Retry-After, none could keep a limit that it names.",
+    ErrorCode.DEADLINE_EXCEEDED: "It was not finished, or did not arrive, in time.",
+    ErrorCode.INTERNAL: "The router or a pod has a fault; the router's log says more.",
+}
+_GENERATION_ERRORS = tuple(_ERRORS)
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
+_ERROR_HEADERS: dict[ErrorCode, dict[str, Any]] = {
+    ErrorCode.UNAUTHENTICATED: {"WWW-Authenticate": {"description": "What to bring.", "schema": {"type": "string"}}},
+    ErrorCode.RESOURCE_EXHAUSTED: _RETRY_AFTER,
+    ErrorCode.UNAVAILABLE: _RETRY_AFTER,
+}
+
+
+def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset[str]) -> None:
+    """Write paths and components into an OpenAPI document. `needs_key`: but for `open_paths`."""
+    document["components"] = {"schemas": _schemas()}
+    document["paths"] = _paths()
+    for operation, path in ((each, path) for path, item in document["paths"].items() for each in item.values()):
+        if path in open_paths or not needs_key:
+            operation["responses"].pop("401", None)
+            operation["security"] = []
+    if needs_key:
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+        }
+        document["security"] = [{"bearer": []}, {"key": []}]
+
+
+def _paths() -> dict[str, Any]:
+    explained = _generation("Where the request would go, and why. Nothing is generated.", [CompletionBody, ChatBody])
+    explained["responses"]["200"]["content"] = _json(answers.RouteList)
+    explained["parameters"] = _header_parameters(resumes=False)
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    unauthenticated = (ErrorCode.UNAUTHENTICATED,)
+    return {
+        "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
+        "/v1/chat/completions": {"post": _answered_generation(ChatBody, answers.ChatCompletion, answers.ChatChunk)},
+        "/v1/route/explain": {"post": explained, "get": explained},
+        "/v1/models": {"get": _page("The served model.", _json(answers.ModelList), unauthenticated)},
+        "/v1/models/{name}": {
+            "get": {
+                **_page("One model.", _json(answers.ModelCard), (*unauthenticated, ErrorCode.NOT_FOUND)),
+                "parameters": [name],
+            }
+        },
+        "/health": {
+            "get": {
+                "responses": {
+                    "200": {"description": "A request can be served.", "content": _json(answers.Health)},
+                    "503": {"description": "None can; `reason` says why.", "content": _json(answers.Health)},
+                }
+            }
+        },
+        "/metrics": {
+            "get": _page("Prometheus metrics.", {"text/plain": {"schema": {"type": "string"}}}, unauthenticated)
+        },
+        "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+    }
+
+
+def _answered_generation(
+    body: type[msgspec.Struct], answer: type[msgspec.Struct], chunk: type[msgspec.Struct]
+) -> dict[str, Any]:
+    operation = _generation("The answer; events if `stream` is true; a route if `dry_run` is.", [body])
+    operation["parameters"] = _header_parameters(resumes=True)
+    operation["responses"]["200"]["content"] = {
+        _JSON: {"schema": {"anyOf": [_ref(answer), _ref(answers.RouteList)]}},
+        _EVENTS: {"schema": _event(chunk)},
+    }
+    return operation
+
+
+def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of each event; OpenAPI 3.1 has no word for the stream as a whole."""
+    chunk_as_json = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]}}
+    return {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "description": "What the client has then; see Last-Event-ID."},
+            "event": {"enum": ["message", "error"]},
+            "data": {"type": "string", "anyOf": [{"const": _DONE}, chunk_as_json]},
+        },
+        "required": ["data"],
+    }
+
+
+def _generation(description: str, bodies: list[type[msgspec.Struct]]) -> dict[str, Any]:
+    schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
+    return {
+        "requestBody": {"required": True, "content": {_JSON: {"schema": schema}}},
+        "responses": {"200": {"description": description}, **_errors(_GENERATION_ERRORS)},
+    }
+
+
+def _page(description: str, content: dict[str, Any], errors: tuple[ErrorCode, ...]) -> dict[str, Any]:
+    return {"responses": {"200": {"description": description, "content": content}, **_errors(errors)}}
+
+
+def _errors(codes: tuple[ErrorCode, ...]) -> dict[str, Any]:
+    return {
+        str(code.value.http_status): {
+            "description": _ERRORS[code],
+            "headers": _ERROR_HEADERS.get(code, {}),
+            "content": _json(ErrorBody),
+        }
+        for code in codes
+    }
+
+
+def _header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
+    milliseconds = {"type": "number", "exclusiveMinimum": 0}
+    parameters = [
+        _header(TIMEOUT_HEADER, "Milliseconds until the request is ended as overdue.", milliseconds),
+        _header(TTFT_HEADER, "Milliseconds until the first token.", milliseconds),
+        _header(ITL_HEADER, "Milliseconds between two tokens.", milliseconds),
+        _header(SESSION_HEADER, "Requests of one session may go to the same pods.", {"type": "string"}),
+    ]
+    if resumes:
+        text = "Id of the last event that came of a stream that broke; the rest of the same request follows."
+        parameters.append(_header("Last-Event-ID", text, {"type": "string"}))
+    return parameters
+
+
+def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {_JSON: {"schema": _ref(struct)}}
+
+
+def _ref(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REFS.format(name=struct.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(_STRUCTS, ref_template=_REFS)
+    return dict(components)
