@@ -161,11 +161,9 @@ def _grpc_limits(config: RouterConfig) -> Options:
 
 
 def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
-    tls = security.http_tls
     config = uvicorn.Config(
         create_app(service, security.gate, security.open_paths),
         http=bounded_connections(service.config.limits),
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -174,6 +172,8 @@ def _http_server(service: InferenceService, security: Security) -> uvicorn.Serve
         server_header=False,
         timeout_graceful_shutdown=round(service.config.shutdown_grace_s) + _AFTER_GRACE_S,
     )
+    config.load()
+    config.ssl = security.http_tls  # one of our own, so that its certificate can be renewed
     return _HttpServer(config)
 
 
