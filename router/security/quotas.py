@@ -70,11 +70,12 @@ class Account:
 
     @contextmanager
     def spending(self, generations: Sequence[Generated]) -> Iterator[None]:
-        """Counts the output tokens that there are when the context ends."""
+        """Counts the output tokens that come within the context; a resumed stream has some from before."""
+        before = sum(generation.num_tokens for generation in generations)
         try:
             yield
         finally:
-            self.spend(sum(generation.num_tokens for generation in generations))
+            self.spend(sum(generation.num_tokens for generation in generations) - before)
 
     def _check(self, num_generations: int) -> None:
         now, quota = self._clock(), self.quota
