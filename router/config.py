@@ -11,6 +11,7 @@ from common.rpc.tls import ClusterTlsConfig
 from router.admission.config import AdmissionConfig
 from router.discovery.config import DiscoveryConfig
 from router.discovery.dns import PREFIX, parse_dns
+from router.health_config import HealthConfig
 from router.policy_spec import POLICY_NAMES, parse_policy
 from router.security.config import LimitsConfig, SecurityConfig
 from router.survival.config import SurvivalConfig
@@ -82,6 +83,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: LimitsConfig = LimitsConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    pod_health: HealthConfig = HealthConfig()
 
     @property
     def may_have_prefill_pods(self) -> bool:

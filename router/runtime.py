@@ -58,6 +58,7 @@ class Router:
             self.metrics,
             PrefixIndex(config.max_index_blocks),
             opener,
+            config.pod_health,
         )
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics

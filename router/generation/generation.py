@@ -163,8 +163,12 @@ class Generation:
         """See DeltaSink."""
         if not self._reported and delta.HasField("report"):
             self._note(delta.report)
+        is_lie = delta.start_index > len(self._output)
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
-            self._lose(BatonError(f"decode pod {self._decode_address} disagrees: {conflict}"), "disagreement")
+            error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
+            if self._legs is not None:
+                self._legs.decode.pod.note_disagreement(error, is_lie=is_lie)
+            self._lose(error, "disagreement")
             return
         if delta.finish_reason:
             self._on_decode_end(delta, now)

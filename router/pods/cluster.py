@@ -18,9 +18,12 @@ from typing import NamedTuple, Self
 from common.pb import pods_pb2
 from common.rpc.channel import ChannelOpener, open_channel
 from common.types import block_size_misfit
-from router.discovery import Discovery, Endpoint, Endpoints
+from router.discovery import Discovery, Endpoint, Endpoints, Role
+from router.health_config import HealthConfig
 from router.index import PrefixIndex
 from router.metrics import RouterMetrics
+from router.pods.health import Outcome, Reason
+from router.pods.health_metrics import PodHealthMetrics
 from router.pods.pod import Pod, PodState
 from router.policies import PodTable
 
@@ -59,7 +62,12 @@ class Cluster:
     """The pods that a Discovery names. A context manager: watches them from entry to exit."""
 
     def __init__(
-        self, discovery: Discovery, metrics: RouterMetrics, index: PrefixIndex, opener: ChannelOpener = open_channel
+        self,
+        discovery: Discovery,
+        metrics: RouterMetrics,
+        index: PrefixIndex,
+        opener: ChannelOpener = open_channel,
+        health: HealthConfig = HealthConfig(),  # noqa: B008  (frozen)
     ) -> None:
         """`index` learns what the pods hold; `opener` makes the channels to them."""
         self.index = index
@@ -72,7 +80,9 @@ class Cluster:
         self.model: ModelFacts | None = None  # None until a decode pod has connected
         self._discovery = discovery
         self._opener = opener
+        self._health = health
         self._metrics = metrics
+        self._health_metrics = PodHealthMetrics(metrics.registry)
         self._watched: dict[Pod, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
@@ -156,14 +166,26 @@ class Cluster:
         task.add_done_callback(_log_failure)
         return task
 
+    def _of_role(self, role: Role) -> list[Pod]:
+        return self.prefill_pods if role == "prefill" else self.decode_pods
+
     def _add(self, endpoint: Endpoint) -> Pod:
         """A pod has joined."""
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
         table = self.prefill_table if is_prefill else self.decode_table
-        pod = Pod(role, endpoint.address, self._judge, self.index, table.step_times, self._opener)
+        pod = Pod(
+            role,
+            endpoint.address,
+            self._judge,
+            self.index,
+            table.step_times,
+            self._opener,
+            health=self._health,
+            owner=self,
+        )
         pod.load.on_idle = lambda: self._forget_if_done(pod)
-        (self.prefill_pods if is_prefill else self.decode_pods).append(pod)
+        self._of_role(endpoint.role).append(pod)
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
         self._show(pod)
         return pod
@@ -173,12 +195,32 @@ class Cluster:
         if pod.listed or pod.load.num_requests or (watch := self._watched.pop(pod, None)) is None:
             return
         watch.cancel()
-        (self.prefill_pods if pod.role_name == "prefill" else self.decode_pods).remove(pod)
+        self._of_role(pod.role_name).remove(pod)
         if self.by_address.get(pod.address) is pod:
             del self.by_address[pod.address]
         self._metrics.pod_ready.remove(pod.role_name, pod.address)
+        self._health_metrics.forget(pod.role_name, pod.address)
         logger.info("%s pod %s has left", pod.role_name, pod.address)
         self._notify()
+
+    # --- health (PodOwner) ---
+
+    def may_eject(self, pod: Pod) -> bool:
+        """See PodOwner. Never the last that is ready, and only a share of those that are listed."""
+        peers = [peer for peer in self._of_role(pod.role_name) if peer.listed]
+        num_ejected = sum(peer.health.is_ejected for peer in peers if peer is not pod)
+        is_last = not any(peer.state is PodState.READY for peer in peers if peer is not pod)
+        return not is_last and num_ejected + 1 <= self._health.max_ejected_share * len(peers)
+
+    def note_ejection(self, pod: Pod, reason: Reason) -> None:
+        """See PodOwner."""
+        self._health_metrics.ejections.labels(pod.role_name, pod.address, reason).inc()
+
+    def note_canary(self, pod: Pod, outcome: Outcome) -> None:
+        """See PodOwner."""
+        self._health_metrics.canaries.labels(pod.role_name, pod.address, outcome).inc()
+
+    # --- judging ---
 
     def _judge(self) -> None:
         """Decide anew which model is served and who fits; called whenever a pod's state may have changed."""
@@ -198,8 +240,8 @@ class Cluster:
         """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
             return False, f"it is not a {pod.role_name} pod"
-        if pod.lie:
-            return False, pod.lie
+        if lie := pod.lie or _nonsense(info):
+            return False, lie
         if self.model is None:
             return None, ""
         mismatch = self.model.mismatch(ModelFacts.of(info))
@@ -213,7 +255,8 @@ class Cluster:
             if state is not pod.shown:
                 changed = True
                 self._show(pod)
-                log = logger.warning if state is PodState.REFUSED else logger.info
+                log = logger.warning if state in (PodState.REFUSED, PodState.EJECTED) else logger.info
+                pod.canaries.wake()
                 log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" * bool(pod.detail))
         if changed:
             self._notify()
@@ -236,6 +279,14 @@ class Cluster:
         elif state is not PodState.READY and pod.load.row is not None:
             table.remove(pod.load.row)
             pod.load.row = None
+
+
+def _nonsense(info: pods_pb2.PodInfo) -> str:
+    """What a pod says of itself that cannot be true; empty: nothing."""
+    for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(info, name) < 1:
+            return f"it says that its {name} is {getattr(info, name)}, which cannot be true"
+    return ""
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -11,22 +11,28 @@ import enum
 import logging
 import random
 from collections.abc import Callable
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import BatonError, UnavailableError
-from common.pb import pods_pb2, pods_pb2_grpc
+from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
-from common.rpc.errors import from_rpc_error
+from common.rpc.errors import error_from_pb, from_rpc_error
 from router.discovery import Role
+from router.health_config import HealthConfig
 from router.index import ImpossibleEventError, PrefixIndex
+from router.pods.canary import CANARY_PREFIX, CanaryLoop, try_decode, try_prefill
+from router.pods.health import Outcome, PodHealth, Reason
 from router.pods.load import PodLoad
 from router.pods.session import DecodeSession
 from router.pods.stats import follow_stats
 from router.policies import PodFacts, StepTimes
 
 logger = logging.getLogger(__name__)
+
+KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
@@ -42,8 +48,22 @@ class PodState(enum.Enum):
     NOT_SERVING = "not_serving"  # connected, but its health says no
     DRAINING = "draining"  # finishes what it has
     LEAVING = "leaving"  # no longer listed; finishes what this router has on it
+    EJECTED = "ejected"  # fits and says that it serves, but does not; gets nothing but canaries for a while
     REFUSED = "refused"  # connected, but does not fit the cluster
     READY = "ready"  # takes requests
+
+
+class PodOwner(Protocol):
+    """What a pod asks and tells the cluster about its health."""
+
+    def may_eject(self, pod: Pod) -> bool:
+        """Whether enough others of its role are left."""
+
+    def note_ejection(self, pod: Pod, reason: Reason) -> None:
+        """Count it."""
+
+    def note_canary(self, pod: Pod, outcome: Outcome) -> None:
+        """Count it."""
 
 
 class Pod:
@@ -57,6 +77,9 @@ class Pod:
         index: PrefixIndex,
         step_times: StepTimes,
         opener: ChannelOpener = open_channel,
+        *,
+        health: HealthConfig,
+        owner: PodOwner,
     ) -> None:
         """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
         self.role = role
@@ -71,6 +94,9 @@ class Pod:
         self.session: DecodeSession | None = None  # of a connected decode pod
         self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
         self.refusal = ""  # why it does not fit
+        self.health = PodHealth(health, self)
+        self.canaries = CanaryLoop(self, self.health, lambda outcome: owner.note_canary(self, outcome))
+        self._owner = owner
         self._on_change = on_change
         self._open_channel = opener
         self._failure = ""  # why the last connection ended
@@ -80,6 +106,7 @@ class Pod:
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
         self._index = index
         self._liar: int | None = None  # its incarnation
+        self._incarnation: int | None = None  # the last one that was connected
 
     @property
     def role_name(self) -> Role:
@@ -97,7 +124,9 @@ class Pod:
             return PodState.CONNECTING if self.fits is None else PodState.REFUSED
         if self._stats is None or not self._serving or (self.session is not None and self.session.broken):
             return PodState.NOT_SERVING
-        return PodState.DRAINING if self._stats.draining else PodState.READY
+        if self._stats.draining:
+            return PodState.DRAINING
+        return PodState.EJECTED if self.health.is_ejected else PodState.READY
 
     @property
     def detail(self) -> str:
@@ -106,6 +135,8 @@ class Pod:
             return f"no longer listed; {self.load.num_requests} requests to finish"
         if self.info is None:
             return self._failure
+        if self.fits and self.health.is_ejected:
+            return self.health.detail
         return "waiting for a decode pod to say which model is served" if self.fits is None else self.refusal
 
     def facts(self) -> PodFacts:
@@ -132,10 +163,7 @@ class Pod:
         try:
             applied = self._index.apply(self.slot, sequence, stored, removed, is_snapshot=is_snapshot)
         except ImpossibleEventError as error:
-            assert self.info is not None
-            self.lie = f"its KV events cannot be true: {error.message}"
-            self._liar = self.info.incarnation
-            self._on_change()
+            self.accuse(f"its KV events cannot be true: {error.message}")
             return True
         self.is_fed = self.is_fed or applied
         if not applied:
@@ -148,12 +176,87 @@ class Pod:
 
     async def prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
         """Run the prefill leg of a request. Raises a BatonError; cancelling ends the work on the pod."""
+        since = self.health.now()
+        try:
+            response = await self._prefill(request, timeout_s)
+        except BatonError as error:
+            self._note_outcome(error, "prefill", since)
+            raise
+        self._note_outcome(None, "prefill")
+        return response
+
+    async def _prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
         if self._prefill_stub is None:
             raise UnavailableError(f"prefill pod {self.address} is not connected")
         try:
             return await self._prefill_stub.Prefill(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise UnavailableError("the connection was closed") from None  # under the call, by `watch`
+
+    def accuse(self, lie: str) -> None:
+        """It said what cannot be true, whatever else is wrong: it is refused for as long as this incarnation lives."""
+        if self.info is not None and not self.lie:
+            self.lie = lie
+            self._liar = self.info.incarnation
+            self._on_change()
+
+    # --- health ---
+
+    @property
+    def can_be_tried(self) -> bool:
+        """See canary.Subject."""
+        return self.state in (PodState.READY, PodState.EJECTED)
+
+    async def try_out(self, timeout_s: float) -> None:
+        """See canary.Subject."""
+        if self.session is not None:
+            await try_decode(self.session, timeout_s)
+        else:
+            await try_prefill(lambda request: self._prefill(request, timeout_s))
+
+    def may_eject(self) -> bool:
+        """See HealthOwner."""
+        return self._owner.may_eject(self)
+
+    def ejected(self, reason: Reason) -> None:
+        """See HealthOwner."""
+        self._owner.note_ejection(self, reason)
+        self.canaries.wake()
+        self._on_change()
+
+    def recovered(self) -> None:
+        """See HealthOwner."""
+        self._on_change()
+
+    def _on_decode_end(self, delta: pods_pb2.TokenDelta) -> None:
+        """A request on the session has ended."""
+        if delta.request_id.startswith(CANARY_PREFIX):
+            return
+        error = None
+        if delta.HasField("error"):
+            error = error_from_pb(delta.error)
+            if error.param == KV_FAILURE_PARAM:  # of the handoff
+                return
+        elif delta.finish_reason == common_pb2.FINISH_REASON_ABORT:  # not by us: then nobody would listen
+            error = UnavailableError("it ended the request")
+        self._note_outcome(error, "decode")
+
+    def note_disagreement(self, error: BatonError, *, is_lie: bool) -> None:
+        """Its tokens are not those that the router has; `is_lie`: they cannot be anybody's."""
+        if is_lie:
+            self.health.note_lie(error.message)
+        else:
+            self._note_outcome(error, "decode")
+
+    def _note_outcome(self, error: BatonError | None, reason: Reason, since: float | None = None) -> None:
+        if self._stats is None or not self._stats.draining:  # else it may refuse
+            self.health.note_outcome(error, reason, since)
+
+    # --- the connection ---
 
     async def watch(self) -> None:
         """Connect and follow, for ever. Cancel to end."""
@@ -182,7 +285,7 @@ class Pod:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         if info.role == self.role == pods_pb2.POD_ROLE_DECODE:
-            self.session = DecodeSession(channel, self._on_change)
+            self.session = DecodeSession(channel, self._on_change, self._on_decode_end)
         elif info.role == self.role:
             self._prefill_stub = pods_pb2_grpc.PrefillStub(channel)
         self.info = info
@@ -191,18 +294,24 @@ class Pod:
         if info.incarnation != self._liar:
             self.lie = ""
         self.load.connected()
+        if info.incarnation != self._incarnation:
+            self._incarnation = info.incarnation
+            self.health.started_anew()
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Until one of the streams ends; raises why."""
-        followers = [self._follow_health(channel), self._follow_stats(channel)]
+        followers = [self._follow_health(channel), self._follow_stats(channel), self.canaries.run()]
         if self.session is not None:
             followers.append(self.session.run())
+        tasks = [asyncio.create_task(follower) for follower in followers]
         try:
-            async with asyncio.TaskGroup() as group:
-                for follower in followers:
-                    group.create_task(follower)
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # no TaskGroup: it forgets that it was cancelled if a task fails in the same moment
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in ended:
+            task.result()
 
     async def _follow_health(self, channel: grpc.aio.Channel) -> None:
         try:
@@ -220,6 +329,8 @@ class Pod:
     def _take_stats(self, stats: pods_pb2.PodStats) -> bool:
         """False: KV events are missing."""
         changed = self._stats is None or self._stats.draining != stats.draining
+        if self._stats is not None:  # the first one tells nothing new
+            self.health.worked()
         self._stats = stats
         self.load.report(stats)
         if changed:
@@ -249,3 +360,9 @@ class Pod:
         if self.slot is not None:
             self._index.forget(self.slot)
             self.slot = None
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants this task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -34,9 +34,16 @@ class DecodeSession:
     The queue of commands is bounded by construction: a request puts at most three on it, and requests are admitted.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, on_broken: Callable[[], None]) -> None:
-        """`on_broken` is called when nothing can be submitted any more, before the sinks hear of it."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        on_broken: Callable[[], None],
+        on_end: Callable[[pods_pb2.TokenDelta], None],
+    ) -> None:
+        """`on_broken` is called when nothing can be submitted any more, before the sinks hear of it; `on_end` with the
+        last delta of each request that the pod ended."""
         self._on_broken = on_broken
+        self._on_end = on_end
         self._stub = pods_pb2_grpc.DecodeStub(channel)
         self._sinks: dict[str, DeltaSink] = {}  # by request id on the pod
         self._commands: deque[pods_pb2.DecodeCommand] = deque()
@@ -94,6 +101,7 @@ class DecodeSession:
             return  # aborted while this was under way
         if delta.finish_reason:
             del self._sinks[delta.request_id]
+            self._on_end(delta)
         try:
             sink.on_delta(delta, now)
         except Exception:  # one request's fault must not take its neighbours along

@@ -81,10 +81,18 @@ async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
         assert ready_metric(cluster, decode_at(fake)) == 0
         assert pod.session is not None
         assert not pod.session.broken
+        cluster.note_ejection(pod, "lie")
+        cluster.note_canary(pod, "ok")
         claim.release(time.monotonic())
         assert cluster.pods == []
         assert cluster.by_address == {}
         assert ready_metric(cluster, decode_at(fake)) is None
+        assert not [
+            sample
+            for metric in cluster.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.labels.get("address") == fake.address
+        ]
         await until_no_tasks_but(cluster, 1)
         assert "none is known" in cluster.explain()
 

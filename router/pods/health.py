@@ -1,0 +1,126 @@
+"""Whether a pod does its work, as seen from outside: what its requests came to, its signs of work, its canaries.
+
+Signs of work are steps that its engine reports and answers to requests. Where there are none for a while, a canary is
+sent: a request of one token that goes through the engine like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol, get_args
+
+from common.errors import BatonError, ErrorCode
+from router.health_config import HealthConfig
+from router.pods.breaker import Breaker
+
+Reason = Literal["prefill", "decode", "canary", "lie"]
+Outcome = Literal["ok", "busy", "failed"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+_FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED})
+
+
+class HealthOwner(Protocol):
+    """Who is asked, and told."""
+
+    def may_eject(self) -> bool:
+        """Whether enough other pods are left."""
+
+    def ejected(self, reason: Reason) -> None:
+        """The pod must get no more requests."""
+
+    def recovered(self) -> None:
+        """It may be used again."""
+
+
+class PodHealth:
+    """Of one pod, across its connections."""
+
+    def __init__(self, config: HealthConfig, owner: HealthOwner, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._owner = owner
+        self._clock = clock
+        self._breaker = Breaker(config, clock)
+        self._worked_at = clock()
+        self._ejected_for = ""
+
+    @property
+    def is_ejected(self) -> bool:
+        """It gets nothing but canaries."""
+        return not self._breaker.is_closed
+
+    @property
+    def detail(self) -> str:
+        """Why it is ejected and for how long, for a person; empty: it is not."""
+        if not self.is_ejected:
+            return ""
+        remaining_s = self._breaker.remaining_s
+        return f"{self._ejected_for}; " + (f"tried again in {remaining_s:.0f} s" if remaining_s else "being tried")
+
+    @property
+    def canary_due_in_s(self) -> float:
+        """Seconds; infinite: not at all."""
+        if self.is_ejected:
+            return self._breaker.remaining_s
+        interval_s = self.config.canary_interval_s
+        return max(0.0, self._worked_at + interval_s - self._clock()) if interval_s else float("inf")
+
+    def now(self) -> float:
+        """By its clock."""
+        return self._clock()
+
+    def started_anew(self) -> None:
+        """Another incarnation is connected."""
+        self._worked_at = self._clock()
+        self._breaker.probe_now()
+
+    def worked(self) -> None:
+        """A sign of work."""
+        self._worked_at = self._clock()
+
+    def note_outcome(self, error: BatonError | None, reason: Reason, since: float | None = None) -> None:
+        """What a request on the pod came to; `since`: when it was sent. Overload and faults of clients are no failures,
+        nor is a deadline that passes while the pod works: a short one passes on any."""
+        if error is None:
+            self.worked()
+            self._breaker.succeeded()
+        elif error.code in _FAULTS and not self._was_just_slow(error, since):
+            self._fail(f"{reason}: {error.message}", reason, 1)
+
+    def note_lie(self, detail: str) -> None:
+        """It said what cannot be true."""
+        self._fail(detail, "lie", self.config.eject_after_failures)
+
+    def note_canary(self, error: BatonError | None, since: float) -> Outcome:
+        """How a canary that was sent at `since` ended."""
+        if error is None:
+            self.worked()
+            self._close()
+            return "ok"
+        if error.code is ErrorCode.RESOURCE_EXHAUSTED or self._was_just_slow(error, since):
+            return "busy"
+        if self.is_ejected:
+            self._eject(f"canary: {error.message}", "canary")
+        else:
+            self._fail(f"canary: {error.message}", "canary", -(-self.config.eject_after_failures // 2))
+        return "failed"
+
+    def _was_just_slow(self, error: BatonError, since: float | None) -> bool:
+        return error.code is ErrorCode.DEADLINE_EXCEEDED and since is not None and self._worked_at > since
+
+    def _fail(self, detail: str, reason: Reason, weight: int) -> None:
+        if self._breaker.failed(weight) and self._owner.may_eject():
+            self._eject(detail, reason)
+
+    def _eject(self, detail: str, reason: Reason) -> None:
+        self._ejected_for = detail
+        self._breaker.trip()
+        self._owner.ejected(reason)
+
+    def _close(self) -> None:
+        if self.is_ejected:
+            self._breaker.close()
+            self._owner.recovered()
+        self._breaker.succeeded()

@@ -1,0 +1,188 @@
+"""When a pod is ejected and for how long, by a clock of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from router.health_config import HealthConfig
+from router.pods.breaker import Breaker
+from router.pods.health import PodHealth
+
+CONFIG = HealthConfig(eject_after_failures=5, eject_base_s=10, eject_max_s=100)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock):
+    return Breaker(CONFIG, clock)
+
+
+def test_only_failures_in_a_row_count(breaker):
+    for _ in range(3):
+        assert not any(breaker.failed() for _ in range(4))
+        breaker.succeeded()
+    assert [breaker.failed() for _ in range(5)] == [False] * 4 + [True]
+    assert breaker.failed(), "asked again as long as it is not allowed"
+    assert breaker.is_closed
+
+
+def test_each_ejection_is_twice_as_long_up_to_the_most(breaker, clock):
+    spans = []
+    for _ in range(6):
+        breaker.trip()
+        spans.append(breaker.remaining_s)
+        assert not breaker.is_closed
+        assert not breaker.failed(100)
+        clock.now += spans[-1]
+        assert breaker.remaining_s == 0
+    assert spans == [10, 20, 40, 80, 100, 100]
+
+
+def test_a_pod_that_stays_well_is_forgiven(breaker, clock):
+    for _ in range(3):
+        breaker.trip()
+        breaker.close()
+    assert breaker.is_closed
+    clock.now += 100
+    breaker.trip()
+    assert breaker.remaining_s == 40, "one less"
+    breaker.close()
+    clock.now += 10_000
+    breaker.trip()
+    assert breaker.remaining_s == 10
+
+
+def test_a_pod_that_never_recovers_overflows_nothing(breaker):
+    for _ in range(5000):
+        breaker.trip()
+    assert breaker.remaining_s == 100
+
+
+def test_a_pod_that_was_started_anew_is_probed_at_once(breaker):
+    breaker.trip()
+    breaker.probe_now()
+    assert breaker.remaining_s == 0
+    assert not breaker.is_closed
+
+
+class Owner:
+    allows = True
+
+    def __init__(self):
+        self.said = []
+
+    def may_eject(self):
+        return self.allows
+
+    def ejected(self, reason):
+        self.said.append(reason)
+
+    def recovered(self):
+        self.said.append("recovered")
+
+
+@pytest.fixture
+def owner():
+    return Owner()
+
+
+@pytest.fixture
+def health(owner, clock):
+    return PodHealth(CONFIG, owner, clock)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), BatonError("bug"), DeadlineExceededError("late")])
+def test_faults_of_the_pod_eject_it_and_a_canary_brings_it_back(health, owner, clock, error):
+    for _ in range(5):
+        health.note_outcome(error, "prefill", clock.now)
+    assert owner.said == ["prefill"]
+    assert health.is_ejected
+    assert error.message in health.detail
+    assert "tried again in 10 s" in health.detail
+    health.note_outcome(None, "prefill")
+    assert health.is_ejected, "what comes late says nothing"
+    clock.now += 10
+    assert health.canary_due_in_s == 0
+    assert health.note_canary(UnavailableError("still"), clock.now) == "failed"
+    assert health.canary_due_in_s == 20
+    clock.now += 20
+    assert health.note_canary(None, clock.now) == "ok"
+    assert owner.said == ["prefill", "canary", "recovered"]
+    assert health.detail == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverloadedError("full"),
+        InvalidRequestError("bad"),
+        RequestCancelledError("client"),
+        DeadlineExceededError("late"),
+    ],
+)
+def test_overload_clients_and_short_deadlines_are_no_failures(health, owner, clock, error):
+    since = clock.now
+    clock.now += 1
+    health.worked()  # after the request was sent
+    for _ in range(20):
+        health.note_outcome(error, "decode", since)
+    assert owner.said == []
+
+
+def test_two_canaries_eject_and_those_of_a_pod_that_works_do_not(health, owner, clock):
+    sent = clock.now
+    clock.now += 10
+    late = DeadlineExceededError("no answer")
+    health.worked()
+    assert [health.note_canary(late, sent) for _ in range(9)] == ["busy"] * 9
+    assert health.note_canary(OverloadedError("full"), clock.now) == "busy"
+    assert health.note_canary(late, clock.now) == "failed"
+    assert owner.said == []
+    assert health.note_canary(late, clock.now) == "failed"
+    assert owner.said == ["canary"]
+
+
+def test_a_lie_ejects_at_once(health, owner):
+    health.note_lie("it skipped")
+    assert owner.said == ["lie"]
+    assert "it skipped" in health.detail
+
+
+def test_a_pod_that_is_needed_stays(health, owner, clock):
+    owner.allows = False
+    for _ in range(20):
+        health.note_outcome(UnavailableError("gone"), "prefill")
+    assert not health.is_ejected
+    owner.allows = True
+    health.note_outcome(UnavailableError("gone"), "prefill")
+    assert health.is_ejected
+
+
+def test_canaries_are_due_after_silence_only(owner, clock):
+    health = PodHealth(HealthConfig(canary_interval_s=10), owner, clock)
+    clock.now += 7
+    assert health.canary_due_in_s == 3
+    health.worked()
+    assert health.canary_due_in_s == 10
+    clock.now += 60
+    assert health.canary_due_in_s == 0
+    assert PodHealth(HealthConfig(canary_interval_s=0), owner, clock).canary_due_in_s == float("inf")
