@@ -43,6 +43,15 @@ def test_a_tenant_with_one_request_does_not_wait_for_another_ones_hundred():
     assert late in [queue.serve_head() for _ in range(2)]
 
 
+def test_three_times_the_weight_is_three_times_the_share():
+    queue = FairQueue()
+    for _ in range(40):
+        queue.push(ticket("heavy", weight=3.0))
+        queue.push(ticket("light"))
+    names = [queue.serve_head().tenant.name for _ in range(40)]
+    assert abs(names.count("heavy") - 30) <= 1
+
+
 def test_who_was_idle_saves_up_nothing():
     queue = FairQueue()
     for _ in range(50):
