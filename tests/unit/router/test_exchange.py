@@ -48,7 +48,8 @@ async def test_work_that_ends_leaves_nothing_behind():
     work.may_end.set()
     await client.exchange().run_while_connected(work.run())
     client.gone.set()  # afterwards: of no interest any more
-    await asyncio.sleep(0)
+    for _ in range(3):  # the watcher ends, and whoever waits for that would hear of it
+        await asyncio.sleep(0)
     assert asyncio.current_task().cancelling() == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
