@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from common.errors import ErrorCode
+from common.errors import DeadlineExceededError, ErrorCode
 from router.admission.fair_queue import Ticket
-from router.admission.goodput import kept_limits
+from router.admission.goodput import OVERDUE, Timing, kept_limits
 from router.admission.metrics import AdmissionMetrics
 from router.generation import Generation
 from router.metrics import RouterMetrics
@@ -55,11 +55,13 @@ class Batch:
     ) -> None:
         self._stack.__exit__(exc_type, exc, traceback)
         if self._was_dispatched:
-            self._count_limits()
+            self._count_limits([generation.timing for generation in self.generations])
+        elif isinstance(exc, DeadlineExceededError):
+            self._count_limits([OVERDUE] * len(self.generations))
         elif exc_type is not None and issubclass(exc_type, asyncio.CancelledError):
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc(len(self.generations))
 
-    def _count_limits(self) -> None:
-        for generation in self.generations:
-            for limit, is_kept in kept_limits(generation.request, generation.timing).items():
+    def _count_limits(self, timings: Sequence[Timing]) -> None:
+        for generation, timing in zip(self.generations, timings, strict=True):
+            for limit, is_kept in kept_limits(generation.request, timing).items():
                 self._admission_metrics.limits.labels(limit, "met" if is_kept else "missed").inc()

@@ -17,6 +17,9 @@ class Timing(NamedTuple):
     is_failed: bool
 
 
+OVERDUE = Timing(0.0, 0.0, 0, is_served=False, is_failed=True)  # its deadline passed before it was dispatched
+
+
 def kept_limits(request: GenerationRequest, timing: Timing) -> dict[str, bool]:
     """By the limit's name. Nothing of a generation that its client ended. A failure keeps none."""
     if not timing.is_served and not timing.is_failed:

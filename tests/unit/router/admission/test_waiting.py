@@ -89,6 +89,7 @@ async def test_the_deadline_passes_in_the_queue(busy):
     waiting = await queued(busy, request_id="late")
     late = await busy.client.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "50"})
     assert late.status_code == 504
+    assert busy.metric("baton_request_limits_total", limit="deadline", outcome="missed") == 1
     assert num_waiting(busy) == 1
     await busy.decode[0].allow(None)
     assert (await waiting).status_code == 200
