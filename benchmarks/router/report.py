@@ -75,12 +75,12 @@ def describe_machine() -> dict[str, str]:
 
 def format_tables(results: Results, found: Sequence[Verdict]) -> str:
     """All tables, in markdown."""
-    lines = ["### Targets", "", "| target | measured | |", "|---|---|---|"]
+    lines = ["## Targets", "", "| target | measured | |", "|---|---|---|"]
     lines += [f"| {each.target} | {each.measured} | {'pass' if each.is_met else '**FAIL**'} |" for each in found]
-    lines += ["", "### Answers of one token", "", *_answers(results)]
-    lines += ["", "### Streams", "", *_streams(results)]
-    lines += ["", "### Memory per open stream", "", *_idle(results)]
-    lines += ["", "### Decisions", "", *_decisions(results)]
+    lines += ["", "## Answers of one token", "", *_answers(results)]
+    lines += ["", "## Streams", "", *_streams(results)]
+    lines += ["", "## Memory per open stream", "", *_idle(results)]
+    lines += ["", "## Decisions", "", *_decisions(results)]
     if RIVAL not in results.versions:
         lines += ["", f"{RIVAL} was not measured: it is not installed, or was left out."]
     return "\n".join(lines) + "\n"
