@@ -185,6 +185,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()  # now: who reads the `ready` line may connect before uvicorn is up
         listener.setblocking(False)
     except OSError as error:
         listener.close()
