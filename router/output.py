@@ -96,6 +96,8 @@ def _cut(
     delta: OutputDelta, text: str, offsets: list[int], num_replayed: int, finish_reason: FinishReason | None
 ) -> TextDelta:
     """The tokens of `delta` from `num_replayed` on, as far as there are offsets."""
+    if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always
+        return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, finish_reason)
     if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always: all of it
         return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, finish_reason)
     tokens = slice(num_replayed, len(offsets))

@@ -189,22 +189,27 @@ async def test_what_is_kept_is_not_computed_again(start_cluster, logprobs):
     await cluster.until_quiet()
 
 
-async def test_a_stream_that_was_complete_when_it_broke_needs_no_pod(start_cluster):
+@pytest.mark.parametrize("stop_at", [None, 5])
+async def test_a_stream_that_was_complete_when_it_broke_needs_no_pod(start_cluster, tokenizer, stop_at):
+    """Whether the pods said that it was, or a stop string."""
     cluster = await start_cluster()
     decode = cluster.decode[0]
     decode.allowed = 1
-    async with Connection(cluster.client, COMPLETIONS, {**BODY, "n": 2}) as connection:
+    stops = [] if stop_at is None else [tokenizer.decode(TOKENS[stop_at - 1 : stop_at + 1])[1:]]  # across two tokens
+    body = {**BODY, "n": 2, "stop": stops}
+    async with Connection(cluster.client, COMPLETIONS, body) as connection:
         before = await read_to(connection, 2)
         finishing, waiting = cluster.router.service._running.values()
         decode.live.pop(waiting._legs.decode.request_id)
         waiting._legs.decode.session.abort(waiting._legs.decode.request_id)  # it hears nothing any more
-        await decode.allow(None)
+        await decode.allow(None if stop_at is None else stop_at + 1)
         await until(lambda: finishing._finish_reason is not None)
     await until(lambda: cluster.metric("baton_num_streams_kept") == 1)
-    after = await ask(cluster.client, COMPLETIONS, {**BODY, "n": 2}, before[-1].id)
+    await decode.allow(None)
+    after = await ask(cluster.client, COMPLETIONS, body, before[-1].id)
     whole = content(before + after)
     assert whole[0] == whole[1]
-    assert whole[0]["ends"] == ["length"]
+    assert whole[0]["ends"] == ["length" if stop_at is None else "stop"]
     assert [len(submit.request.output_token_ids) for submit in decode.submits] == [0, 0, 1]
     await cluster.until_quiet()
 
