@@ -9,7 +9,8 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from common.registry import PodRecord, RedisRegistry
+from common.errors import UnavailableError
+from common.registry import PodRecord, Reading, RedisRegistry
 from router.discovery import Endpoint
 from router.discovery.metrics import DiscoveryMetrics
 from router.discovery.registry import RegistryDiscovery, RegistryView
@@ -125,6 +126,42 @@ async def test_a_registry_whose_keys_are_of_another_kind_is_a_failure_and_not_th
             client.delete("baton:{pods:test}:leases")
             await pods.announce(record(A.address))
             await router.until(lambda: router.latest == (A,))
+
+
+class Scripted:
+    """A registry that answers in this way, then for ever with the last answer."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.num_read = 0
+
+    @asynccontextmanager
+    async def news(self):
+        yield self
+
+    async def wait(self, timeout_s):
+        await asyncio.sleep(0)
+
+    async def read(self):
+        self.num_read += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def test_leases_that_ended_while_the_registry_did_not_answer_remove_nobody(clock):
+    known = Reading(b"1", {A.address.encode(): record(A.address).encode()})
+    registry = Scripted(known, UnavailableError("it hangs"), Reading(b"1", {}))
+    discovery = RegistryDiscovery(registry, 0.001, DiscoveryMetrics(CollectorRegistry()), clock)
+    views = []
+    following = asyncio.create_task(discovery.follow(views.append))
+    async with asyncio.timeout(30):
+        while registry.num_read < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    following.cancel()
+    await asyncio.wait({following})
+    assert set(views) == {(A,)}
 
 
 @pytest.fixture
