@@ -1,36 +1,27 @@
-"""One fleet per connector for all faults."""
+"""One fleet at a time, for all tests in a row that want the same."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Iterator
 
 import pytest
 
 from deploy.scratch import scratch_directory
-from tests.e2e.faults.fleet import Fleet, running_fleet
-from tests.e2e.faults.matrix import warm_up
-from tests.e2e.faults.traffic import Job, make_jobs
+from tests.e2e.faults.fleets import Fleets
+from tests.e2e.faults.network import obstacle
+from tests.e2e.faults.traffic import make_jobs
 
 
 @pytest.fixture(scope="session")
-def jobs() -> list[Job]:
-    """The requests of every wave."""
-    return make_jobs()
+def fleets() -> Iterator[Fleets]:
+    """Fleets that serve the same requests, one after the other."""
+    with Fleets(make_jobs()) as fleets:
+        yield fleets
 
 
-@pytest.fixture(scope="module")
-def fleet_of_connector(request: pytest.FixtureRequest, jobs: list[Job]) -> Iterator[Fleet]:
-    """Two prefill and two decode pods, a router and its peer, which have met."""
-    with scratch_directory() as directory, running_fleet(request.param, directory) as fleet:
-        asyncio.run(warm_up(fleet, jobs))
-        yield fleet
-
-
-@pytest.fixture
-def fleet(fleet_of_connector: Fleet) -> Fleet:
-    """Ready and idle, whatever became of it in an earlier test."""
-    fleet_of_connector.start()
-    fleet_of_connector.wait_ready()
-    fleet_of_connector.check_integrity()
-    return fleet_of_connector
+@functools.cache
+def no_namespaces() -> str:
+    """Why network namespaces cannot be made here; empty: they can."""
+    with scratch_directory() as directory:
+        return obstacle(directory)

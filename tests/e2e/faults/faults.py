@@ -7,9 +7,11 @@ import contextlib
 import signal
 from typing import Protocol
 
+from tests.e2e.faults.fleet import Fleet
 from tests.e2e.faults.server_process import ServerProcess
 
 STOPPED_S, RUNNING_S = 0.09, 0.01  # of a slow pod, in turn: it has a tenth of its time
+JUMP_S = 6 * 3600  # of a clock
 
 
 class Fault(Protocol):
@@ -103,9 +105,25 @@ class ClockJump:
         self._server = server
 
     async def strike(self) -> None:
-        """Ahead, see `clock_hook`."""
-        self._server.send(signal.SIGUSR1)
+        """Ahead."""
+        self._server.set_clock(JUMP_S)
 
     async def heal(self) -> None:
         """Back, beyond where it was."""
-        self._server.send(signal.SIGUSR1)
+        self._server.set_clock(-JUMP_S)
+
+
+class Cut:
+    """The network between two pods swallows everything; both still reach the routers and the store."""
+
+    def __init__(self, fleet: Fleet, one: str, other: str) -> None:
+        self._fleet = fleet
+        self._pods = (one, other)
+
+    async def strike(self) -> None:
+        """From now on."""
+        self._fleet.cut(*self._pods)
+
+    async def heal(self) -> None:
+        """As before."""
+        self._fleet.mend(*self._pods)

@@ -10,7 +10,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grpc
 import httpx
@@ -21,6 +23,8 @@ from common.pb import pods_pb2, pods_pb2_grpc
 from deploy.local_cluster import LOOPBACK, ClusterConfig, plan_cluster, write_private
 from deploy.pod_process import PodSpec
 from deploy.ports import pick_ports
+from deploy.scratch import scratch_directory
+from tests.e2e.faults.network import Loopback, Namespaces, Network, namespaces
 from tests.e2e.faults.server_process import ServerProcess
 
 START_DEADLINE_S = 120.0
@@ -29,39 +33,57 @@ CALL_DEADLINE_S = 30.0
 NUM_BLOCKS = 512  # of a pod
 ROUTER, PEER = "router", "peer"
 _CLOCK_HOOK = Path(__file__).with_name("clock_hook")
+Settings = dict[str, dict[str, Any]]  # sections of a --config file
 # Few tokens per step and few requests at once, so that every stage lasts and queues form. A pod that was killed writes
 # no more, and one that hung goes on before the quarantine of what it might write to has ended.
-SETTINGS = {
+SETTINGS: Settings = {
     "prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 3},
     "decode": {"max_num_batched_tokens": 32, "max_num_seqs": 3, "handoff_quarantine_s": 5},
     "router": {"remote_prefill": "prefer"},
 }
 
 
+class Size(NamedTuple):
+    """How many pods."""
+
+    num_prefill: int
+    num_decode: int
+
+
 class Fleet:
     """All processes of one cluster."""
 
-    def __init__(self, connector: str, directory: Path, *, num_prefill: int = 2, num_decode: int = 2) -> None:
+    def __init__(self, connector: str, directory: Path, size: Size, settings: Settings, network: Network) -> None:
         """`directory` is empty, and the fleet's own."""
         self.connector = connector
-        settings = directory / "settings.yaml"
-        settings.write_text(yaml.safe_dump(SETTINGS))
+        self._network = network
+        settings_file = directory / "settings.yaml"
+        settings_file.write_text(yaml.safe_dump(settings))
         engine = EngineConfig(cache=CacheConfig(num_blocks=NUM_BLOCKS))
-        config = ClusterConfig(prefill=num_prefill, decode=num_decode, connector=connector, engine=engine)
+        config = ClusterConfig(prefill=size.num_prefill, decode=size.num_decode, connector=connector, engine=engine)
         ports = pick_ports(LOOPBACK, 4)
-        plan = plan_cluster(config, ports[0], ports[1], directory, settings)
+        plan = plan_cluster(config, ports[0], ports[1], directory, settings_file)
         for file, text in plan.files.items():
-            write_private(file, text)
+            write_private(file, text.replace(LOOPBACK, network.host("redis")))
+        hosts = {spec.address: f"{network.host(spec.name)}:{spec.address.rpartition(':')[2]}" for spec in plan.pods}
 
         def server(spec: PodSpec) -> ServerProcess:
-            return ServerProcess(_with_clock_hook(spec), directory / f"{spec.name}.log")
+            places = {LOOPBACK: network.host(spec.name), **hosts}
+            command = tuple(places.get(item, item) for item in spec.command)
+            placed = spec._replace(command=command, address=places.get(spec.address, spec.address))
+            log = directory / f"{spec.name}.log"
+            clock = directory / f"{spec.name}.clock"
+            clock.write_text("0")
+            return ServerProcess(_with_clock(placed, clock), log, within=network.within(spec.name), clock=clock)
 
         self.pods = [server(spec) for spec in plan.pods]
         self.router = server(_router(plan.router, ROUTER, ports[:2], ports[:2]))
         self.peer = server(_router(plan.router, PEER, ports[:2], ports[2:]))
         self._stores = [server(store.spec) for store in plan.stores]
-        self._http = {ROUTER: f"http://{LOOPBACK}:{ports[0]}", PEER: f"http://{LOOPBACK}:{ports[2]}"}
-        self._grpc = {ROUTER: f"{LOOPBACK}:{ports[1]}", PEER: f"{LOOPBACK}:{ports[3]}"}
+        host = network.host(ROUTER)
+        self._http = {ROUTER: f"{host}:{ports[0]}", PEER: f"{host}:{ports[2]}"}
+        self._grpc = {ROUTER: f"{host}:{ports[1]}", PEER: f"{host}:{ports[3]}"}
+        network.expose([*hosts.values(), *self._http.values(), *self._grpc.values()])
 
     @property
     def servers(self) -> list[ServerProcess]:
@@ -90,35 +112,59 @@ class Fleet:
         for server in self.servers:
             server.close()
 
-    def url(self, router: ServerProcess) -> str:
-        """HTTP address of a router."""
-        return self._http[router.name]
+    def http(self, router: ServerProcess) -> tuple[str, str | None]:
+        """URL of a router, and the Unix socket through which it is reached, if it is."""
+        address = self._http[router.name]
+        target = self._network.reach(address)
+        return f"http://{address}", target.removeprefix("unix:") if target.startswith("unix:") else None
 
-    def target(self, router: ServerProcess) -> str:
-        """gRPC address of a router."""
-        return self._grpc[router.name]
+    def target(self, server: ServerProcess) -> str:
+        """Where a gRPC client in the test reaches a router or pod."""
+        return self._network.reach(self._grpc.get(server.name, server.address))
 
     def wait_ready(self) -> None:
         """Returns when both routers would send requests to every pod."""
         for router in (self.router, self.peer):
-            eventually(
-                lambda router=router: self.metric(router, "baton_pod_ready") == len(self.pods),
-                START_DEADLINE_S,
-                lambda router=router: f"{router.name} does not reach every pod\n{self.output}",
-            )
+            eventually(partial(self._reaches_all, router), START_DEADLINE_S, partial(self._unready, router))
 
     def check_integrity(self) -> None:
         """Returns when every pod says that it is sound and holds nothing for anybody."""
         for pod in self.pods:
-            eventually(lambda pod=pod: _is_idle(pod), SETTLE_DEADLINE_S, lambda pod=pod: f"{pod.name} is not idle")
+            eventually(partial(self._is_idle, pod), SETTLE_DEADLINE_S, lambda: f"a pod is not idle\n{self.output}")
+
+    def cut(self, one: str, other: str) -> None:
+        """Nothing that one of these pods sends arrives at the other. Only of a fleet whose pods are separate."""
+        assert isinstance(self._network, Namespaces)
+        self._network.cut(one, other)
+
+    def mend(self, one: str, other: str) -> None:
+        """Undoes `cut`."""
+        assert isinstance(self._network, Namespaces)
+        self._network.mend(one, other)
 
     def metric(self, router: ServerProcess, name: str) -> float:
         """Sum over all labels; NaN while the router cannot be reached."""
+        url, socket = self.http(router)
         try:
-            lines = httpx.get(f"{self.url(router)}/metrics", trust_env=False).text.splitlines()
+            with httpx.Client(transport=httpx.HTTPTransport(uds=socket)) as client:
+                lines = client.get(f"{url}/metrics").text.splitlines()
         except httpx.TransportError:
             return float("nan")
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def _reaches_all(self, router: ServerProcess) -> bool:
+        return self.metric(router, "baton_pod_ready") == len(self.pods)
+
+    def _unready(self, router: ServerProcess) -> str:
+        return f"{router.name} does not reach every pod\n{self.output}"
+
+    def _is_idle(self, pod: ServerProcess) -> bool:
+        with grpc.insecure_channel(self.target(pod)) as channel:
+            report = pods_pb2_grpc.PodStub(channel).CheckIntegrity(
+                pods_pb2.CheckIntegrityRequest(), timeout=CALL_DEADLINE_S, wait_for_ready=True
+            )
+        assert not report.violations, f"{pod.name}: {list(report.violations)}"
+        return bool(report.num_requests == report.num_blocks_in_use == report.num_transfers == 0)
 
     @property
     def output(self) -> str:
@@ -127,9 +173,22 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def running_fleet(connector: str, directory: Path) -> Iterator[Fleet]:
-    """A fleet that is ready; ended afterwards, and checked that it ends well if the test did."""
-    fleet = Fleet(connector, directory)
+def running_fleet(
+    connector: str, size: Size, *, settings: Settings = SETTINGS, separate: bool = False
+) -> Iterator[Fleet]:
+    """A fleet that is ready; ended afterwards, and checked that it ends well if the test did.
+
+    Separate: each pod in a network namespace of its own.
+    """
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(scratch_directory())
+        names = [*(f"prefill-{index}" for index in range(size.num_prefill))]
+        names += [f"decode-{index}" for index in range(size.num_decode)]
+        network = stack.enter_context(namespaces(names, directory)) if separate else Loopback()
+        yield from _run(Fleet(connector, directory, size, settings, network))
+
+
+def _run(fleet: Fleet) -> Iterator[Fleet]:
     try:
         fleet.start()
         fleet.wait_ready()
@@ -149,21 +208,13 @@ def eventually(condition: Callable[[], bool], deadline_s: float, problem: Callab
         time.sleep(0.02)
 
 
-def _is_idle(pod: ServerProcess) -> bool:
-    with grpc.insecure_channel(pod.address) as channel:
-        report = pods_pb2_grpc.PodStub(channel).CheckIntegrity(
-            pods_pb2.CheckIntegrityRequest(), timeout=CALL_DEADLINE_S, wait_for_ready=True
-        )
-    assert not report.violations, f"{pod.name}: {list(report.violations)}"
-    return bool(report.num_requests == report.num_blocks_in_use == report.num_transfers == 0)
-
-
 def _router(spec: PodSpec, name: str, planned: list[int], ports: list[int]) -> PodSpec:
     """The planned router under another name, at other ports."""
     changed = dict(zip(map(str, planned), map(str, ports), strict=True))
     return spec._replace(name=name, command=tuple(changed.get(item, item) for item in spec.command))
 
 
-def _with_clock_hook(spec: PodSpec) -> PodSpec:
+def _with_clock(spec: PodSpec, clock: Path) -> PodSpec:
+    """The server with a wall clock that is ahead by what the file says, in seconds."""
     path = os.pathsep.join([str(_CLOCK_HOOK), spec.env["PYTHONPATH"]])
-    return spec._replace(env={**spec.env, "PYTHONPATH": path})
+    return spec._replace(env={**spec.env, "PYTHONPATH": path, "BATON_TEST_CLOCK": str(clock)})

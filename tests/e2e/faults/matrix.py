@@ -12,9 +12,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from tests.e2e.faults.faults import ClockJump, Fault, Hang, Kill, Restart, Slow
+from tests.e2e.faults.faults import ClockJump, Cut, Fault, Hang, Kill, Restart, Slow
 from tests.e2e.faults.fleet import SETTLE_DEADLINE_S, Fleet, eventually
 from tests.e2e.faults.server_process import ServerProcess
 from tests.e2e.faults.stages import Stage, reached, watched
@@ -22,15 +23,18 @@ from tests.e2e.faults.traffic import Job, Stream, Wave
 
 MAX_TRIES = 5  # to reach a stage before all is over
 RUN_DEADLINE_S = 150.0
-FAULTS: dict[str, Callable[[ServerProcess], Fault]] = {
+RESTART = "SIGKILL and restart"
+CUT = "network cut"  # between the victim and the first prefill pod
+_FAULTS: dict[str, Callable[[ServerProcess], Fault]] = {
     "SIGKILL": Kill,
-    "SIGKILL and restart": Restart,
+    RESTART: Restart,
     "SIGSTOP": Hang,
     "slow": Slow,
     "clock jump": ClockJump,
 }
 COSTS_NOTHING = ("slow", "clock jump")  # nobody is given up
-_INFLIGHT = "baton_num_requests_inflight"
+Descriptors = dict[str, int]
+NUM_MEETINGS = 4  # connections that a pod may open because it meets another one for the first time
 _salts = itertools.count()
 
 
@@ -65,34 +69,53 @@ class Strike(NamedTuple):
 async def warm_up(fleet: Fleet, jobs: Sequence[Job]) -> None:
     """Without a fault: every pod meets every other, and every connection that stays open is opened."""
     for router in (fleet.router, fleet.peer):
-        wave = Wave(fleet.target(router), jobs, f"salt {next(_salts)}")
-        await wave.run()
-        assert not wave.faults, "\n".join([*wave.faults, fleet.output])
+        await serve(fleet, router, jobs)
 
 
-async def run_case(fleet: Fleet, case: Case, jobs: Sequence[Job]) -> Outcome:
-    """Raises AssertionError for whatever is not as it should be. The fleet is ready and idle before and after."""
-    before = _Holdings(fleet)
+async def serve(fleet: Fleet, router: ServerProcess, jobs: Sequence[Job]) -> None:
+    """One wave, all of whose answers are right."""
+    wave = Wave(fleet.target(router), jobs, f"salt {next(_salts)}")
+    await wave.run()
+    assert not wave.faults, "\n".join([*wave.faults, fleet.output])
+
+
+async def run_case(fleet: Fleet, case: Case, jobs: Sequence[Job], idle: Descriptors) -> Outcome:
+    """Raises AssertionError for whatever is not as it should be. The fleet is ready and idle before and after.
+
+    `idle` is what its servers had open when they were first idle.
+    """
     for _ in range(MAX_TRIES):
         async with asyncio.timeout(RUN_DEADLINE_S):
             outcome = await _attempt(fleet, case, jobs)
-        await asyncio.to_thread(_settle, fleet, before)
+            if case.fault == RESTART:
+                await _keep_busy(fleet, jobs)
+        await asyncio.to_thread(_settle, fleet, idle)
         if outcome is not None:
             return outcome
     raise AssertionError(f"{case}: the stage was not seen in {MAX_TRIES} waves")
 
 
+async def _keep_busy(fleet: Fleet, jobs: Sequence[Job]) -> None:
+    """Streams until every pod is back, and once more, so that the new incarnation is used."""
+    back = asyncio.create_task(asyncio.to_thread(fleet.wait_ready))
+    while not back.done():
+        await serve(fleet, fleet.router, jobs)
+    await back
+    await serve(fleet, fleet.router, jobs)
+
+
 async def _attempt(fleet: Fleet, case: Case, jobs: Sequence[Job]) -> Outcome | None:
     """None: all was over before the stage was seen."""
     victim = fleet.server(case.victim)
-    fault = FAULTS[case.fault](victim)
+    fault = _fault(fleet, case.fault, victim)
     seen_on = victim if victim in fleet.pods else fleet.pods[-1]
+    decodes = seen_on.name.startswith("decode")
     hits_peer = victim is fleet.peer
     main = Wave(fleet.target(fleet.router), jobs[: len(jobs) // 2] if hits_peer else jobs, f"salt {next(_salts)}")
     other = Wave(fleet.target(fleet.peer), jobs[len(jobs) // 2 :] if hits_peer else [], f"salt {next(_salts)}")
-    async with watched(seen_on) as pod, asyncio.TaskGroup() as group:
+    async with watched(fleet.target(seen_on)) as pod, asyncio.TaskGroup() as group:
         running, other_running = group.create_task(main.run()), group.create_task(other.run())
-        at_stage = group.create_task(reached(case.stage, other if hits_peer else main, pod))
+        at_stage = group.create_task(reached(case.stage, other if hits_peer else main, pod, decodes=decodes))
         await asyncio.wait([at_stage, running], return_when=asyncio.FIRST_COMPLETED)
         if not at_stage.done():
             at_stage.cancel()
@@ -106,6 +129,10 @@ async def _attempt(fleet: Fleet, case: Case, jobs: Sequence[Job]) -> Outcome | N
         await other_running
     _check_answers(fleet, case, main, other)
     return _outcome(fleet, case, strike, [*main.streams, *other.streams])
+
+
+def _fault(fleet: Fleet, name: str, victim: ServerProcess) -> Fault:
+    return Cut(fleet, fleet.pods[0].name, victim.name) if name == CUT else _FAULTS[name](victim)
 
 
 def _check_answers(fleet: Fleet, case: Case, main: Wave, other: Wave) -> None:
@@ -122,30 +149,29 @@ def _outcome(fleet: Fleet, case: Case, strike: Strike, streams: Sequence[Stream]
     return Outcome(fleet.connector, case, num_exact, len(streams) - num_exact, recovery_s)
 
 
-class _Holdings:
-    """What each living server holds while it is idle."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.pids = {server.name: server.pid for server in fleet.servers}
-        self.descriptors = {server.name: len(server.descriptors()) for server in fleet.servers}
+def descriptors_of(fleet: Fleet) -> Descriptors:
+    """Number of open file descriptors of each server, by name."""
+    return {server.name: len(server.descriptors()) for server in fleet.servers}
 
 
-def _settle(fleet: Fleet, before: _Holdings) -> None:
+def _settle(fleet: Fleet, idle: Descriptors) -> None:
     """Returns when the fleet is as it was."""
     fleet.wait_ready()
     fleet.check_integrity()
     for router in (fleet.router, fleet.peer):
-        eventually(
-            lambda router=router: fleet.metric(router, _INFLIGHT) == 0,
-            SETTLE_DEADLINE_S,
-            lambda router=router: f"{router.name} has requests under way",
-        )
+        eventually(partial(_is_idle, fleet, router), SETTLE_DEADLINE_S, lambda: "a router has requests under way")
     for server in fleet.servers:
-        if server.pid != before.pids[server.name]:
-            continue
-        bound = before.descriptors[server.name]
-        eventually(
-            lambda server=server, bound=bound: len(server.descriptors()) <= bound,
-            SETTLE_DEADLINE_S,
-            lambda server=server, bound=bound: f"{server.name} had {bound} descriptors, now {server.descriptors()}",
-        )
+        bound = idle[server.name] + (NUM_MEETINGS if server in fleet.pods else 0)
+        eventually(partial(_holds, server, bound), SETTLE_DEADLINE_S, partial(_excess, server, bound))
+
+
+def _is_idle(fleet: Fleet, router: ServerProcess) -> bool:
+    return fleet.metric(router, "baton_num_requests_inflight") == 0
+
+
+def _holds(server: ServerProcess, bound: int) -> bool:
+    return len(server.descriptors()) <= bound
+
+
+def _excess(server: ServerProcess, bound: int) -> str:
+    return f"{server.name} should have {bound} descriptors at most, has {server.descriptors()}"

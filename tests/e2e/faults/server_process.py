@@ -21,13 +21,17 @@ KILL_EXIT_CODE = -signal.SIGKILL
 class ServerProcess:
     """Owns the process; what it starts itself (a pod's engine) has to end by itself when it is killed."""
 
-    def __init__(self, spec: PodSpec, log: Path, *, within: tuple[str, ...] = ()) -> None:
-        """`within` is a command that runs the rest of its command line somewhere else; it must not fork."""
+    def __init__(self, spec: PodSpec, log: Path, *, within: tuple[str, ...], clock: Path) -> None:
+        """`within` is a command that runs the rest of its command line somewhere else; it must not fork.
+
+        `clock` is the file that its wall clock follows, see `clock_hook`.
+        """
         self.spec = spec
         self.name = spec.name
         self.address = spec.address
         self._log = log
         self._within = within
+        self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -65,6 +69,12 @@ class ServerProcess:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
+
+    def set_clock(self, ahead_s: int) -> None:
+        """The wall clock of all of its processes jumps to this much ahead of the true time."""
+        changed = self._clock.with_suffix(".new")
+        changed.write_text(str(ahead_s))
+        changed.replace(self._clock)  # at once: it is read all the time
 
     def kill(self) -> list[psutil.Process]:
         """SIGKILL to the server alone. Returns all of its processes: what it had started must end by itself."""
@@ -122,6 +132,6 @@ def _wait_gone(processes: list[psutil.Process]) -> None:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -10,7 +10,6 @@ import grpc
 
 from common.pb import pods_pb2, pods_pb2_grpc
 from tests.e2e.faults.fleet import CALL_DEADLINE_S
-from tests.e2e.faults.server_process import ServerProcess
 from tests.e2e.faults.traffic import Wave
 
 MID_STREAM_TOKENS = 8
@@ -42,23 +41,32 @@ class PodWatch:
 
     async def until_transferring(self) -> None:
         """Returns when the pod has transfers under way."""
-        while True:
-            report = await self._stub.CheckIntegrity(pods_pb2.CheckIntegrityRequest(), timeout=CALL_DEADLINE_S)
-            if report.num_transfers:
-                return
+        while not (await self._check()).num_transfers:
+            pass
+
+    async def until_busy(self) -> None:
+        """Returns when the pod has requests."""
+        while not (await self._check()).num_requests:
+            pass
+
+    async def _check(self) -> pods_pb2.CheckIntegrityResponse:
+        return await self._stub.CheckIntegrity(pods_pb2.CheckIntegrityRequest(), timeout=CALL_DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
-async def watched(pod: ServerProcess) -> AsyncIterator[PodWatch]:
-    """Reports of the pod, from one that was made before the context is entered."""
-    async with grpc.aio.insecure_channel(pod.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+async def watched(target: str) -> AsyncIterator[PodWatch]:
+    """Reports of the pod at `target`, from one that was made before the context is entered."""
+    async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         watch = PodWatch(channel)
         await watch.until(lambda _: True)
         yield watch
 
 
-async def reached(stage: Stage, wave: Wave, pod: PodWatch) -> None:
-    """Returns when the wave has come so far. `pod` is where requests are looked for, of either role."""
+async def reached(stage: Stage, wave: Wave, pod: PodWatch, *, decodes: bool) -> None:
+    """Returns when the wave has come so far. `pod` is where requests are looked for.
+
+    If it is a decode pod it has some; a prefill pod may have done its part when its clients have tokens.
+    """
     match stage:
         case Stage.QUEUED:
             await pod.until(lambda stats: stats.num_waiting > 0)
@@ -71,6 +79,8 @@ async def reached(stage: Stage, wave: Wave, pod: PodWatch) -> None:
             await wave.until(lambda streams: any(stream.token_ids for stream in streams))
         case Stage.MID_STREAM:
             await wave.until(lambda streams: any(len(stream.token_ids) >= MID_STREAM_TOKENS for stream in streams))
+    if decodes:
+        await pod.until_busy()
 
 
 def _is_prefilling(stats: pods_pb2.PodStats) -> bool:

@@ -1,32 +1,24 @@
-"""Imported by every Python process of a fleet at its start: SIGUSR1 makes its wall clock jump.
+"""Imported by every Python process of a fleet at its start: its wall clock is ahead by what a file says, in seconds.
 
-One jump is six hours ahead, the next twelve back, and so on. Monotonic clocks are left alone, as by a real jump.
+Monotonic clocks are left alone, as by a real jump.
 """
 
 from __future__ import annotations
 
-import itertools
-import signal
+import os
 import time
+from pathlib import Path
 
-_HOUR_S = 3600
-_offsets_s = itertools.cycle([6 * _HOUR_S, -6 * _HOUR_S])
-_offset_s = 0
-_true_time, _true_time_ns = time.time, time.time_ns
-
-
-def _jump(*_: object) -> None:
-    global _offset_s
-    _offset_s = next(_offsets_s)
-
-
-def _time() -> float:
-    return _true_time() + _offset_s
+_FILE = Path(os.environ["BATON_TEST_CLOCK"])
+_true_time_ns = time.time_ns
 
 
 def _time_ns() -> int:
-    return _true_time_ns() + _offset_s * 10**9
+    return _true_time_ns() + int(_FILE.read_text()) * 10**9
+
+
+def _time() -> float:
+    return _time_ns() / 1e9
 
 
 time.time, time.time_ns = _time, _time_ns
-signal.signal(signal.SIGUSR1, _jump)
