@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +59,7 @@ class FakePod:
         self.num_cached_tokens = 0  # reported for each request
         self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100)
         self.info = pods_pb2.PodInfo(
-            pod_id=f"fake-{next(_incarnations)}",
+            pod_id=f"fake-{os.getpid()}-{next(_incarnations)}",
             role=self.role,
             model_name="fake",
             fingerprint=fingerprint,

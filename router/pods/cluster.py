@@ -231,9 +231,15 @@ class Cluster:
         ]
         if offered and self.model not in offered:
             self.model = offered[0]
+        addresses: dict[tuple[str, int], str] = {}  # of the pods that are listed, by incarnation
         for pod in self.pods:
-            if pod.info is not None:
-                pod.fits, pod.refusal = self._verdict(pod, pod.info)
+            if pod.info is None:
+                continue
+            pod.fits, pod.refusal = self._verdict(pod, pod.info)
+            if pod.listed and pod.fits:
+                first = addresses.setdefault((pod.info.pod_id, pod.info.incarnation), pod.address)
+                if first != pod.address:  # as a name with A and AAAA records has it
+                    pod.fits, pod.refusal = False, f"it is the pod at {first}"
         self._report()
 
     def _verdict(self, pod: Pod, info: pods_pb2.PodInfo) -> tuple[bool | None, str]:

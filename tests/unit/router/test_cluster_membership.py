@@ -68,6 +68,18 @@ async def test_a_pod_that_is_named_later_takes_part():
         assert len(cluster.decode_table) == 2
 
 
+async def test_a_pod_with_two_addresses_counts_once():
+    async with FakeDecodePod() as fake, cluster_of(decode_at(fake)) as cluster:
+        await until(cluster, lambda: cluster.can_serve)
+        other = Endpoint("decode", fake.address.replace("127.0.0.1", "localhost"))
+        cluster.publish((decode_at(fake), other))
+        await until(cluster, lambda: cluster.by_address[other.address].state is PodState.REFUSED)
+        assert cluster.by_address[other.address].detail == f"it is the pod at {fake.address}"
+        cluster.publish((other,))
+        await until(cluster, lambda: cluster.by_address[other.address].state is PodState.READY)
+        assert len(cluster.pods) == 1
+
+
 async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
     async with FakeDecodePod() as fake, cluster_of(decode_at(fake)) as cluster:
         await until(cluster, lambda: cluster.can_serve)
