@@ -92,6 +92,7 @@ async def test_a_prefill_that_fails_after_the_first_token_changes_nothing(start_
     async with Stream(cluster) as stream:
         while stream.text != text(2):
             await stream.next()
+        await until(lambda: any(prefill.prefills for prefill in cluster.prefill))
         busy(cluster.prefill)[0].may_answer.set()
         await cluster.decode[0].until(lambda: cluster.decode[0].prefill_failures)
         await cluster.decode[0].allow(None)
