@@ -25,10 +25,10 @@ _EXPLANATION = """# Faults while requests run
 Each cell: {num_jobs} streams of {max_tokens} tokens, greedy and seeded, over two prefill and two decode pods (one of
 each for network cuts) and two routers; the fault strikes the victim when the stage is first seen. Exact: the same
 tokens and text as without a fault. Recovery: from the fault until the last of the open streams had gone on or ended,
-queues included; with few tokens per step and three requests at once per pod, a wave takes a second or two without a
+queues included; with few tokens per step and two requests at once per pod, a wave takes a second or two without a
 fault. After each cell all pods were ready again, `CheckIntegrity` found every pod sound and empty, no server had more
-file descriptors open than at first, and no process was left of those killed. Streams of a router that is killed end
-with it; pods abort them.
+than a few file descriptors beyond those of the first idle moment, and no process was left of those killed. Streams of a
+router that is killed end with it; pods abort them.
 """
 _HEAD = ["| connector | fault | victim | stage | answers | recovery, s |", "|---|---|---|---|---|---|"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.llm import LLM
 from common.types import SamplingParams
-from tests.e2e.faults.fleet import Fleet, Settings, Size, running_fleet
+from tests.e2e.faults.fleet import ROUTER_SETTINGS, Fleet, Settings, Size, running_fleet
 from tests.e2e.faults.http_streams import HttpJob, failure_of, timeout
 from tests.e2e.reference import PROMPTS, greedy_completion
 
@@ -22,7 +22,7 @@ RUN_DEADLINE_S = 300.0
 SETTINGS: Settings = {
     "prefill": {},
     "decode": {"max_num_seqs": 32, "handoff_quarantine_s": 5},
-    "router": {"remote_prefill": "prefer"},
+    "router": ROUTER_SETTINGS,
 }
 
 
