@@ -75,6 +75,7 @@ class Preprocessor:
         UnavailableError if no pod could serve it."""
         self.check_model(draft.model)
         _check_draft(draft)
+        priority = draft.terms.tenant.priority_of(draft.priority)
         kv_failure_policy = self._kv_failure_policy_of(draft)
         model, max_model_len = self._cluster.model, self._cluster.max_model_len
         if model is None or not max_model_len:
@@ -106,7 +107,7 @@ class Preprocessor:
             sampling=sampling,
             stops=draft.stops,
             cache_salt=cache_salt,
-            priority=draft.priority,
+            priority=priority,
             kv_failure_policy=kv_failure_policy,
             skip_special_tokens=draft.skip_special_tokens,
             terms=draft.terms,

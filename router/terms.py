@@ -25,6 +25,18 @@ class Tenant:
     name: str = ""  # for logs, metrics and fairness; empty: nobody has said who they are
     salt: str = ""  # part of every block hash, so that tenants share no KV; empty: shared by all who have none
     weight: float = 1.0  # its share while requests queue, relative to others'
+    min_priority: int | None = None  # the most urgent that its requests may have; None: any
+
+    def priority_of(self, asked: int) -> int:
+        """The priority of a request that asks for `asked`. 0, which is also not to ask, gives what it may have at most.
+        Raises InvalidRequestError for more."""
+        least = self.min_priority
+        if least is None or asked >= least:
+            return asked
+        if asked == 0:
+            return least
+        problem = f"priority must be at least {least} for this key, got {asked}; lower numbers go first"
+        raise InvalidRequestError(problem, param="priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@
       requests_per_minute: 600
       tokens_per_minute: 1000000        # prompt and output
       max_concurrent: 32                # generations at once
+      min_priority: -5                  # the most urgent that its requests may ask for; default 0
       share_cache: true                 # with all others that say so; or
       cache_salt: team                  # with all others that name the same
 
@@ -37,6 +38,9 @@ _SALT_CHARS = 32
 
 Name = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z")]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+_DEFAULT_MIN_PRIORITY = 0  # a tenant that could go before all others by saying so would starve them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    min_priority: Priority = _DEFAULT_MIN_PRIORITY
     share_cache: bool = False
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
@@ -133,7 +138,8 @@ def parse_key_list(text: str) -> list[ApiKey]:
             raise ConfigError(f"key {number}: shorter than {MIN_KEY_CHARS} characters")
         else:
             name, digest = f"env-{number}", digest_of(word)
-        keys.append(ApiKey(digest, Tenant(name, _salt("key", digest.hex())), Quota()))
+        tenant = Tenant(name, _salt("key", digest.hex()), min_priority=_DEFAULT_MIN_PRIORITY)
+        keys.append(ApiKey(digest, tenant, Quota()))
     return keys
 
 
@@ -160,7 +166,7 @@ def _parse_entry(where: str, entry: object) -> ApiKey:
     else:
         salt = _salt("key", digest.hex())
     quota = Quota(parsed.requests_per_minute, parsed.tokens_per_minute, parsed.max_concurrent)
-    return ApiKey(digest, Tenant(parsed.name, salt, parsed.weight), quota)
+    return ApiKey(digest, Tenant(parsed.name, salt, parsed.weight, parsed.min_priority), quota)
 
 
 def _refuse(where: str, problem: str) -> NoReturn:

@@ -267,3 +267,26 @@ async def test_a_client_that_keeps_its_connection_keeps_no_name(cluster):
     async with httpx.AsyncClient(base_url=cluster.router.http_url, limits=httpx.Limits(max_connections=1)) as client:
         assert (await client.get("/v1/models", headers=bearer(ALICE))).status_code == 200
         assert (await client.get("/v1/models")).status_code == 401
+
+
+async def test_a_key_caps_the_priority_of_its_requests_on_both_fronts(start_cluster, key_file):
+    key_file.write(alice={"min_priority": 2}, bob={"min_priority": -1})
+    decode = FakeDecodePod()
+    cluster = await start_cluster(decode=[decode], security=key_file.security)
+    body = {"prompt": PROMPT, "max_tokens": 1}
+
+    async def post(key, **fields):
+        return await cluster.client.post(COMPLETIONS, json={**body, **fields}, headers=bearer(key))
+
+    for key, priority in ((ALICE, 1), (BOB, -2)):
+        refused = await post(key, priority=priority)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(message(priority=priority), **as_tenant(key))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await post(ALICE)).status_code == 200
+    assert (await post(BOB, priority=-1)).status_code == 200
+    assert (await post(BOB)).status_code == 200
+    assert [submit.request.priority for submit in decode.submits] == [2, -1, 0]

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidRequestError
 from router.security.key_source import ENVIRONMENT, load_keys
 from router.security.keys import KeyTable, generate_key, parse_key_file, parse_key_list
 from router.terms import Tenant
@@ -22,9 +22,10 @@ def salts(text):
 
 def test_an_entry_has_all_that_is_known_of_a_tenant():
     (key,) = parse_key_file(
-        f"- {{name: a, hash: '{HASH}', weight: 2, requests_per_minute: 3, tokens_per_minute: 4.5, max_concurrent: 5}}"
+        f"- {{name: a, hash: '{HASH}', weight: 2, requests_per_minute: 3, tokens_per_minute: 4.5, max_concurrent: 5,"
+        " min_priority: -3}"
     )
-    assert (key.tenant.name, key.tenant.weight) == ("a", 2)
+    assert (key.tenant.name, key.tenant.weight, key.tenant.min_priority) == ("a", 2, -3)
     assert (key.quota.requests_per_minute, key.quota.tokens_per_minute, key.quota.max_concurrent) == (3, 4.5, 5)
     assert KeyTable([key]).find(KEY) is key
     for wrong in ("", KEY + "x", HASH, KEY.upper(), "\udce4"):
@@ -58,6 +59,8 @@ def test_tenants_share_no_salt_unless_they_say_so():
         (f"- {{hash: '{HASH}'}}", "key 1: Object missing required field `name`"),
         (f"- {{name: a, hash: '{HASH}', weight: 0}}", "key 1: Expected `float` > 0.0 - at `weight`"),
         (f"- {{name: a, hash: '{HASH}', max_concurrent: 0}}", "at `max_concurrent`"),
+        (f"- {{name: a, hash: '{HASH}', min_priority: high}}", "at `min_priority`"),
+        (f"- {{name: a, hash: '{HASH}', min_priority: 2147483648}}", "at `min_priority`"),
         (f"- {{name: a, hash: '{HASH}', tokens_per_minute: .nan}}", "at `tokens_per_minute`"),
         (f"- {{name: a, hash: '{HASH}', share_cache: true, cache_salt: x}}", "exclude each other"),
         (f"- name: a\n  hash: '{KEY}", "not valid YAML near line 2"),
@@ -106,6 +109,27 @@ def test_an_environment_that_cannot_be_used_says_why(text, problem):
         load_keys("", {ENVIRONMENT: text})
     assert caught.value.message.startswith(f"{ENVIRONMENT}: {problem}")
     assert text not in caught.value.message
+
+
+def test_no_key_goes_before_others_unless_its_entry_says_so():
+    (entry,) = parse_key_file(f"- {{name: a, hash: '{HASH}'}}")
+    named, plain = parse_key_list(f"team:{HASH}, another-secret-key")
+    assert [key.tenant.min_priority for key in (entry, named, plain)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "given"),
+    [(None, -9, -9), (0, 0, 0), (0, 7, 7), (-5, -5, -5), (-5, 0, 0), (3, 0, 3), (3, 4, 4)],
+)
+def test_a_request_has_the_priority_that_it_asks_for_where_its_key_may(least, asked, given):
+    assert Tenant("a", min_priority=least).priority_of(asked) == given
+
+
+@pytest.mark.parametrize(("least", "asked"), [(0, -1), (-5, -6), (3, 2), (3, -1)])
+def test_more_urgent_than_a_key_may_ask_is_refused(least, asked):
+    with pytest.raises(InvalidRequestError, match=f"at least {least} for this key, got {asked}") as caught:
+        Tenant("a", min_priority=least).priority_of(asked)
+    assert caught.value.param == "priority"
 
 
 def test_both_together_and_neither(tmp_path):
