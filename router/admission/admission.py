@@ -9,8 +9,9 @@ from router.admission.config import AdmissionConfig
 from router.admission.departures import DepartureRate
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.forecast import Forecast
-from router.admission.limits import Expected, Limits, Refusal, broken_limit
+from router.admission.limits import Expected, Limits, Refusal, broken_limit, joined
 from router.admission.room import Room
+from router.terms import Tenant
 
 _LEAST_RETRY_S = 1.0  # where nothing is known
 
@@ -53,15 +54,19 @@ class Admission:
 
     def refusal(self, ticket: Ticket, outlook: Outlook, room: Room, now: float) -> Refusal | None:
         """Why the request cannot be taken; None: it can. A ticket that is let in by this is never dropped."""
+        full: Refusal | None = None
         queue_s = 0.0
         if not self.passes(ticket, room):
-            if (full := self._full(ticket)) is not None:
-                return full
+            full = self._full(ticket)
             queue_s = self.wait_s(ticket, now) or 0.0
         expected = Expected(
-            max(0.0, now - ticket.arrived_at), queue_s, outlook.forecast, outlook.expected_output_tokens
+            max(0.0, now - ticket.arrived_at),
+            queue_s,
+            self.backlog_s(now),
+            outlook.forecast,
+            outlook.expected_output_tokens,
         )
-        return broken_limit(outlook.limits, expected, self.config.prediction_margin)
+        return joined(full, broken_limit(outlook.limits, expected, self.config.prediction_margin))
 
     def wait_s(self, ticket: Ticket, now: float) -> float | None:
         """How long such a ticket would wait; None: it is not known yet how fast the queue empties."""
@@ -77,7 +82,7 @@ class Admission:
         """Queue it. `refusal` has said nothing against it."""
         self._watch(now)
         self.queue.push(ticket)
-        tenant = self._by_tenant.setdefault(ticket.tenant.name, _Waiting(0, ticket.tenant.weight))
+        tenant = self._waiting_of(ticket.tenant)
         self._by_tenant[ticket.tenant.name] = _Waiting(tenant.num_requests + ticket.num_requests, ticket.tenant.weight)
         self._watch(now)
 
@@ -104,27 +109,45 @@ class Admission:
 
     def _full(self, ticket: Ticket) -> Refusal | None:
         """Keeps places for others: of higher priority, and of tenants that have less in the queue."""
-        num_waiting, num_requests = self.queue.num_requests, ticket.num_requests
+        num_waiting = self.queue.num_requests
         places = places_of(ticket.priority, self.config.max_queued)
-        if num_waiting + num_requests > places:
+        excess = num_waiting + ticket.num_requests - places
+        above_share = self._departures_to_share(ticket, places - num_waiting)
+        if excess > 0:
             problem = f"{num_waiting} generations wait already, of at most {places} of such a priority"
-            return self._no_place("queue_full", problem, ticket, num_waiting + num_requests - places)
-        tenant = ticket.tenant
-        if not tenant.name:  # everybody together: there is nobody to keep a place for
-            return None
-        own = self._by_tenant.get(tenant.name, _Waiting(0, tenant.weight))
-        heaviest = max(each.weight for each in (*self._by_tenant.values(), own))
-        share = max(1.0, (places - num_waiting) * tenant.weight / heaviest)
-        if own.num_requests + num_requests > share:
-            problem = f"{own.num_requests} generations of this tenant wait already; the rest of the queue is for others"
-            return self._no_place("tenant_share", problem, ticket, own.num_requests + num_requests - int(share))
+            return self._no_place("queue_full", problem, ticket, max(excess, above_share))
+        if above_share > 0:
+            num_own = self._waiting_of(ticket.tenant).num_requests
+            problem = f"{num_own} generations of this tenant wait already; the rest of the queue is for others"
+            return self._no_place("tenant_share", problem, ticket, above_share)
         return None
 
-    def _no_place(self, reason: str, problem: str, ticket: Ticket, excess: int) -> Refusal:
-        cost = ticket.cost * excess / ticket.num_requests  # those before it are taken to be like it
-        retry_after_s = self._departures.seconds_for(cost)
+    def _departures_to_share(self, ticket: Ticket, places_left: int) -> float:
+        """How many must leave the queue until the ticket's tenant may have it there; 0: it may.
+
+        Of those that leave, as many are the tenant's as its weight says, and of the places that they leave it may have
+        its share. One it may have in any case.
+        """
+        tenant = ticket.tenant
+        if not tenant.name:  # everybody together: there is nobody to keep a place for
+            return 0.0
+        others = [each.weight for name, each in self._by_tenant.items() if name != tenant.name]
+        served = tenant.weight / sum((*others, tenant.weight))
+        share = tenant.weight / max((*others, tenant.weight))
+        wanted = self._waiting_of(tenant).num_requests + ticket.num_requests
+        if wanted <= max(1.0, places_left * share):
+            return 0.0
+        return min((wanted - places_left * share) / (served + share), (wanted - 1) / served)
+
+    def _no_place(self, reason: str, problem: str, ticket: Ticket, num_departures: float) -> Refusal:
+        num_waiting = self.queue.num_requests
+        mean_cost = self.queue.cost / num_waiting if num_waiting else ticket.cost / ticket.num_requests
+        retry_after_s = self._departures.seconds_for(mean_cost * num_departures)
         retry_after_s = _LEAST_RETRY_S if retry_after_s is None else retry_after_s
         return Refusal(reason, OverloadedError(f"{problem}; try again later", retry_after_s=retry_after_s))
+
+    def _waiting_of(self, tenant: Tenant) -> _Waiting:
+        return self._by_tenant.get(tenant.name, _Waiting(0, tenant.weight))
 
     def _forget(self, ticket: Ticket, now: float) -> None:
         tenant = self._by_tenant[ticket.tenant.name]

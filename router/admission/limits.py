@@ -34,6 +34,7 @@ class Expected(NamedTuple):
 
     waited_s: float  # so far, before it came to be judged
     queue_s: float  # from now on
+    backlog_s: float  # from now on until nobody waits, if nobody else comes
     forecast: Forecast
     expected_output_tokens: float
 
@@ -50,8 +51,10 @@ def broken_limit(limits: Limits, expected: Expected, margin: float) -> Refusal |
     itl_s = margin * forecast.itl_s
     if limits.itl_s is not None and itl_s > limits.itl_s:
         least_s = itl_s if forecast.is_idle else 0.0
-        # So many of the answers have to end until steps are short enough; in the time of one answer all of them do.
-        excess_s = (1 - limits.itl_s / itl_s) * forecast.itl_s * expected.expected_output_tokens
+        # So many of the answers have to end until steps are short enough; in the time of one answer all of them do,
+        # once nobody waits who would take their places.
+        answers_s = (1 - limits.itl_s / itl_s) * forecast.itl_s * expected.expected_output_tokens
+        excess_s = expected.backlog_s + answers_s
         return _refuse("itl", ITL_HEADER, "tokens at most", limits.itl_s, itl_s, least_s, excess_s, end=" apart")
     completion_s = passed_s + margin * forecast.completion_s
     if completion_s > limits.timeout_s:
@@ -62,6 +65,17 @@ def broken_limit(limits: Limits, expected: Expected, margin: float) -> Refusal |
             "deadline", TIMEOUT_HEADER, "an answer within", limits.timeout_s, completion_s, least_s, excess_s
         )
     return None
+
+
+def joined(first: Refusal | None, second: Refusal | None) -> Refusal | None:
+    """Of two reasons the first, until neither holds; that of the two which no waiting ends goes before."""
+    if first is None or second is None:
+        return first or second
+    if not isinstance(first.error, OverloadedError) or not isinstance(second.error, OverloadedError):
+        return first if not isinstance(first.error, OverloadedError) else second
+    retry_after_s = max(first.error.retry_after_s, second.error.retry_after_s)
+    error = OverloadedError(first.error.message, param=first.error.param, retry_after_s=retry_after_s)
+    return Refusal(first.reason, error)
 
 
 def _refuse(

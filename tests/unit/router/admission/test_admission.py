@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -138,7 +140,7 @@ def test_a_light_tenant_gets_fewer_places():
         (Limits(60.0, ttft_s=1.3), "", 0),  # 1.1 s in the queue and 0.2 s on the pods
         (Limits(60.0, ttft_s=1.0), "ttft", 0.3),
         (Limits(60.0, itl_s=0.02), "", 0),
-        (Limits(60.0, itl_s=0.01), "itl", 1.0),  # half of the answers have to end
+        (Limits(60.0, itl_s=0.01), "itl", 2.0),  # nobody must wait, then half of the answers have to end
         (Limits(3.2), "", 0),
         (Limits(2.6), "deadline", 0.5),
     ],
@@ -152,6 +154,47 @@ def test_who_cannot_be_served_in_time_is_refused_at_once(limits, reason, retry_a
     assert refused.reason == reason
     assert isinstance(refused.error, OverloadedError)
     assert refused.error.retry_after_s == pytest.approx(retry_after_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("limits", "retry_after_s"),
+    [(Limits(60.0), 0.1), (Limits(60.0, ttft_s=1.0), 0.9), (Limits(60.0, itl_s=0.01), 2.6)],
+)
+def test_who_finds_no_place_is_told_when_its_limits_could_be_kept_too(limits, retry_after_s):
+    admission = backlogged(16, max_queued=18)  # 15 places for it, and they empty by ten per second
+    refused = refusal(admission, ticket(), Outlook(limits, FORECAST, 100.0))
+    assert refused is not None
+    assert refused.reason == "queue_full"
+    assert isinstance(refused.error, OverloadedError)
+    assert refused.error.retry_after_s == pytest.approx(retry_after_s, rel=0.05)
+
+
+def test_who_finds_no_place_is_told_if_waiting_is_of_no_use():
+    refused = refusal(backlogged(16, max_queued=16), ticket(), Outlook(Limits(60.0, ttft_s=0.05), FORECAST, 100.0))
+    assert refused is not None
+    assert refused.reason == "ttft"
+    assert isinstance(refused.error, UnattainableError)
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+@pytest.mark.parametrize(("weight", "other_weight"), [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)])
+@pytest.mark.parametrize(("num_own", "num_others"), [(20, 0), (13, 13), (20, 5), (3, 23)])
+def test_whoever_comes_back_when_told_finds_a_place(priority, weight, other_weight, num_own, num_others):
+    admission = backlogged(0, max_queued=20)
+    now = 10.0
+    for number in range(max(num_own, num_others)):
+        if number < num_own:
+            admission.wait(ticket("own", priority, weight=weight), now)
+        if number < num_others:
+            admission.wait(ticket("other", priority, weight=other_weight), now)
+    refused = refusal(admission, ticket("own", priority, weight=weight), now=now)
+    assert refused is not None
+    assert isinstance(refused.error, OverloadedError)
+    for _ in range(math.ceil(refused.error.retry_after_s * 10) + 2):  # two tickets is how unfair a fair queue may be
+        now += 0.1
+        if admission.queue.num_requests:
+            assert admission.next(ROOM, now) is not None
+    assert refusal(admission, ticket("own", priority, weight=weight), now=now) is None
 
 
 def test_the_error_names_the_header_and_both_figures():
