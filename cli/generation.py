@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from cli.router_client import DEFAULT_URL, RouterClient, RouterError
 from common.config import ArgumentParser, add_arguments, build
+from common.errors import ConfigError
 
+_KEY_VARIABLE = "BATON_API_KEY"
 _STOP = frozenset({"stop"})
 
 
@@ -41,8 +43,12 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, description="Seconds to wait for each piece of the answer.")] = 300.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlsplit(self.url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # what an address or a port cannot be
+            is_url = False
+        if not is_url:
             raise ValueError(f"--url: expected http://host:port, got {self.url!r}")
 
     def body(self, model: str) -> dict[str, Any]:
@@ -59,8 +65,15 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_router(options: GenerationOptions) -> RouterClient:
     """A client of the router that the options name. Raises ConfigError."""
-    api_key = os.environ.get("BATON_API_KEY", "")
-    return RouterClient(options.url, timeout_s=options.timeout_s, api_key=api_key, tls_ca=options.tls_ca)
+    return RouterClient(options.url, timeout_s=options.timeout_s, api_key=_api_key(), tls_ca=options.tls_ca)
+
+
+def _api_key() -> str:
+    """Empty: there is none. Raises ConfigError, which does not repeat it."""
+    key = os.environ.get(_KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(f"{_KEY_VARIABLE}: a key has no spaces, control characters or letters beyond ASCII")
+    return key
 
 
 def parse_generation(parser: ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, GenerationOptions]:

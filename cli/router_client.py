@@ -123,6 +123,8 @@ class RouterClient:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if (problem := _tls_problem(error)) is not None:
+                raise RouterUnreachableError(f"TLS with {self.url} failed: {problem}") from error
             raise RouterUnreachableError(f"no router at {self.url}: start one with `baton up`") from error
         except httpx.TimeoutException as error:
             raise RouterError(f"the router at {self.url} did not answer in time") from error
@@ -150,6 +152,18 @@ def _trusting(tls_ca: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=tls_ca)
     except OSError as error:  # SSLError is one
         raise ConfigError(f"--tls-ca: {tls_ca} cannot be used: {error.strerror}", param="tls_ca") from error
+
+
+def _tls_problem(error: BaseException) -> str | None:
+    """What went wrong with TLS, and what to do; None: it was something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"{cause.verify_message}; --tls-ca names the authority to trust"
+    return f"{cause.reason or cause}; does it speak plain http?"
 
 
 def _message_of(body: Any) -> str:

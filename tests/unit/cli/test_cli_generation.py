@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import socket
+import ssl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from cli import chat, complete
 from cli.generation import GenerationOptions, open_router
 from cli.main import main
 from cli.router_client import RouterClient, RouterError, RouterUnreachableError
+from deploy.certificates import make_certificates
 from deploy.ports import pick_ports
 
 Respond = Callable[[httpx.Request], httpx.Response]
@@ -140,6 +145,58 @@ def test_the_key_of_the_environment_goes_along(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("BATON_API_KEY")
     with open_router(GenerationOptions(url="http://router")) as router:
         assert "authorization" not in router._http.headers
+
+
+@pytest.mark.parametrize("key", ["two\nlines-of-a-key", "schlüssel-0123456789", "two words-of-a-key"])
+def test_what_cannot_be_a_key_is_refused_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY", key)
+    assert main(["complete", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("baton: error: BATON_API_KEY: ")
+    assert not set(key.split()) & set(error.split())
+
+
+def test_space_around_the_key_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", " team-key\n")
+    with open_router(GenerationOptions()) as opened:
+        assert opened._http.headers["authorization"] == "Bearer team-key"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[", "http://host:port", "http://:80", "http://host:0", "ftp://host", "host:80"]
+)
+def test_what_is_no_url_names_the_option(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert main(["complete", "x", "--url", url]) == 2
+    assert capsys.readouterr().err == f"baton: error: --url: expected http://host:port, got {url!r}\n"
+
+
+def test_tls_that_fails_is_told_from_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "router.pem", tmp_path / "router.key")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        for served, expected in ((context, "--tls-ca names the authority"), (None, "does it speak plain http?")):
+            server = threading.Thread(target=_serve_once, args=(listener, served))
+            server.start()
+            assert main(["complete", "x", "--url", url]) == 3
+            server.join(30)
+            error = capsys.readouterr().err
+            assert error.startswith(f"baton: error: TLS with {url} failed: ")
+            assert expected in error
+
+
+def _serve_once(listener: socket.socket, context: ssl.SSLContext | None) -> None:
+    """One connection, with TLS or as a server that knows none."""
+    connection, _ = listener.accept()
+    with connection, contextlib.suppress(OSError):
+        if context is None:
+            connection.recv(1024)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        else:
+            context.wrap_socket(connection, server_side=True)
 
 
 def test_an_authority_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
