@@ -391,10 +391,12 @@ def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]
     return env
 
 
-def curl_line(url: str, model: str) -> str:
-    """A completion request to paste into a shell."""
-    body = json.dumps({"model": model, "prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0})
-    return f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+def curl_line(url: str, model: str | None) -> str:
+    """A completion request to paste into a shell. `model`: None if the router wants an API key."""
+    named = {"model": model} if model else {}
+    body = json.dumps({**named, "prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0})
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if model is None else ""
+    return f"curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def base_url(host: str, port: int) -> str:

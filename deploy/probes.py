@@ -60,9 +60,12 @@ class RouterProbe:
         return self._was_complete
 
 
-async def first_model(host: str, port: int) -> str:
-    """Name of the first model that the router at host:port serves; empty if it does not say."""
+async def first_model(host: str, port: int) -> str | None:
+    """Name of the first model that the router at host:port serves; empty if it does not say, None if it says so to
+    those who have an API key only."""
     status, body = await asyncio.to_thread(_get, host, port, "/v1/models")
+    if status == 401:
+        return None
     if status != 200:
         return ""
     models = json.loads(body).get("data", [])

@@ -167,6 +167,12 @@ def test_the_curl_line_is_shell_and_json() -> None:
     assert json.loads(words[-1])["model"] == "baton-demo"
 
 
+def test_the_curl_line_has_a_place_for_the_key_where_one_is_needed() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", None))
+    assert words[words.index("-H") + 1] == "Authorization: Bearer $BATON_API_KEY"
+    assert "model" not in json.loads(words[-1])
+
+
 def test_picked_ports_differ_and_taken_ones_are_refused() -> None:
     ports = pick_ports("127.0.0.1", 5)
     assert len(set(ports)) == 5

@@ -78,6 +78,12 @@ async def test_the_first_model_is_named() -> None:
         assert await first_model("127.0.0.1", port) == "demo"
 
 
+async def test_a_router_with_api_keys_names_no_model() -> None:
+    async with fake_router() as (router, port):
+        router.status, router.body = 401, {"error": {}}
+        assert await first_model("127.0.0.1", port) is None
+
+
 async def test_a_pod_is_ready_when_its_health_says_so() -> None:
     server = grpc.aio.server()
     servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
