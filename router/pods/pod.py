@@ -122,10 +122,12 @@ class Pod:
             return PodState.DOWN if self._ever_tried else PodState.CONNECTING
         if not self.fits:
             return PodState.CONNECTING if self.fits is None else PodState.REFUSED
-        if self._stats is None or not self._serving or (self.session is not None and self.session.broken):
+        if self._stats is None or (self.session is not None and self.session.broken):
             return PodState.NOT_SERVING
-        if self._stats.draining:
+        if self._stats.draining:  # which it says of its health, too, as not serving
             return PodState.DRAINING
+        if not self._serving:
+            return PodState.NOT_SERVING
         return PodState.EJECTED if self.health.is_ejected else PodState.READY
 
     @property

@@ -129,6 +129,7 @@ async def test_a_new_model_takes_over_when_the_old_one_is_gone(start_cluster):
 async def test_draining_and_unhealthy_pods_get_nothing_new(start_cluster):
     cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod(), FakeDecodePod()])
     draining, sick, fit = cluster.decode
+    await draining.set_serving(False)  # as real pods do
     await draining.set_stats(pods_pb2.PodStats(num_blocks=1, draining=True))
     await sick.set_serving(False)
     pods = cluster.router.cluster.decode_pods
