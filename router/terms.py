@@ -6,6 +6,7 @@ HTTP clients say it in headers, gRPC clients in metadata of the same names.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
 QUEUED_HEADER = "x-baton-queue-ms"  # of an answer: how long its request waited in the router
+
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() takes 1_000, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,7 @@ def _seconds(header: Callable[[str], str], name: str) -> float | None:
     text = header(name)
     if not text:
         return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
+    milliseconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < milliseconds < math.inf:
         raise InvalidRequestError(f"{name} must be a positive number of milliseconds, got {text[:40]!r}", param=name)
     return milliseconds / 1000

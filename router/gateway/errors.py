@@ -40,12 +40,14 @@ def error_json(error: BatonError) -> bytes:
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Headers beside the usual: when to come back, what to bring."""
+    """Headers beside the usual: when to come back, or not to, what to bring."""
     if isinstance(error, UnauthenticatedError):
         return [(b"www-authenticate", b'Bearer realm="baton"')]
+    if isinstance(error, UnattainableError):  # OpenAI's clients try every 503 again, unless they are told
+        return [(b"x-should-retry", b"false")]
     if isinstance(error, OverloadedError):
         seconds = error.retry_after_s
-    elif isinstance(error, UnavailableError) and not isinstance(error, UnattainableError):
+    elif isinstance(error, UnavailableError):
         seconds = _UNAVAILABLE_RETRY_AFTER_S
     else:
         return []

@@ -46,10 +46,13 @@ _ERRORS = {
 }
 _GENERATION_ERRORS = tuple(_ERRORS)
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
+_SHOULD_RETRY = {
+    "x-should-retry": {"description": "Instead, if it is of no use.", "schema": {"type": "string", "const": "false"}}
+}
 _ERROR_HEADERS: dict[ErrorCode, dict[str, Any]] = {
     ErrorCode.UNAUTHENTICATED: {"WWW-Authenticate": {"description": "What to bring.", "schema": {"type": "string"}}},
     ErrorCode.RESOURCE_EXHAUSTED: _RETRY_AFTER,
-    ErrorCode.UNAVAILABLE: _RETRY_AFTER,
+    ErrorCode.UNAVAILABLE: {**_RETRY_AFTER, **_SHOULD_RETRY},
 }
 
 

@@ -183,6 +183,7 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     assert never.status_code == 503
     assert never.json()["error"]["param"] == "x-slo-ttft-ms"
     assert "retry-after" not in never.headers
+    assert never.headers["x-should-retry"] == "false"
     assert cluster.metric("baton_request_refusals_total", reason="ttft") == 1
     assert (await ask(ttft=60_000, itl=60_000)).status_code == 200
     assert cluster.metric("baton_request_limits_total", limit="ttft", outcome="met") == 1
@@ -194,10 +195,11 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     later = await ask(ttft=3_000)
     assert later.status_code == 429, later.text
     assert int(later.headers["retry-after"]) > 1
+    assert "x-should-retry" not in later.headers
     assert len(decode.submits) == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "soon", "1e999"])
+@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "soon", "1e999", "1_000", "0x10"])
 @pytest.mark.parametrize("header", ["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"])
 async def test_a_limit_that_is_none_is_named(pair, header, value):
     response = await pair.client.post("/v1/completions", json=BODY, headers={header: value})
