@@ -76,8 +76,10 @@ class Dispatcher:
             remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
             min_remote_prefill_tokens=config.min_remote_prefill_tokens,
             target_itl_s=config.target_itl_ms / 1000,
+            seed=secrets.randbits(32),
         )
         self._remote_wait_s = 0.0
+        self._lacks_prefill = False  # when it was last looked for one
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
 
@@ -169,13 +171,20 @@ class Dispatcher:
     def _claim_both(self, plan: Plan, request: GenerationRequest) -> Route:
         self.planner.note(plan)
         self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()
-        if plan.reason == "no_prefill_pod":
-            address = plan.decode.facts.address
-            logger.info("%s: prefilled by decode pod %s: no prefill pod is ready", request.request_id, address)
+        self._note_lack(plan)
         decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
         if plan.prefill is None:
             return Route(decode, decode_claim, None, None)
         return Route(decode, decode_claim, *self._claim(plan.prefill, request, computes=True))
+
+    def _note_lack(self, plan: Plan) -> None:
+        """Log changes only; requests are counted."""
+        if plan.reason == "no_prefill_pod" and not self._lacks_prefill:
+            self._lacks_prefill = True
+            logger.info("no prefill pod is ready that fits a decode pod: decode pods compute the prompts")
+        elif plan.prefill is not None and self._lacks_prefill:
+            self._lacks_prefill = False
+            logger.info("prompts go to prefill pods again")
 
     def _claim(self, placement: Placement, request: GenerationRequest, *, computes: bool) -> tuple[Pod, PodClaim]:
         now = time.monotonic()

@@ -108,13 +108,15 @@ class Planner:
         remote_prefill: RemotePrefill = "auto",
         min_remote_prefill_tokens: int = 0,
         target_itl_s: float = 0.05,
+        seed: int | None = None,
     ) -> None:
-        """The tables and the index belong to the caller, who keeps them up to date."""
+        """The tables and the index belong to the caller, who keeps them up to date. `seed` of the order in which equal
+        pods take turns, see BestInTurn."""
         self._prefill_table = prefill_table
         self._decode_table = decode_table
         self._index = index
-        self._prefill_policy = create_policy(prefill_policy)
-        self._decode_policy = create_policy(decode_policy)
+        self._prefill_policy = create_policy(prefill_policy, seed)
+        self._decode_policy = create_policy(decode_policy, seed)
         self.remote_prefill = remote_prefill
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
         self._target_itl_s = target_itl_s

@@ -79,7 +79,7 @@ class SimulatedCluster:
         self._pods = [SimulatedPod(setting.hardware, self.clock, self._on_change) for _ in range(num_pods)]
         self._numbers = {id(pod): number for number, pod in enumerate(self._pods)}
         self._reports_due: set[int] = set()  # numbers of pods
-        self.routers = [SimulatedRouter(setting, self.clock, self._pods) for _ in range(setting.num_routers)]
+        self.routers = [SimulatedRouter(setting, self.clock, self._pods, seed) for seed in range(setting.num_routers)]
         for number in range(num_pods):
             self._report(number)
         self._gates = {

@@ -65,8 +65,8 @@ class _Seat:
 class SimulatedRouter:
     """One of the routers that serve the same pods; it knows nothing of the others."""
 
-    def __init__(self, setting: Setting, clock: Clock, pods: Sequence[SimulatedPod]) -> None:
-        """`pods`: first those for prefill, then those for decode."""
+    def __init__(self, setting: Setting, clock: Clock, pods: Sequence[SimulatedPod], seed: int) -> None:
+        """`pods`: first those for prefill, then those for decode. `seed`: each router has its own."""
         self._hardware = setting.hardware
         self._clock = clock
         self._index = PrefixIndex(_MAX_INDEX_BLOCKS)
@@ -86,6 +86,7 @@ class SimulatedRouter:
             decode_policy=setting.policy,
             remote_prefill=setting.remote_prefill if setting.num_prefill else "never",  # type: ignore[arg-type]
             target_itl_s=setting.target_itl_s,
+            seed=seed,
         )
 
     def query(self, block_hashes: bytes, session: str) -> Query:

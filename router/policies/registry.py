@@ -20,13 +20,14 @@ _TOLERANCE = 0.01
 _COUNTS_LOAD = {"least_loaded", "power_of_two", "round_robin"}  # these alone decide by nothing else
 
 
-def create_policy(text: str) -> Policy:
-    """A new policy with its own state, from what `parse_policy` understands. Raises ValueError."""
+def create_policy(text: str, seed: int | None = None) -> Policy:
+    """A new policy with its own state, from what `parse_policy` understands. `seed` of its picker, see there. Raises
+    ValueError."""
     parts = parse_policy(text)
     scorers = [WeightedScorer(_create_scorer(part.name), part.weight) for part in parts]
     if {part.name for part in parts} <= _COUNTS_LOAD:
-        return Policy(text, scorers, BestInTurn())
-    return Policy(text, scorers, BestInTurn(tolerance=_TOLERANCE, by_load=True))
+        return Policy(text, scorers, BestInTurn(seed=seed))
+    return Policy(text, scorers, BestInTurn(tolerance=_TOLERANCE, by_load=True, seed=seed))
 
 
 def _create_scorer(name: str) -> Scorer:

@@ -33,6 +33,15 @@ def test_every_policy_takes_a_pod_and_uses_equal_ones_alike(name, leg):
         assert ((scores >= 0) & (scores <= 1)).all()
 
 
+def test_routers_that_start_together_take_turns_in_orders_of_their_own():
+    candidates = candidates_of(table_of(**{name: {} for name in "abcdefgh"}))
+    first, second = (chosen(create_policy("kv_aware", seed), candidates, 16) for seed in (1, 2))
+    assert first != second
+    for order in (first, second):
+        assert order[:8] == order[8:]
+        assert sorted(order[:8]) == list("abcdefgh")
+
+
 @pytest.mark.parametrize("load", [{"num_requests": 1}, {"queued_tokens": 1}, {"free_blocks": 99}])
 def test_least_loaded_spares_a_pod_for_each_kind_of_load(load):
     candidates = candidates_of(table_of(a={}, b=load, c={}))

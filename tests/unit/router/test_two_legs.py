@@ -448,6 +448,20 @@ async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
     assert cluster.metric("baton_dispatch_total", prefill="local", reason="lower_ttft") == 1
 
 
+async def test_that_no_prefill_pod_is_ready_is_logged_once_per_change(start_cluster, caplog):
+    caplog.set_level("INFO", "router.dispatch")
+    cluster = await start_cluster([FakePrefillPod()], remote_prefill="prefer")
+    (prefill,) = cluster.prefill
+    for is_serving in (False, True, False):
+        await prefill.set_serving(is_serving)
+        await cluster.until(lambda: len(cluster.router.cluster.prefill_table) == is_serving)  # noqa: B023
+        await cluster.complete(**BODY)
+        await cluster.complete(**BODY)
+    lack = "no prefill pod is ready that fits a decode pod: decode pods compute the prompts"
+    said = [record.message for record in caplog.records if record.name == "router.dispatch"]
+    assert said == [lack, "prompts go to prefill pods again", lack]
+
+
 async def test_without_a_fit_prefill_pod_decode_prefills_unless_that_is_forbidden(start_cluster):
     lenient = await start_cluster([FakePrefillPod(connector="another")])
     await lenient.complete(**BODY)
