@@ -37,6 +37,9 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     def decode(cls, text: bytes) -> PodRecord:
         """Raises RecordError."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            record = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RecordError(" ".join(str(error).split())) from error
+        if not 0 < int(record.address.rpartition(":")[2]) < 65536:
+            raise RecordError(f"address: {record.address} has no port from 1 to 65535")
+        return record

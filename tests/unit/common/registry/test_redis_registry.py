@@ -132,6 +132,8 @@ def test_a_url_that_is_none_is_refused_and_not_repeated(url):
         ({"address": "nowhere"}, "address"),
         ({"address": "a b:1"}, "address"),
         ({"pod_id": ""}, "pod_id"),
+        ({"address": "10.0.0.1:0"}, "address"),
+        ({"address": "10.0.0.1:65536"}, "address"),
         ({"incarnation": -1}, "incarnation"),
         ({"fingerprint": "xyz"}, "fingerprint"),
         ({"num_blocks": 0}, "num_blocks"),
