@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import operator
 import re
 import sys
@@ -411,7 +412,7 @@ def _convert(value: object, kind: mi.Type, setting: _Setting) -> object:
         case mi.IntType():
             return _bounded(_to_int(value, setting), kind, setting)
         case mi.FloatType():
-            return _bounded(_to_float(value, setting), kind, setting)
+            return _bounded(_to_finite(value, setting), kind, setting)
         case mi.StrType():
             return _to_str(value, kind, setting)
         case mi.LiteralType():
@@ -462,6 +463,14 @@ def _to_int(value: object, setting: _Setting) -> int:
             pass
     expected = "a size such as 512MiB or 4GB" if setting.is_byte_size else "an integer"
     raise setting.refuse(f"expected {expected}, got {_show(value)}")
+
+
+def _to_finite(value: object, setting: _Setting) -> float:
+    """Times become deadlines of calls, and gRPC takes an infinite one for one that has passed."""
+    number = _to_float(value, setting)
+    if math.isinf(number):
+        raise setting.refuse(f"must be finite, got {_show(value)}")
+    return number
 
 
 def _to_float(value: object, setting: _Setting) -> float:

@@ -109,6 +109,7 @@ def test_none_unsets_an_optional() -> None:
         (["--kv-cache-memory", "4 apples"], "--kv-cache-memory: expected a size such as 512MiB or 4GB, got '4 apples'"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory: must be >= 1, got 0"),
         (["--timeout-s", "nan"], "--timeout-s: must be > 0, got nan"),
+        (["--timeout-s", "inf"], "--timeout-s: must be finite, got 'inf'"),
         (["--policy", "lifo"], "--policy: must be one of fcfs, priority, got 'lifo'"),
         (["--weights", "1,x"], "--weights: expected an integer, got 'x'"),
         (["--options", "path"], "--options: expected KEY=VALUE, got 'path'"),
