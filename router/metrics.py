@@ -11,6 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from common.errors import ErrorCode
+from router.bounded_labels import BoundedLabels
 from router.index import PrefixIndex
 from router.index_metrics import IndexMetrics
 
@@ -112,6 +113,7 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        self.recompute_reasons = BoundedLabels()  # as pods give them
         self.prefill_failures = Counter(
             "baton_prefill_failures", "Prefill legs that failed.", ["code"], registry=registry
         )

@@ -28,6 +28,7 @@ from common.rpc.errors import error_from_pb
 from common.types import FinishReason
 from router.admission.goodput import Timing
 from router.generation.legs import Legs, PrefillLeg, open_legs
+from router.generation.plausible import checked_report, checked_seconds, lie_in_end, lie_in_tokens
 from router.generation.token_log import OutputDelta, TokenLog
 from router.pods import Pod
 from router.request import GenerationRequest
@@ -161,14 +162,14 @@ class Generation:
 
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """See DeltaSink."""
-        if not self._reported and delta.HasField("report"):
-            self._note(delta.report)
         is_lie = delta.start_index > len(self._output)
+        if lie := self._lie_in(delta):
+            self._on_disagreement(lie, is_lie=True)
+            return
+        if not self._reported and delta.HasField("report"):
+            self._note(checked_report(delta.report, len(self.request.prompt_token_ids)))
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
-            error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
-            if self._legs is not None:
-                self._legs.decode.pod.note_disagreement(error, is_lie=is_lie)
-            self._lose(error, "disagreement")
+            self._on_disagreement(conflict, is_lie=is_lie)
             return
         if delta.finish_reason:
             self._on_decode_end(delta, now)
@@ -178,6 +179,23 @@ class Generation:
     def on_lost(self, error: BatonError) -> None:
         """See DeltaSink."""
         self._lose(UnavailableError(f"decode pod {self._decode_address} was lost: {error.message}"), "pod_lost")
+
+    def _lie_in(self, delta: pods_pb2.TokenDelta) -> str:
+        start, sampling = delta.start_index, self.request.sampling
+        lie = ""
+        if delta.token_ids or delta.logprobs:
+            lie = lie_in_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
+        if not lie and delta.finish_reason:
+            num_tokens = max(len(self._output), start + len(delta.token_ids))
+            lie = lie_in_end(delta.finish_reason, num_tokens, sampling.max_tokens)
+        return lie
+
+    def _on_disagreement(self, conflict: str, *, is_lie: bool) -> None:
+        """The decode pod's tokens are not those that are known, or cannot be anybody's."""
+        error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
+        if self._legs is not None:
+            self._legs.decode.pod.note_disagreement(error, is_lie=is_lie)
+        self._lose(error, "disagreement")
 
     def _on_decode_end(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         reason = FinishReason(delta.finish_reason)
@@ -205,7 +223,7 @@ class Generation:
             self._dispatcher.estimates.handed_over(report.handoff_s, report.num_external_tokens)
             metrics.first_token_phase.labels("handoff").observe(report.handoff_s)
         if report.recompute_reason:
-            metrics.recomputed.labels(report.recompute_reason).inc()
+            metrics.recomputed.labels(metrics.recompute_reasons.value_of(report.recompute_reason)).inc()
             logger.info("%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason)
 
     # --- prefill leg ---
@@ -213,11 +231,25 @@ class Generation:
     async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
             response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic())
+            self._check_prefill(leg.pod, response)
         except BatonError as error:
             self._on_prefill_failed(legs, leg, error)
         else:
             leg.claim.prefilled(time.monotonic())
             self._on_prefill_response(leg.pod, response)
+
+    def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
+        """Raises UnavailableError for an answer that cannot be true."""
+        sampling = self.request.sampling
+        logprobs = [response.logprobs] if response.HasField("logprobs") else []
+        lie = lie_in_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
+        lie = lie or lie_in_end(response.finish_reason, 1, sampling.max_tokens)
+        if response.finish_reason in (common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR):
+            lie = lie or f"finish reason {response.finish_reason} with a token"
+        if lie:
+            error = UnavailableError(f"prefill pod {pod.address} says what cannot be: {lie}")
+            pod.note_disagreement(error, is_lie=True)
+            raise error
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
@@ -251,10 +283,11 @@ class Generation:
 
     def _on_prefill_response(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
         now = time.monotonic()
-        self.num_cached_tokens = max(self.num_cached_tokens, response.num_cached_tokens)
-        self._metrics.cached_tokens.inc(response.num_cached_tokens)
-        self._metrics.first_token_phase.labels("queue").observe(response.timing.queue_s)
-        self._metrics.first_token_phase.labels("prefill").observe(response.timing.compute_s)
+        num_cached = min(response.num_cached_tokens, len(self.request.prompt_token_ids))
+        self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
+        self._metrics.cached_tokens.inc(num_cached)
+        self._metrics.first_token_phase.labels("queue").observe(checked_seconds(response.timing.queue_s))
+        self._metrics.first_token_phase.labels("prefill").observe(checked_seconds(response.timing.compute_s))
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         if conflict := self._accept(0, [response.first_token_id], logprobs, now):
             # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
@@ -422,6 +455,11 @@ class Generation:
     def _on_deadline(self) -> None:
         timeout_s = self.request.deadline - self.request.arrived_at
         self.fail(DeadlineExceededError(f"the request was not finished within {timeout_s:g} s"))
+
+    @property
+    def _vocab_size(self) -> int:
+        model = self._dispatcher.cluster.model
+        return 0 if model is None else model.vocab_size
 
     @property
     def _decode_address(self) -> str:

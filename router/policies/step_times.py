@@ -36,6 +36,8 @@ _TRUSTED_STEPS = 5.0  # before so many, every step is believed
 _SURPRISE = 2.0  # how much longer or shorter than expected a step may count
 _TYPICAL_CONTEXT = 1e5
 _MIN_TOKEN_S = 1e-9
+_SHORTEST_S, _LONGEST_S = 1e-6, 3600.0  # of a step, and of a handoff
+_MOST_TOKENS = 2**24  # of either
 _LEAST_DIFFERENCE = math.log(1.25)  # of a pod's speed from the role's
 
 
@@ -147,5 +149,5 @@ class Slowness:
 
 
 def can_be(seconds: float, tokens: float) -> bool:
-    """Whether a step can have been like that."""
-    return 0 < seconds < math.inf and 0 < tokens < math.inf
+    """Whether a step can have been like that. What a pod makes up beyond it would turn sums into infinities."""
+    return _SHORTEST_S <= seconds <= _LONGEST_S and 0 < tokens <= _MOST_TOKENS

@@ -1,0 +1,76 @@
+"""What a pod may say of a request. What no sound pod says is a lie: it reaches neither the client nor any figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from common.pb import common_pb2, pods_pb2
+from common.types import SamplingParams
+
+_LONGEST_S = 24 * 3600.0
+_MAX_LOGPROB = 1e-3  # of rounding
+_ENDS = (
+    common_pb2.FINISH_REASON_UNSPECIFIED,
+    common_pb2.FINISH_REASON_STOP,
+    common_pb2.FINISH_REASON_LENGTH,
+    common_pb2.FINISH_REASON_ABORT,
+    common_pb2.FINISH_REASON_ERROR,
+)
+
+
+def lie_in_tokens(
+    start: int,
+    token_ids: Sequence[int],
+    logprobs: Sequence[common_pb2.PositionLogprobs],
+    sampling: SamplingParams,
+    vocab_size: int,
+) -> str:
+    """What cannot be true of tokens from output index `start` on; empty: nothing."""
+    if token_ids and max(token_ids) >= vocab_size:
+        return f"token {max(token_ids)} is outside the vocabulary of {vocab_size}"
+    if start + len(token_ids) > sampling.max_tokens:
+        return f"{start + len(token_ids)} tokens, {sampling.max_tokens} were asked for"
+    num_expected = 0 if sampling.num_logprobs is None else len(token_ids)
+    if len(logprobs) != num_expected:
+        return f"{len(logprobs)} log probabilities of {len(token_ids)} tokens"
+    for position in logprobs:
+        if any(not _is_logprob(value) for value in (position.sampled, *(each.logprob for each in position.top))):
+            return "a log probability that is none"
+        if len(position.top) > (sampling.num_logprobs or 0):
+            return f"{len(position.top)} alternatives, {sampling.num_logprobs} were asked for"
+        if any(each.token_id >= vocab_size for each in position.top):
+            return f"an alternative outside the vocabulary of {vocab_size}"
+    return ""
+
+
+def lie_in_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:
+    """What cannot be true of how a request ended on a pod, with `num_tokens` tokens of output; empty: nothing."""
+    if finish_reason not in _ENDS:
+        return f"finish reason {finish_reason} does not exist"
+    if finish_reason == common_pb2.FINISH_REASON_STOP and not num_tokens:
+        return "it stopped before its first token"
+    if finish_reason == common_pb2.FINISH_REASON_LENGTH and num_tokens < max_tokens:
+        return f"its end after {num_tokens} tokens, {max_tokens} were asked for"
+    return ""
+
+
+def checked_report(report: pods_pb2.DecodeReport, num_prompt_tokens: int) -> pods_pb2.DecodeReport:
+    """With figures that can be: of tokens no more than there are, of times what a clock shows."""
+    num_cached = min(report.num_cached_tokens, num_prompt_tokens)
+    return pods_pb2.DecodeReport(
+        num_cached_tokens=num_cached,
+        num_external_tokens=min(report.num_external_tokens, num_prompt_tokens - num_cached),
+        recompute_reason=report.recompute_reason,
+        queue_s=checked_seconds(report.queue_s),
+        handoff_s=checked_seconds(report.handoff_s),
+    )
+
+
+def checked_seconds(value: float) -> float:
+    """0 if no clock shows that."""
+    return value if 0 <= value <= _LONGEST_S else 0.0
+
+
+def _is_logprob(value: float) -> bool:
+    return not math.isnan(value) and value <= _MAX_LOGPROB
