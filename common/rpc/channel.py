@@ -19,6 +19,7 @@ _CHANNEL_OPTIONS: Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_retries", 0),  # who retries what is decided by the router and the handoff, not below them
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # pods are reached directly, whatever http_proxy says to others
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # also gRPC's deadline of one connect attempt
     ("grpc.max_reconnect_backoff_ms", 2_000),

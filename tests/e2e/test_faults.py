@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import openai
 import psutil
-import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
 from deploy.ports import pick_ports
@@ -69,28 +68,18 @@ def prompts_and_answers() -> tuple[list[str], list[str]]:
     return prompts, [greedy_completion(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
 
 
-@pytest.mark.parametrize("num_started", [1, NUM_STREAMS])
-async def test_a_killed_prefill_pod_costs_nobody_an_answer(num_started: int) -> None:
-    """Killed among the prefills, and while all decode; the pod comes back on its port and serves again."""
-    prompts, expected = prompts_and_answers()
-    with running_cluster() as cluster:
-        streams = Streams(cluster, prompts)
-        await streams.until_started(num_started)
-        os.kill(cluster.pid_of("prefill-0"), signal.SIGKILL)
-        assert await streams.answers() == expected
-        await asyncio.to_thread(cluster.wait_line, lambda line: "prefill-0" in line and "ready again" in line, 120)
-        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
-        cluster.check_integrity()
-
-
-async def test_a_killed_decode_pod_costs_nobody_an_answer() -> None:
+async def test_killed_pods_come_back_on_their_ports_and_cost_nobody_an_answer() -> None:
+    """As `baton up` starts them. Every stage and connector is in tests/e2e/faults."""
     prompts, expected = prompts_and_answers()
     with running_cluster("--decode", "2") as cluster:
         streams = Streams(cluster, prompts)
-        await streams.until_started(NUM_STREAMS // 2)
-        os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
+        for name, num_started in (("prefill-0", 1), ("decode-0", NUM_STREAMS // 2)):
+            await streams.until_started(num_started)
+            os.kill(cluster.pid_of(name), signal.SIGKILL)
         assert await streams.answers() == expected
-        await asyncio.to_thread(cluster.wait_line, lambda line: "decode-0" in line and "ready again" in line, 120)
+        for _ in range(2):
+            await asyncio.to_thread(cluster.wait_line, lambda line: "ready again" in line, 120)
+        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
         cluster.check_integrity()
 
 
