@@ -47,7 +47,19 @@ def test_steps_of_one_length_leave_the_shape_to_the_prior():
 def test_steps_that_cannot_be_are_passed_over():
     times = StepTimes(2048)
     before = times.predict(100)
-    for seconds, tokens in [(0, 5), (5, 0), (-1, 5), (math.nan, 5), (1, math.nan), (math.inf, 5), (1, math.inf), (5e-324, 5), (1e300, 5), (1, 2**32)]:
+    impossible = [
+        (0, 5),
+        (5, 0),
+        (-1, 5),
+        (math.nan, 5),
+        (1, math.nan),
+        (math.inf, 5),
+        (1, math.inf),
+        (5e-324, 5),
+        (1e300, 5),
+        (1, 2**32),
+    ]
+    for seconds, tokens in impossible:
         times.observe(seconds, tokens)
     assert times.predict(100) == before
 
