@@ -1,0 +1,167 @@
+"""Whatever comes over gRPC: a true answer or a status that names the fault, in time, and nothing is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.pb import inference_pb2
+from common.pb.inference_pb2_grpc import InferenceStub
+from common.rpc.channel import open_channel
+from tests.fuzz.grpc_strategies import Metadata, good_requests, metadata, requests
+from tests.fuzz.host import DEADLINE_S, Footprint, Host, profile, sizes
+from tests.fuzz.proto_strategies import bytes_of, messages
+from tests.fuzz.router_host import check_quiet, router_host
+from tests.unit.router.router_cluster import RouterCluster
+
+METHODS = ["Generate", "GenerateStream", "Abort", "ListModels"]
+STREAMED = "GenerateStream"
+NOT_PARSED = "Unexpected <class 'google.protobuf.message.DecodeError'>"  # gRPC's own words, with UNKNOWN
+GOOD = inference_pb2.GenerateRequest(text="Hi", options=inference_pb2.GenerateOptions(max_tokens=4))
+
+_WHOLE, _CHUNK = inference_pb2.GenerateResponse, inference_pb2.GenerateChunk
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,  # too large, or too much at once
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # that the request named
+}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host[RouterCluster]]:
+    with router_host() as host:
+        yield host
+
+
+@pytest.fixture
+def channel(host) -> Iterator[grpc.aio.Channel]:
+    """To the router; when it closes, there is nothing more of its calls than before them."""
+
+    async def connect() -> grpc.aio.Channel:
+        channel = open_channel(host.value.router.grpc_address)
+        await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=DEADLINE_S)
+        return channel
+
+    channel = host.run(connect())
+    footprint = Footprint(host)
+    yield channel
+    check_quiet(host)
+    footprint.check()
+    host.run(channel.close(None))
+
+
+@sizes(150, 5_000)
+def test_any_message_is_answered(host, channel, num_examples):
+    stub = InferenceStub(channel)
+
+    @profile(num_examples)
+    @given(st.sampled_from(["Generate", STREAMED]), requests, metadata)
+    def holds(method: str, request: inference_pb2.GenerateRequest, sent: Metadata) -> None:
+        host.run(check_call(getattr(stub, method)(request, metadata=sent, timeout=DEADLINE_S)))
+
+    holds()
+
+
+@sizes(100, 5_000)
+def test_any_bytes_are_answered_or_refused(host, channel, num_examples):
+    @profile(num_examples)
+    @given(st.sampled_from([*METHODS, "None", ""]), bytes_of(good_requests), metadata)
+    def holds(method: str, sent: bytes, entries: Metadata) -> None:
+        allowed = _REFUSALS | ({grpc.StatusCode.UNIMPLEMENTED} if method not in METHODS else set())
+        host.run(check_call(raw_call(channel, method, sent, metadata=entries), allowed, may_not_parse=True))
+
+    holds()
+
+
+@sizes(100, 5_000)
+def test_calls_cancelled_at_any_point_leave_nothing_behind(host, channel, num_examples):
+    stub = InferenceStub(channel)
+
+    @profile(num_examples)
+    @given(st.sampled_from(["Generate", STREAMED]), good_requests, st.integers(0, 40), st.integers(0, 6))
+    def holds(method: str, request: inference_pb2.GenerateRequest, num_turns: int, num_reads: int) -> None:
+        call = getattr(stub, method)(request, timeout=DEADLINE_S)
+        host.run(leave(call, num_turns, num_reads if method == STREAMED else 0))
+
+    holds()
+
+
+@sizes(60, 2_000)
+def test_an_abort_ends_what_it_names_at_any_point(host, channel, num_examples):
+    stub = InferenceStub(channel)
+
+    @profile(num_examples)
+    @given(messages(inference_pb2.AbortRequest), st.booleans(), st.integers(0, 40))
+    def holds(abort: inference_pb2.AbortRequest, is_meant: bool, num_turns: int) -> None:
+        request = inference_pb2.GenerateRequest(text="Hi", request_id="mine")
+        if is_meant:
+            abort.request_id = "mine"
+        host.run(check_aborted(stub, request, abort, num_turns))
+
+    holds()
+
+
+def test_a_good_request_is_answered_after_all_that(host, channel):
+    answer = host.run(InferenceStub(channel).Generate(GOOD, timeout=DEADLINE_S))
+    assert len(answer.token_ids) == 4
+
+
+async def check_call(call: Any, allowed: set[grpc.StatusCode] = _REFUSALS, *, may_not_parse: bool = False) -> None:
+    """It ends with a whole answer, or a status that says what is wrong in one line."""
+    try:
+        answers = [chunk async for chunk in call] if hasattr(call, "read") else [await call]
+    except grpc.aio.AioRpcError as error:
+        refused = error
+    else:
+        return check_answer(answers)
+    details = refused.details()
+    assert details, refused
+    assert refused.code() in allowed or (may_not_parse and details.startswith(NOT_PARSED)), refused
+    assert "\n" not in details, refused
+    return None
+
+
+def check_answer(answers: list[Any]) -> None:
+    """A generation ends once, in its last message."""
+    ends = [answer.finish_reason for answer in answers if isinstance(answer, (_WHOLE, _CHUNK))]
+    if ends:
+        assert ends[-1] != 0
+        assert not any(ends[:-1])
+
+
+async def check_aborted(
+    stub: InferenceStub, request: inference_pb2.GenerateRequest, abort: inference_pb2.AbortRequest, num_turns: int
+) -> None:
+    """The generation ends either way, and the abort says whether it was its doing."""
+    generating = asyncio.ensure_future(stub.Generate(request, timeout=DEADLINE_S))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    found = (await stub.Abort(abort, timeout=DEADLINE_S)).found
+    answer = await generating
+    assert answer.finish_reason
+    assert not found or abort.request_id == "mine"
+
+
+async def leave(call: Any, num_turns: int, num_reads: int) -> None:
+    """Reads so many chunks at most, lets the loop turn so often, and cancels."""
+    for _ in range(num_reads):
+        if await call.read() is grpc.aio.EOF:
+            break
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    call.cancel()
+    assert await call.code() in _REFUSALS | {grpc.StatusCode.CANCELLED, grpc.StatusCode.OK}, call
+
+
+def raw_call(channel: grpc.aio.Channel, method: str, sent: bytes, **options: Any) -> Any:
+    """Of bytes, by a client that knows no messages."""
+    start = channel.unary_stream if method == STREAMED else channel.unary_unary
+    return start(f"/baton.v1.Inference/{method}")(sent, timeout=DEADLINE_S, **options)
