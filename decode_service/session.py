@@ -42,6 +42,9 @@ class RouterSession:
             done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            self._abort_all()
+            self._outbox.close()
+            await writing  # a write must not be cut short: gRPC would send no status after it
         finally:
             self._abort_all()
             await _end({reading, writing})

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 CODE_KEY = "baton-error-code"
 PARAM_KEY = "baton-error-param"
 RETRY_AFTER_KEY = "baton-retry-after-s"
+MAX_MESSAGE_CHARS = 500  # of an error's message
 
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -101,7 +102,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
         metadata.append((PARAM_KEY, _ascii(error.param)))
     if isinstance(error, OverloadedError):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"))
-    await context.abort(grpc.StatusCode[error.code.value.grpc_status], error.message, tuple(metadata))
+    await context.abort(grpc.StatusCode[error.code.value.grpc_status], _line(error.message), tuple(metadata))
 
 
 @asynccontextmanager
@@ -124,13 +125,21 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
 def error_to_pb(error: BatonError) -> common_pb2.Error:
     """The error as an event on a stream."""
     return common_pb2.Error(
-        code=common_pb2.ErrorCode.ValueType(error.code.value.number), message=error.message, param=error.param or ""
+        code=common_pb2.ErrorCode.ValueType(error.code.value.number),
+        message=_line(error.message),
+        param=error.param or "",
     )
 
 
 def error_from_pb(message: common_pb2.Error) -> BatonError:
     """The error that a stream event carries."""
     return make_error(ErrorCode.from_number(message.code), message.message, param=message.param or None)
+
+
+def _line(text: str) -> str:
+    """One line, whatever the peer's words that it quotes, and short enough for the metadata that carries a status."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
 
 
 def _ascii(text: str) -> str:

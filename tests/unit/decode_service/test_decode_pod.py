@@ -1,5 +1,6 @@
 """A decode pod alone: colocated serving over real gRPC."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -7,7 +8,13 @@ import pytest
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
+from common.pod.tasks import TaskSet
+from common.rpc.channel import ChannelPool
 from common.types import SamplingParams
+from decode_service.config import DecodeConfig
+from decode_service.quarantine import Quarantine
+from decode_service.request import Surroundings
+from decode_service.session import RouterSession
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, StepGate, decode_pod, engine_request, prompt_of, wait_for
 
 
@@ -140,6 +147,30 @@ async def test_end_of_session_aborts_its_requests_only(pod: RunningPod, router: 
     assert pod.context.admission.num_open == 1
     await router.abort("stays")
     await staying.wait_finished()
+
+
+async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
+    """gRPC sends no status after a write that was cancelled: the router would wait for one."""
+    is_writing, may_write = asyncio.Event(), asyncio.Event()
+    written: list[pods_pb2.TokenDelta] = []
+
+    async def commands() -> AsyncIterator[pods_pb2.DecodeCommand]:
+        request = engine_request("a", prompt_of(5), max_tokens=3000)
+        yield pods_pb2.DecodeCommand(submit=pods_pb2.Submit(request=request))
+        await is_writing.wait()
+
+    async def write(events: pods_pb2.DecodeEvents) -> None:
+        is_writing.set()
+        await may_write.wait()
+        written.extend(events.deltas)
+
+    quarantine = Quarantine(duration_s=DEADLINE_S, max_blocks=1)
+    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
+    running = asyncio.create_task(session.run(commands(), write))
+    await wait_for(lambda: is_writing.is_set() and len(session) == 0)
+    may_write.set()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert written[-1].finish_reason == common_pb2.FINISH_REASON_ABORT
 
 
 async def test_draining_pod_refuses_new_work_and_finishes_the_old(pod: RunningPod, router: FakeRouter) -> None:

@@ -43,6 +43,17 @@ async def test_overload_tells_when_to_come_back() -> None:
     assert error.retry_after_s == 2.5
 
 
+async def test_a_message_is_one_short_line_whatever_it_quotes() -> None:
+    message = "x is 'a\r\nb\u2028c'" + "y" * 20_000  # more than the metadata of a status may have
+    rpc_error = await call_failing_with(lambda: InvalidRequestError(message, param="x"))
+    assert rpc_error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    for told in (rpc_error.details(), error_to_pb(InvalidRequestError(message)).message):
+        assert told is not None
+        assert told.startswith("x is 'a b c'yyy")
+        assert len(told.splitlines()) == 1
+        assert len(told) < 1000
+
+
 async def test_unforeseen_exception_is_logged_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     rpc_error = await call_failing_with(lambda: RuntimeError("the secret path"))
     assert rpc_error.code() is grpc.StatusCode.INTERNAL
