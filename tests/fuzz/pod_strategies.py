@@ -12,6 +12,8 @@ from common.pb import common_pb2, pods_pb2
 from tests.fuzz.proto_strategies import messages, nearly
 
 VOCAB_SIZE = 512
+_OFTEN = ["Prefill.Prefill", "Decode.Session", "Handoff.Open"]
+METHODS = [*_OFTEN, "Pod.GetInfo", "Pod.CheckIntegrity", "Pod.WatchStats"]  # but Drain, which no pod takes back
 _IDS = st.sampled_from(["a", "b", "c"])  # few, so that they meet
 _TRANSFERS = st.sampled_from(["t", "u"])
 _EPOCHS = st.integers(1, 2)
@@ -118,8 +120,8 @@ def _handoffs(draw: st.DrawFn, facts: Facts) -> list[pods_pb2.HandoffCommand]:
     return [draw(starts), *draw(later)] if draw(st.integers(0, 5)) else draw(later)
 
 
-def steps(facts: Facts) -> st.SearchStrategy[Step]:
-    """Calls of every method but Drain, which no pod takes back."""
+def steps(facts: Facts, *methods: str) -> st.SearchStrategy[Step]:
+    """Calls of the methods, or of any, those that begin work more often."""
     prefill = _prefills | nearly(_prefills, pods_pb2.PrefillRequest)
     said: dict[str, st.SearchStrategy[Any]] = {
         "Prefill.Prefill": st.tuples(prefill),
@@ -129,8 +131,7 @@ def steps(facts: Facts) -> st.SearchStrategy[Step]:
         "Pod.CheckIntegrity": st.just((pods_pb2.CheckIntegrityRequest(),)),
         "Pod.WatchStats": st.tuples(messages(pods_pb2.WatchStatsRequest)),
     }
-    often = ["Prefill.Prefill", "Decode.Session", "Handoff.Open"]
-    return st.sampled_from([*often, *often, *said]).flatmap(
+    return st.sampled_from(methods or [*_OFTEN, *_OFTEN, *METHODS]).flatmap(
         lambda method: st.builds(
             Step,
             st.just(method),

@@ -17,7 +17,8 @@ from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
 from tests.fuzz.host import DEADLINE_S, Footprint, Host, hosted, profile, sizes
-from tests.fuzz.pod_strategies import Facts, Step, steps
+from tests.fuzz.pod_strategies import METHODS, Facts, Step, steps
+from tests.fuzz.proto_strategies import NOT_PARSED, bytes_of
 from tests.pods import FakeRouter, RunningPod, decode_pod, engine_request, prefill_pod, prompt_of, start_prefill
 
 SHORT_S = 0.05  # what a pod waits for the other side of a handoff: often in vain here
@@ -52,10 +53,12 @@ class Pods:
         connector = self.prefill.context.config.connector or ""
         return Facts(self.prefill.address, spec.fingerprint, connector, spec.block_size, spec.bytes_per_block)
 
-    def method(self, step: Step) -> Any:
-        service, _, name = step.method.partition(".")
-        pod = self.decode if service == "Decode" else self.prefill
-        return getattr(_STUBS[service](pod.channel), name)
+    def channel(self, method: str) -> grpc.aio.Channel:
+        return (self.decode if method == "Decode.Session" else self.prefill).channel
+
+    def start(self, method: str) -> Any:
+        service, _, name = method.partition(".")
+        return getattr(_STUBS[service](self.channel(method)), name)
 
 
 @asynccontextmanager
@@ -74,7 +77,7 @@ def host(request) -> Iterator[Host[Pods]]:
         yield host
 
 
-@sizes(60, 3_000)
+@sizes(90, 3_000)
 def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     pods = host.value
     host.run(check_served(pods))
@@ -91,6 +94,37 @@ def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     footprint.check()
 
 
+@sizes(80, 5_000)
+def test_any_bytes_are_answered_or_refused(host, num_examples):
+    pods = host.value
+    host.run(check_served(pods))
+    footprint = Footprint(host)
+
+    @profile(num_examples)
+    @given(st.sampled_from(METHODS), st.data())
+    def holds(method: str, data: st.DataObject) -> None:
+        good = steps(pods.facts, method).map(lambda step: step.sent[0] if step.sent else pods_pb2.GetInfoRequest())
+        host.run(check_raw(pods, method, data.draw(bytes_of(good))))
+
+    holds()
+    host.run(check_clean(pods))
+    host.run(check_served(pods))
+    footprint.check()
+
+
+async def check_raw(pods: Pods, method: str, sent: bytes) -> None:
+    """Bytes that are no message are refused in gRPC's own words; the pod goes on."""
+    call = pods.channel(method).stream_stream(f"/baton.v1.{method.replace('.', '/')}")(timeout=DEADLINE_S)
+    with suppress(*_ENDED):
+        await call.write(sent)
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF and method != "Pod.WatchStats":  # which never ends
+            pass
+    call.cancel()
+    code, details = await call.code(), await call.details()
+    assert code in _STATUSES or details.startswith(NOT_PARSED) or details == _MET_THE_END, (method, code, details)
+
+
 async def run_all(pods: Pods, sequence: list[Step]) -> None:
     """At once; each begins a little later than the one before."""
     async with asyncio.TaskGroup() as group:
@@ -101,7 +135,7 @@ async def run_all(pods: Pods, sequence: list[Step]) -> None:
 
 async def run_step(pods: Pods, step: Step) -> None:
     """The call ends, and with no fault of the pod's."""
-    method = pods.method(step)
+    method = pods.start(step.method)
     if step.method in _SPEAKING:
         call = method(timeout=DEADLINE_S)
     else:
