@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
+from common.cancellation import end_tasks
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,10 +31,7 @@ class TaskSet:
         """Cancel the tasks, after giving them `grace_s` seconds to end by themselves, and wait for them."""
         if self._tasks and grace_s:
             await asyncio.wait(self._tasks, timeout=grace_s)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
 
     def _note_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from common.cancellation import end_tasks
 from common.pb import pods_pb2
 from common.rpc.channel import ChannelOpener, open_channel
 from common.types import block_size_misfit
@@ -154,10 +155,7 @@ class Cluster:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
 
     def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

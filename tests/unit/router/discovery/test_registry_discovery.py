@@ -9,6 +9,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
+from common.cancellation import end_tasks
 from common.errors import UnavailableError
 from common.registry import PodRecord, Reading, RedisRegistry
 from router.discovery import Endpoint
@@ -61,17 +62,20 @@ async def following(server, poll_s=0.02):
     metrics = DiscoveryMetrics(CollectorRegistry())
     registry = RedisRegistry(server.url, "test")
     follower = Following(RegistryDiscovery(registry, poll_s, metrics), metrics)
-    yield follower
-    follower.task.cancel()
-    await asyncio.wait({follower.task})
-    await registry.close()
+    try:
+        yield follower
+    finally:
+        await end_tasks({follower.task})
+        await registry.close()
 
 
 @asynccontextmanager
 async def announcing(server):
     registry = RedisRegistry(server.url, "test")
-    yield registry
-    await registry.close()
+    try:
+        yield registry
+    finally:
+        await registry.close()
 
 
 async def test_pods_come_with_the_news_and_go():
