@@ -18,7 +18,8 @@ from tests.e2e.faults.traffic import MAX_TOKENS, NUM_JOBS, make_jobs
 
 _EXPLANATION = """# Faults while requests run
 
-`python -m tests.e2e.faults{options} --markdown FILE`. `make test` runs the same cells, `make test-slow` all others.
+`python -m tests.e2e.faults{options} --markdown FILE`. `make test` runs the cells of the command
+without options, `make test-slow` all others.
 
 - machine: {machine}
 
