@@ -146,7 +146,7 @@ async def test_direct_handoff(create: ClientFactory) -> None:
     client = create("common.engine.executor.fake:create_fake_direct_executor")
     spec = await client.start()
     assert spec.is_direct
-    for role in ("producer", "consumer"):
+    for role in ("consumer", "producer"):  # in this order, none of the prompt is cached when the consumer starts
         transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role=role)
         client.add_request(msgspec.structs.replace(request(role, [1, 2, 3, 4, 5]), transfer=transfer))
     outputs: list[RequestOutput] = []
