@@ -118,7 +118,7 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
     except grpc.aio.BaseError as error:  # the call itself is over: there is nobody to tell
         logger.info("a call ended while it was being answered: %s", error)
         raise asyncio.CancelledError from error
-    except DecodeError as error:  # where a stream is read; gRPC itself refuses other calls
+    except DecodeError as error:  # where a stream is read; `parsing` refuses other calls
         await abort_with(context, InvalidRequestError(f"a message cannot be parsed: {error}"))
     except Exception:
         logger.exception("a call failed for an unforeseen reason")

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError
 from common.rpc.options import KEEPALIVE_INTERVAL_MS, SHARED_OPTIONS, Options
+from common.rpc.parsing import ParsingInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class RpcServer:
         self.host = host
         self.port = port
         self.grpc_server = grpc.aio.server(
-            interceptors=interceptors, options=list(dict([*_SERVER_OPTIONS, *(limits or [])]).items())
+            interceptors=(ParsingInterceptor(), *interceptors),
+            options=list(dict([*_SERVER_OPTIONS, *(limits or [])]).items()),
         )
         self._credentials = credentials
         self._service_names = tuple(service_names)

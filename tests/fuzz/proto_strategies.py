@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 Kind = TypeVar("Kind", bound=Message)
 
-NOT_PARSED = "Unexpected <class 'google.protobuf.message.DecodeError'>"  # gRPC's own words, with UNKNOWN
 _ODD_STRINGS = st.sampled_from(["", "\x00", "a\nb", "a\r\n\r\nb", "é", "😀" * 5, "\u2028", "x" * 300, "y\n" * 3000])
 _strings = st.text(max_size=8) | _ODD_STRINGS
 _SCALARS: dict[int, st.SearchStrategy[Any]] = {

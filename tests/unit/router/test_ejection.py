@@ -110,16 +110,23 @@ async def test_streams_of_a_pod_whose_engine_hangs_move_on(start_cluster):
     await cluster.until(lambda: state_of(cluster, hung) is PodState.READY)
 
 
-async def test_a_pod_that_works_gets_no_canary(start_cluster):
-    busy, idle = FakeDecodePod(), FakeDecodePod()
-    settings = HealthConfig(canary_interval_s=1.0)
-    cluster = await start_cluster([], [busy, idle], pod_health=settings)
-    while not idle.submits:
-        await busy.set_stats(pods_pb2.PodStats(num_blocks=100, num_free_blocks=100, last_step_s=0.1))
-        await asyncio.sleep(0.02)
-    assert busy.submits == []
+async def test_an_idle_pod_gets_a_canary_that_nobody_counts(start_cluster):
+    idle = FakeDecodePod()
+    cluster = await start_cluster([], [idle], pod_health=HealthConfig(canary_interval_s=0.05))
+    await idle.until(lambda: idle.submits)
     assert idle.submits[0].request.request_id.startswith("canary-")
     assert cluster.metric("baton_request_success_total", finished_reason="length") == 0
+
+
+async def test_a_step_that_a_pod_reports_is_a_sign_of_work(start_cluster, monkeypatch):
+    """Which puts the next canary off, see test_pod_breaker."""
+    pod = FakeDecodePod()
+    cluster = await start_cluster([], [pod], pod_health=HealthConfig(canary_interval_s=600.0))
+    has_worked = asyncio.Event()
+    monkeypatch.setattr(cluster.router.cluster.decode_pods[0].health, "worked", has_worked.set)
+    await pod.set_stats(pods_pb2.PodStats(num_blocks=100, num_free_blocks=100, last_step_s=0.1))
+    async with asyncio.timeout(30):
+        await has_worked.wait()
 
 
 async def test_a_pod_that_skips_tokens_is_ejected_at_once(start_cluster):

@@ -40,6 +40,17 @@ async def test_reflection_lists_the_services() -> None:
         assert {"baton.v1.Prefill", "grpc.health.v1.Health"} <= names
 
 
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_request_that_is_no_message_is_the_callers_fault(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with RpcServer("127.0.0.1", 0, []) as server, open_channel(server.address) as channel:
+        make = channel.unary_unary if method == "Check" else channel.unary_stream
+        call = make(f"/grpc.health.v1.Health/{method}")(b"\xff", timeout=30)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be parsed" in await call.details()
+        assert not caplog.records
+        assert await channel.unary_unary("/baton.v1.None/None")(b"", timeout=30).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_taken_port_is_a_config_error_naming_it() -> None:
     async with RpcServer("127.0.0.1", 0, []) as first:
         with pytest.raises(ConfigError, match=str(first.port)) as caught:

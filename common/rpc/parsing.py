@@ -1,0 +1,61 @@
+"""Requests that are no message: the caller's fault. gRPC itself would answer UNKNOWN and log a traceback for each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from common.errors import InvalidRequestError
+from common.rpc.errors import abort_with
+
+
+class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the type stubs only
+    """Answers INVALID_ARGUMENT. Streams of requests are parsed where they are read, see `rpc_errors`."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The servicer's handler behind a check."""
+        handler = await continuation(details)
+        # There is none for a method that nobody serves, whatever the type stubs say.
+        if not handler or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(_checked(serve), _lenient(handler.request_deserializer), handler.response_serializer)
+
+
+def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Gives what is wrong instead of raising it where nobody can answer."""
+
+    def deserialize(request: bytes) -> Any:
+        try:
+            return parse(request)
+        except DecodeError as error:
+            return error
+
+    return deserialize
+
+
+def _checked(serve: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(request, DecodeError):
+            await abort_with(context, InvalidRequestError(f"the request cannot be parsed: {request}"))
+        answer = serve(request, context)
+        if not inspect.isasyncgen(answer):
+            return await answer
+        async with aclosing(answer):
+            async for each in answer:
+                await context.write(each)
+        return None
+
+    return call
