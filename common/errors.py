@@ -15,6 +15,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   `-- UnattainableError       no pod could keep a limit that the request names; trying again is of no use
 |-- DeadlineExceededError       504
 |-- RequestCancelledError       499; the client went away
+|-- NonFiniteError              500; the model's numbers for this request are infinite or NaN
 |-- IncompatiblePeerError       fingerprints, connectors or layouts do not match
 `-- TransferError               KV could not be moved; `reason` is the metric label of the recompute
     |-- BlockMissingError       the store has no such block
@@ -53,6 +54,7 @@ class ErrorCode(enum.Enum):
     CANCELLED = CodeSpec(9, 499, "CANCELLED", "server_error")
     INCOMPATIBLE = CodeSpec(10, 500, "FAILED_PRECONDITION", "server_error")
     INTERNAL = CodeSpec(11, 500, "INTERNAL", "server_error")
+    NON_FINITE = CodeSpec(13, 500, "INTERNAL", "server_error")
 
     @property
     def label(self) -> str:
@@ -157,6 +159,12 @@ class RequestCancelledError(BatonError):
     """The client went away or aborted."""
 
     code = ErrorCode.CANCELLED
+
+
+class NonFiniteError(BatonError):
+    """The model computed no finite logit for the request: its weights or KV overflow, or the device is faulty."""
+
+    code = ErrorCode.NON_FINITE
 
 
 class IncompatiblePeerError(BatonError):

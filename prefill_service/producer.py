@@ -58,7 +58,7 @@ class Producer:
         self._transfer: Transfer | None = None
         self._engine_id: RequestId | None = None
         self._submitted_at = time.monotonic()
-        self._started = RequestStarted(queue_s=0.0, num_cached_tokens=0)
+        self._started: RequestStarted | None = None
         self._token: SampledToken | None = None
         self._error: BatonError | None = None  # why it was cancelled
         self._saves_are_over = False  # the engine saves no more
@@ -127,7 +127,7 @@ class Producer:
         if output.tokens and self._token is None:
             self._note_first_token(output.tokens[0], output.finish_reason)
         if output.finish_reason is FinishReason.ERROR:
-            self._end(make_error(ErrorCode.from_number(output.error_code), output.error))
+            self._on_failed(make_error(ErrorCode.from_number(output.error_code), output.error))
         elif output.finish_reason is FinishReason.ABORT and not self._may_write:
             self._end(self._error or RequestCancelledError("the prefill was aborted"))
         elif output.finish_reason is FinishReason.ABORT:
@@ -148,6 +148,14 @@ class Producer:
         """Whether the engine writes into a consumer's blocks, or may begin to."""
         is_direct = self._transfer is not None and self._pod.spec.is_direct
         return is_direct and self._engine_id is not None and not self._saves_are_over
+
+    def _on_failed(self, error: BatonError) -> None:
+        """The engine refused the prefill, or gave it up while it may still be writing."""
+        if self._started is not None and self._may_write:
+            self._error = self._error or error
+            self._refuse_token(error)
+        else:
+            self._end(error)
 
     def _end(self, error: BatonError, *, is_quiet: bool = True) -> None:
         self._forget()
@@ -176,14 +184,15 @@ class Producer:
         self._token = token
         if self._transfer is not None:
             self._transfers.note_first_token(self._transfer)
+        started = self._started or RequestStarted(queue_s=0.0, num_cached_tokens=0)
         elapsed = time.monotonic() - self._submitted_at
         goes_on = finish_reason is FinishReason.HANDOFF or self._was_cut_short(finish_reason)
         first = FirstToken(
             token=token,
             finish_reason=None if goes_on else finish_reason,
-            num_cached_tokens=self._started.num_cached_tokens,
-            queue_s=self._started.queue_s,
-            compute_s=max(0.0, elapsed - self._started.queue_s),
+            num_cached_tokens=started.num_cached_tokens,
+            queue_s=started.queue_s,
+            compute_s=max(0.0, elapsed - started.queue_s),
         )
         if not self.first_token.done():
             self.first_token.set_result(first)

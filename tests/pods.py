@@ -122,13 +122,15 @@ class BreakableExecutor(FakeExecutor):
         super().__init__(**options)
         self._gate = gate
         self.failure: Exception | None = None
+        self.is_finite = True  # False: no logit is
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step.num_scheduled_tokens:
             self._gate.pass_through()
         if self.failure is not None:
             raise self.failure
-        return super().execute(step)
+        result = super().execute(step)
+        return result if self.is_finite else replace(result, sampled=dict.fromkeys(result.sampled))
 
 
 @dataclass

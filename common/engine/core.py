@@ -79,6 +79,7 @@ class EngineCore:
                 num_blocks=self.spec.num_blocks,
                 block_size=self.spec.block_size,
                 max_model_len=self.spec.max_model_len,
+                vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
                 connector=connector,

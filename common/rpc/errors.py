@@ -26,6 +26,7 @@ from common.errors import (
     ErrorCode,
     IncompatiblePeerError,
     InvalidRequestError,
+    NonFiniteError,
     OverloadedError,
     PayloadTooLargeError,
     RequestCancelledError,
@@ -52,6 +53,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.CANCELLED: RequestCancelledError,
+    ErrorCode.NON_FINITE: NonFiniteError,
     ErrorCode.INCOMPATIBLE: IncompatiblePeerError,
 }
 

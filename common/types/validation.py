@@ -12,6 +12,7 @@ from common.errors import InvalidRequestError, PromptTooLongError, Unprocessable
 from common.types.generation import SamplingParams
 
 MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
 SEED_LIMIT = 2**64  # seeds are unsigned 64-bit integers, [0, SEED_LIMIT)
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
 _NO_NAMES: Mapping[str, str] = {}
@@ -45,7 +46,7 @@ _RANGES = {
     "min_tokens": _Range(0, float("inf"), integer=True),
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0, 10, low_included=False),
+    "repetition_penalty": _Range(0.01, 100),  # divides or multiplies logits: any of these leaves them finite
 }
 _LOGPROBS_RANGE = _Range(0, MAX_LOGPROBS, integer=True)
 
@@ -70,6 +71,9 @@ def validate_sampling(
         limit = f"at most {names.get('max_tokens', 'max_tokens')} ({params.max_tokens})"
         raise _out_of_range("min_tokens", params.min_tokens, limit, names)
     stop_name = names.get("stop_token_ids", "stop_token_ids")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        problem = f"{stop_name} must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(params.stop_token_ids)}"
+        raise InvalidRequestError(problem, param=stop_name)
     _check_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
 
 

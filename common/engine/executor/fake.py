@@ -244,7 +244,7 @@ class FakeExecutor:
             self._connector.start_load(load)
         if step.num_scheduled_tokens and self._step_s:
             time.sleep(self._step_s)
-        sampled: dict[RequestId, SampledToken] = {}
+        sampled: dict[RequestId, SampledToken | None] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             token = self._compute(self._requests[request_id], num_tokens)
             if token is not None:

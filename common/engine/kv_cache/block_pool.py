@@ -175,6 +175,11 @@ class BlockPool:
             self._cached[block_hash] = block
             self.changes.store(block_hash)
 
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Take `blocks` out of the prefix cache. Their users keep them."""
+        for block in blocks:
+            self._evict(block)
+
     def reset_cache(self) -> None:
         """Forget all cached blocks that nobody uses."""
         for block in self._free:

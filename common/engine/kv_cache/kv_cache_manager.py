@@ -118,6 +118,12 @@ class KVCacheManager:
         if table is not None:
             self._pool.free(table.blocks)
 
+    def forget(self, request: Request) -> None:
+        """Take the blocks of `request`, shared ones included, out of the prefix cache: their KV may be wrong."""
+        table = self._tables.get(request.request_id)
+        if table is not None:
+            self._pool.forget(table.blocks)
+
     def blocks(self, request: Request) -> Sequence[Block]:
         """The blocks of `request`, in token order; empty if it has none."""
         table = self._tables.get(request.request_id)

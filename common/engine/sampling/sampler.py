@@ -2,6 +2,10 @@
 
 1. penalties over the tokens so far          3. log probabilities, if asked for
 2. stop tokens masked up to `min_tokens`     4. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
+
+Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
+returns equal values depends on the rest of the batch. A row whose best logit is not finite has no token: the model
+computed infinities or NaN, or every token is masked.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from common.types import Logprobs, SampledToken, SamplingParams
 
 _MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
+_MAX_LOGIT = torch.finfo(torch.float32).max
+_TIE_MARGIN = 16  # ranks taken beyond those that are wanted, so that a tie at the last of them is seen whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class SamplingRow:
     params: SamplingParams
     token_ids: npt.NDArray[np.int64]  # prompt and output so far
     num_prompt_tokens: int
+    ending_token_ids: npt.NDArray[np.int64]  # masked up to `min_tokens`; see `ending_tokens`
 
     @property
     def output_position(self) -> int:
@@ -39,27 +46,33 @@ def is_plain(params: SamplingParams) -> bool:
     return params.greedy and params.num_logprobs is None and params.min_tokens == 0 and not _penalised(params)
 
 
+def ending_tokens(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Tokens that must not be sampled before `min_tokens`; empty if there is no such limit."""
+    if not params.min_tokens:
+        return np.empty(0, dtype=np.int64)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), dtype=np.int64)
+
+
 class Sampler:
-    """Samples for one model. Stateless between steps."""
+    """Samples for one model. Stateless."""
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
-
-    def sample_plain(self, logits: torch.Tensor) -> list[int]:
-        """Token ids for logits [rows, vocabulary] of rows that are all plain."""
-        token_ids: list[int] = logits.argmax(dim=-1).tolist()
-        return token_ids
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten."""
-        self._penalise(logits, rows)
-        self._mask_stop_tokens(logits, rows)
+    def sample_plain(self, logits: torch.Tensor) -> list[SampledToken | None]:
+        """Tokens for logits [rows, vocabulary] of rows that are all plain; None where no logit is finite."""
         token_ids = logits.argmax(dim=-1)
+        return _tokens(token_ids, _is_finite(logits, token_ids), [None] * len(token_ids))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | None]:
+        """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten; None where no logit is
+        finite."""
+        self._penalise(logits, rows)
+        self._mask_ending_tokens(logits, rows)
+        token_ids = logits.argmax(dim=-1)
+        is_finite = _is_finite(logits, token_ids)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             token_ids[_index(drawn, logits)] = _draw(logits, rows, drawn)
-        logprobs = _logprobs(logits, rows, token_ids)
-        return [SampledToken(token_id, entry) for token_id, entry in zip(token_ids.tolist(), logprobs, strict=True)]
+        return _tokens(token_ids, is_finite, _logprobs(logits, rows, token_ids))
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         penalised = [i for i, row in enumerate(rows) if _penalised(row.params)]
@@ -68,6 +81,7 @@ class Sampler:
         chosen = [rows[i] for i in penalised]
         index = _index(penalised, logits)
         scores = logits[index]
+        best = scores.amax(dim=-1, keepdim=True)
         repetition = _column([row.params.repetition_penalty for row in chosen], logits)
         frequency = _column([row.params.frequency_penalty for row in chosen], logits)
         presence = _column([row.params.presence_penalty for row in chosen], logits)
@@ -75,20 +89,21 @@ class Sampler:
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(seen, repeated, scores)
         generated = _count_tokens([row.token_ids[row.num_prompt_tokens :] for row in chosen], scores)
-        scores -= frequency * generated + presence * (generated > 0)
-        logits[index] = scores
+        penalised_scores = scores - frequency * generated - presence * (generated > 0)
+        # The largest finite logit times a penalty may be infinite, which must not look like the model's own infinity.
+        logits[index] = torch.where(best.isfinite(), penalised_scores.clamp(-_MAX_LOGIT, _MAX_LOGIT), torch.nan)
 
-    def _mask_stop_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        masked_rows: list[int] = []
-        masked_tokens: list[int] = []
-        for i, row in enumerate(rows):
-            if row.output_position < row.params.min_tokens:
-                stops = {*row.params.stop_token_ids, *(() if row.params.ignore_eos else self._eos_token_ids)}
-                stops = {token_id for token_id in stops if 0 <= token_id < logits.shape[1]}
-                masked_rows.extend([i] * len(stops))
-                masked_tokens.extend(stops)
-        if masked_rows:
-            logits[_index(masked_rows, logits), _index(masked_tokens, logits)] = -torch.inf
+    def _mask_ending_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        early = [i for i, row in enumerate(rows) if row.output_position < row.params.min_tokens]
+        if not early:
+            return
+        masked = [rows[i].ending_token_ids for i in early]
+        row_of_each = np.repeat(np.array(early), [len(token_ids) for token_ids in masked])
+        index = (
+            torch.from_numpy(row_of_each).to(logits.device),
+            torch.from_numpy(np.concatenate(masked)).to(logits.device),
+        )
+        logits[index] = -torch.inf
 
 
 def _penalised(params: SamplingParams) -> bool:
@@ -124,11 +139,25 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
 def _most_likely(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and their token ids, best first: as many as any row can need."""
     if all(p.top_k > 0 for p in params):
-        num_kept = min(max(p.top_k for p in params), scores.shape[1])
-        best = torch.topk(scores, num_kept, dim=-1)
-        return best.values, best.indices
+        return _best(scores, min(max(p.top_k for p in params), scores.shape[1]))
     ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
     return ordered.values, ordered.indices
+
+
+def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` best of each row and their token ids, best first, equal ones by token id."""
+    num_taken = min(count + _TIE_MARGIN, scores.shape[1])
+    taken = torch.topk(scores, num_taken, dim=-1)
+    by_id = taken.indices.sort(dim=-1)
+    by_score = taken.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
+    values, token_ids = by_score.values, by_id.values.gather(1, by_score.indices)
+    if num_taken < scores.shape[1]:
+        last, wanted = values[:, -1], values[:, count - 1]
+        is_split = (last == wanted) & (wanted > -torch.inf)  # equal ones may have been left out
+        if is_split.any():
+            ordered = torch.sort(scores[is_split], dim=-1, descending=True, stable=True)
+            values[is_split], token_ids[is_split] = ordered.values[:, :num_taken], ordered.indices[:, :num_taken]
+    return values[:, :count], token_ids[:, :count]
 
 
 def _apply_top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -167,12 +196,28 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torc
     logprobs = torch.log_softmax(logits[index], dim=-1)
     sampled = logprobs.gather(1, token_ids[index][:, None]).squeeze(1).tolist()
     num_top = min(max(rows[i].params.num_logprobs or 0 for i in asking), logits.shape[1])
-    best = torch.topk(logprobs, num_top, dim=-1)
-    for i, own, ids, values in zip(asking, sampled, best.indices.tolist(), best.values.tolist(), strict=True):
+    best, token_ids_of_best = _best(logprobs, num_top) if num_top else (logprobs[:, :0], logprobs[:, :0].long())
+    for i, own, ids, values in zip(asking, sampled, token_ids_of_best.tolist(), best.tolist(), strict=True):
         count = rows[i].params.num_logprobs or 0
         possible = [(token_id, value) for token_id, value in zip(ids, values, strict=True) if value != -torch.inf]
         entries[i] = Logprobs(own, possible[:count])
     return entries
+
+
+def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Whether the best logit of each row is a number, [rows]. argmax takes NaN for the best."""
+    return logits.gather(1, best[:, None]).squeeze(1).isfinite()
+
+
+def _tokens(
+    token_ids: torch.Tensor, is_finite: torch.Tensor, logprobs: Sequence[Logprobs | None]
+) -> list[SampledToken | None]:
+    tokens: list[SampledToken | None] = [
+        SampledToken(token_id, entry) for token_id, entry in zip(token_ids.tolist(), logprobs, strict=True)
+    ]
+    if not is_finite.all():
+        tokens = [token if finite else None for token, finite in zip(tokens, is_finite.tolist(), strict=True)]
+    return tokens
 
 
 def _count_tokens(token_lists: Sequence[npt.NDArray[np.int64]], like: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import msgspec
 
 from common.engine.messages import RequestEvent, RequestOutput
 from common.engine.request import Request
+from common.errors import BatonError
 from common.types import SampledToken
 
 
@@ -43,6 +44,14 @@ class Outbox:
         output = self._open(request)
         if output.finish_reason is not request.finish_reason:
             self._outputs[request] = msgspec.structs.replace(output, finish_reason=request.finish_reason)
+
+    def fail(self, request: Request, error: BatonError) -> None:
+        """`request` has ended with FinishReason.ERROR, for this reason."""
+        self.finish(request)
+        output = self._outputs[request]
+        self._outputs[request] = msgspec.structs.replace(
+            output, error=error.message, error_code=error.code.value.number
+        )
 
     def take(self, request: Request) -> RequestOutput:
         """The output of one request, at once."""

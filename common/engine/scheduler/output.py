@@ -60,5 +60,5 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """What a step produced."""
 
-    sampled: dict[RequestId, SampledToken] = field(default_factory=dict)
+    sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
     transfers: list[TransferResult] = field(default_factory=list)  # settled since the last step

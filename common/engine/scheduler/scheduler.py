@@ -49,8 +49,8 @@ from common.engine.scheduler.tiers import AHEAD_SHARE, Lookup, Restore, Tiers
 from common.engine.scheduler.totals import Totals
 from common.engine.scheduler.transfers import Incoming, Outgoing, TransferLedger
 from common.engine.scheduler.waiting_queue import WaitingQueue
-from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
-from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken, block_size_misfit
+from common.errors import ConfigError, InvalidRequestError, NonFiniteError, OverloadedError, PromptTooLongError
+from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken, SamplingParams, block_size_misfit
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        vocab_size: int,
         eos_token_ids: frozenset[int],
         enable_prefix_caching: bool,
         connector: ConnectorFacts | None = None,
@@ -81,6 +82,7 @@ class Scheduler:
         self._config = config
         self._block_size = block_size
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         connector = connector or ConnectorFacts()
         self._is_direct = connector.is_direct
@@ -164,6 +166,7 @@ class Scheduler:
                 f"max_tokens {message.sampling.max_tokens} leaves nothing to generate after {num_outputs} tokens",
                 param="max_tokens",
             )
+        self._check_stop_tokens(message.sampling)
         if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
             raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
         if message.transfer is not None and message.transfer.peer_block_size:
@@ -171,6 +174,14 @@ class Scheduler:
         num_waiting = len(self._waiting) + len(self._tiers.waiting)
         if num_waiting >= self._config.max_num_waiting:
             raise OverloadedError(f"{num_waiting} requests are waiting already")
+
+    def _check_stop_tokens(self, sampling: SamplingParams) -> None:
+        if sampling.min_tokens and len(sampling.stop_token_ids) + len(self._eos_token_ids) >= self._vocab_size:
+            stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+            if len(stops) >= self._vocab_size:
+                raise InvalidRequestError(
+                    "stop_token_ids names every token, which leaves none for the first min_tokens", param="min_tokens"
+                )
 
     def _check_peer_block_size(self, theirs: int) -> None:
         misfit = block_size_misfit(self._block_size, theirs, is_direct=self._is_direct)
@@ -405,10 +416,14 @@ class Scheduler:
             request = self._live.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
+            token = result.sampled.get(request_id)
+            if request.num_uncomputed_tokens == 0 and token is None:
+                self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
+                continue
             self._kv.cache_computed(request)
-            if request.num_uncomputed_tokens == 0:
+            if token is not None:
                 self._totals.num_generation_tokens += 1
-                self._append_token(request, result.sampled[request_id])
+                self._append_token(request, token)
         return self._outbox.drain()
 
     def _append_token(self, request: Request, token: SampledToken) -> None:
@@ -605,13 +620,21 @@ class Scheduler:
         num_blocks = self._kv.num_blocks_for(request.num_prompt_tokens)
         is_settled = request.outgoing is None or request.outgoing.is_settled(num_blocks)
         self._tiers.forgo(request)
-        if is_settled or reason is FinishReason.ABORT:
+        if is_settled or reason in (FinishReason.ABORT, FinishReason.ERROR):
             self._savable.pop(request, None)
             self._kv.free(request)
         else:
             self._settling[request.request_id] = request
         self._outbox.finish(request)
         self._is_stalled = False
+
+    def _fail(self, request: Request, error: NonFiniteError) -> None:
+        """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""
+        self._kv.forget(request)
+        self._give_up_saves(request)
+        self._finish(request, FinishReason.ERROR)
+        self._transfers.cancel(request)
+        self._outbox.fail(request, error)
 
     def _forget(self, request: Request) -> None:
         if request.is_in_batch:

@@ -32,16 +32,23 @@ class ModelRunner:
         self._block_size = kv_cache.shape[4]
         self._attention = create_backend(attention_backend, kv_cache)
         install(loaded.attention_modules, self._attention)
-        self._sampler = Sampler(loaded.eos_token_ids)
-        self._table = RequestTable(max_num_seqs, max_model_len, self._block_size)
+        self._sampler = Sampler()
+        self._table = RequestTable(
+            max_num_seqs,
+            max_model_len,
+            self._block_size,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+        )
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Forget dropped requests and learn of new blocks. Called for each step, before `run`."""
         self._table.update(step)
 
     @torch.inference_mode()
-    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken]:
-        """Compute the scheduled tokens; sample for the requests whose last token is among them."""
+    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken | None]:
+        """Compute the scheduled tokens; sample for the requests whose last token is among them. See `Sampler` for
+        requests that get no token."""
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
         if batch.opened_blocks:
             self._clear(batch.opened_blocks)
@@ -61,15 +68,14 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
         return logits
 
-    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, SampledToken]:
+    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, SampledToken | None]:
         if self._table.plain[batch.sampled_rows].all():
-            token_ids = self._sampler.sample_plain(logits)
-            tokens = [SampledToken(token_id) for token_id in token_ids]
+            tokens = self._sampler.sample_plain(logits)
         else:
             rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]
             tokens = self._sampler.sample(logits.float(), rows)
-            token_ids = [token.token_id for token in tokens]
-        self._table.append_tokens(batch.sampled_rows, token_ids)
+        # A request without a token ends: what its row holds no longer matters.
+        self._table.append_tokens(batch.sampled_rows, [0 if token is None else token.token_id for token in tokens])
         return dict(zip(batch.sampled_ids, tokens, strict=True))
 
     def _clear(self, block_ids: list[int]) -> None:

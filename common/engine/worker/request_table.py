@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.sampling.sampler import SamplingRow, is_plain
+from common.engine.sampling.sampler import SamplingRow, ending_tokens, is_plain
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.types import RequestId, SamplingParams
 
@@ -19,7 +19,17 @@ from common.types import RequestId, SamplingParams
 class RequestTable:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens. Memory is touched where used."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         # One token more than the longest request: the last one sampled is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
@@ -29,6 +39,7 @@ class RequestTable:
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = [0] * max_num_seqs
         self._params = [SamplingParams()] * max_num_seqs
+        self._ending_token_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -59,7 +70,12 @@ class RequestTable:
 
     def sampling_row(self, row: int) -> SamplingRow:
         """What the sampler must know of a row."""
-        return SamplingRow(self._params[row], self.token_ids[row, : self.num_tokens[row]], self._num_prompt_tokens[row])
+        return SamplingRow(
+            self._params[row],
+            self.token_ids[row, : self.num_tokens[row]],
+            self._num_prompt_tokens[row],
+            self._ending_token_ids[row],
+        )
 
     def _add(self, new: NewRequest) -> None:
         self._drop(new.request_id)
@@ -72,6 +88,7 @@ class RequestTable:
         self.plain[row] = is_plain(new.sampling)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._params[row] = new.sampling
+        self._ending_token_ids[row] = ending_tokens(new.sampling, self._eos_token_ids, self._vocab_size)
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
 

@@ -9,6 +9,7 @@ import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.engine.messages import TransferTarget
+from common.errors import NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import from_rpc_error
 from tests.pods import (
@@ -209,3 +210,16 @@ async def test_closing_pod_says_no_verdict_while_it_writes(monkeypatch: pytest.M
         await closing
         with suppress(grpc.aio.AioRpcError):
             await call
+
+
+async def test_a_failed_prefill_keeps_its_transfer_until_nothing_is_written_any_more(pod: RunningPod) -> None:
+    async with HandoffStream(pod, "t-a") as stream:
+        call = await start_and_write(pod, stream)
+        pod.executor.is_finite = False
+        pod.gate.open()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert isinstance(from_rpc_error(caught.value), NonFiniteError)
+        assert pod.context.requests  # it still writes
+        connector_of(pod).let_go()
+        assert kinds(await stream.events())[-1] == "failed"

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from common.engine.executor.fake import expected_tokens
+from common.errors import ErrorCode, NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
 from common.rpc.errors import from_rpc_error
@@ -278,3 +279,12 @@ async def test_closing_pod_fails_its_transfers() -> None:
         await pod.runtime.stop()
         (failed,) = await stream.events()
         assert failed.failed.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+
+
+async def test_logits_that_are_not_finite_fail_both_legs_by_name(pod: RunningPod) -> None:
+    pod.executor.is_finite = False
+    async with HandoffStream(pod, "t-a") as stream:
+        error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("a", prompt_of(2 * CHUNK + 5)))))
+        assert isinstance(error, NonFiniteError)
+        last = (await stream.events())[-1]
+    assert last.failed.error.code == ErrorCode.NON_FINITE.value.number

@@ -63,6 +63,7 @@ def create_scheduler(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
+        vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=enable_prefix_caching,
         connector=ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
@@ -193,6 +194,8 @@ class FakeEngine:
         self.finished: dict[RequestId, FinishReason] = {}
         self.events: dict[RequestId, list[RequestEvent]] = {}
         self.cancelled: set[int] = set()
+        self.broken: set[str] = set()  # requests whose logits are not finite
+        self.errors: dict[RequestId, int] = {}  # code of those that failed
         self.address = b""
         self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
         self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiet
@@ -375,7 +378,9 @@ class FakeEngine:
             request = self._running[request_id]
             stop = starts[request_id] + count
             assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), f"{request_id} reads other KV"
-            if stop == len(request.token_ids):
+            if stop == len(request.token_ids) and request_id in self.broken:
+                sampled[request_id] = None
+            elif stop == len(request.token_ids):
                 sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
                 request.token_ids.append(sampled[request_id].token_id)
         for transfer in step.saves:
@@ -424,6 +429,8 @@ class FakeEngine:
             if output.finish_reason is not None:
                 assert output.request_id not in self.finished
                 self.finished[output.request_id] = output.finish_reason
+            if output.finish_reason is FinishReason.ERROR:
+                self.errors[output.request_id] = output.error_code
 
 
 def connect_directly(*engines: FakeEngine) -> None:

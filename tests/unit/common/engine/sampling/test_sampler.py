@@ -5,16 +5,17 @@ import pytest
 import torch
 
 from common.engine.sampling.noise import gumbel_noise, stream_key
-from common.engine.sampling.sampler import Sampler, SamplingRow, is_plain
+from common.engine.sampling.sampler import Sampler, SamplingRow, ending_tokens, is_plain
 from common.types import SamplingParams
 
 VOCAB = 40
 EOS = 7
-SAMPLER = Sampler(frozenset({EOS}))
+SAMPLER = Sampler()
 
 
 def row(params, tokens=(1, 2, 3), num_prompt=3):
-    return SamplingRow(params, np.array(tokens, dtype=np.int64), num_prompt)
+    ending = ending_tokens(params, frozenset({EOS}), VOCAB)
+    return SamplingRow(params, np.array(tokens, dtype=np.int64), num_prompt, ending)
 
 
 def sample(logits, rows):
@@ -61,7 +62,7 @@ def test_greedy_is_argmax_and_plain():
     logits = torch.stack([logits_of(seed) for seed in range(5)])
     rows = [row(SamplingParams(temperature=0.0))] * 5
     assert [token.token_id for token in sample(logits, rows)] == logits.argmax(dim=-1).tolist()
-    assert SAMPLER.sample_plain(logits) == logits.argmax(dim=-1).tolist()
+    assert [token.token_id for token in SAMPLER.sample_plain(logits)] == logits.argmax(dim=-1).tolist()
     assert is_plain(SamplingParams(temperature=0.0, top_k=3, top_p=0.1, stop_token_ids=(4,)))
     for changed in ({"min_tokens": 1}, {"num_logprobs": 0}, {"presence_penalty": 0.1}, {"temperature": 0.1}):
         assert not is_plain(SamplingParams(**{"temperature": 0.0, **changed}))
@@ -196,3 +197,55 @@ def test_stop_tokens_are_masked_until_min_tokens():
 
     assert [sampled(0), sampled(1), sampled(2)] == [9, 9, EOS]
     assert sampled(0, ignore_eos=True) == EOS
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.0, "num_logprobs": 5}])
+def test_equal_logits_are_ranked_by_token_id_whatever_the_batch(params):
+    """Rounded logits tie often, and kernels return equal values in an order that depends on the shape."""
+    vocab, wide = 3000, {"top_k": 200, "num_logprobs": 20}
+    rounded = torch.stack([logits_of(seed, vocab).bfloat16().float().round(decimals=1) for seed in range(64)])
+    for seed, logits in enumerate(rounded):
+        own = row(SamplingParams(**params, seed=seed))
+        alone = sample(logits[None], [own])
+        neighbours = [row(SamplingParams(**wide, seed=index)) for index in range(40)]
+        assert sample(torch.cat([logits[None], rounded[:40]]), [own, *neighbours])[0] == alone[0]
+        if "num_logprobs" in params:
+            ranked = torch.sort(logits, descending=True, stable=True).indices[:5].tolist()
+            assert [token_id for token_id, _ in alone[0].logprobs.top] == ranked
+
+
+def test_more_ties_than_are_looked_at():
+    logits = torch.zeros(1, 5000)
+    token = sample(logits, [row(SamplingParams(temperature=0.0, num_logprobs=3))])[0]
+    assert [token_id for token_id, _ in token.logprobs.top] == [0, 1, 2]
+    assert {draw(logits[0], {"top_k": 2}, count=50)[0][i] for i in range(50)} == {0, 1}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"num_logprobs": 2}, {"repetition_penalty": 2.0}, {"top_k": 3, "min_tokens": 1}]
+)
+def test_a_row_without_finite_logits_has_no_token_and_its_neighbours_do(broken, params):
+    logits = torch.stack([logits_of(0), logits_of(1), logits_of(2)])
+    expected = sample(logits[[0, 2]], [row(SamplingParams(**params, seed=seed)) for seed in (0, 2)])
+    logits[1, 3] = broken
+    rows = [row(SamplingParams(**params, seed=seed)) for seed in range(3)]
+    assert sample(logits, rows) == [expected[0], None, expected[1]]
+    if is_plain(rows[0].params):
+        assert SAMPLER.sample_plain(logits) == [expected[0], None, expected[1]]
+
+
+def test_no_token_where_all_are_masked():
+    params = SamplingParams(min_tokens=5, stop_token_ids=tuple(range(VOCAB)), num_logprobs=1)
+    assert sample(logits_of()[None], [row(params)]) == [None]
+
+
+@pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])
+def test_penalties_within_their_bounds_leave_every_log_probability_finite(repetition_penalty):
+    logits = torch.tensor([[3e38, -3e38, 1e30, -1e30, 0.0, 5.0]])
+    params = SamplingParams(
+        repetition_penalty=repetition_penalty, presence_penalty=-2.0, frequency_penalty=2.0, num_logprobs=6
+    )
+    (token,) = sample(logits, [row(params, tokens=range(6), num_prompt=2)])
+    assert not math.isnan(token.logprobs.sampled)
+    assert all(value <= 0.0 for _, value in token.logprobs.top)

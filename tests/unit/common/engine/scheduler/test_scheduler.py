@@ -2,11 +2,13 @@
 
 import pytest
 
-from common.engine.messages import RequestStarted
-from common.errors import ConfigError, InvalidRequestError, OverloadedError, PromptTooLongError
+from common.engine.messages import KVSaved, RequestStarted
+from common.errors import ConfigError, ErrorCode, InvalidRequestError, OverloadedError, PromptTooLongError
 from common.types import FinishReason, hash_prompt, root_hash
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
+    EOS,
+    VOCAB_SIZE,
     FakeEngine,
     create_request,
     create_requests,
@@ -386,3 +388,55 @@ def test_integrity_notices_a_request_in_no_place():
     violations = engine.scheduler.check_integrity().violations
     assert any("are in places" in violation for violation in violations)
     assert any("blocks are held by" in violation for violation in violations)
+
+
+class TestNumbersThatAreNotFinite:
+    @pytest.mark.parametrize("num_steps_before", [0, 4])
+    def test_the_request_fails_alone_and_its_kv_is_not_found_again(self, num_steps_before):
+        engine = FakeEngine()
+        broken, sound = create_request("a", 10, max_tokens=9), create_request("b", 10, max_tokens=9)
+        engine.add(broken, sound)
+        for _ in range(num_steps_before):
+            engine.step()
+        engine.broken.add("a")
+        engine.run()
+        assert engine.finished["a"] is FinishReason.ERROR
+        assert engine.errors["a"] == ErrorCode.NON_FINITE.value.number
+        assert_answered(engine, sound)
+        again = create_request("c", broken.prompt_token_ids, max_tokens=2)
+        engine.add(again)
+        engine.run()
+        assert_answered(engine, again)
+        started = next(event for event in engine.events["c"] if isinstance(event, RequestStarted))
+        assert started.num_cached_tokens == 0
+        engine.run()
+        engine.assert_idle()
+
+    @pytest.mark.parametrize("is_direct", [False, True])
+    def test_a_producer_says_that_no_more_is_saved(self, is_direct):
+        engine = FakeEngine(create_scheduler(is_direct=is_direct, max_num_batched_tokens=8))
+        request = create_request("a", 20, role="producer")
+        engine.add(request)
+        engine.broken.add("a")
+        engine.step()
+        engine.set_target("a", range(1, 6))
+        engine.run()
+        assert engine.finished["a"] is FinishReason.ERROR
+        engine.settle_all()
+        engine.run()
+        last = [event for event in engine.events["a"] if isinstance(event, KVSaved)][-1]
+        assert last.failure == "aborted" or last.num_tokens == 20
+        engine.assert_idle()
+
+    def test_a_request_all_of_whose_tokens_are_stops_is_refused(self):
+        engine = FakeEngine()
+        everything = tuple(range(VOCAB_SIZE))
+        with pytest.raises(InvalidRequestError, match="min_tokens") as caught:
+            engine.add(create_request("a", 6, min_tokens=1, stop_token_ids=everything))
+        assert caught.value.param == "min_tokens"
+        engine.add(create_request("b", 6, stop_token_ids=everything))
+        engine.add(create_request("c", 6, min_tokens=1, stop_token_ids=everything[:-1]))
+        all_but_eos = everything[:EOS] + everything[EOS + 1 :]
+        engine.add(create_request("d", 6, min_tokens=1, stop_token_ids=all_but_eos, ignore_eos=True))
+        with pytest.raises(InvalidRequestError):
+            engine.add(create_request("e", 6, min_tokens=1, stop_token_ids=all_but_eos, ignore_eos=False))
