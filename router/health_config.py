@@ -16,6 +16,14 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(ge=0, description="Seconds without a sign of work after which a pod gets a canary request; 0: never."),
     ] = 10.0
     canary_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that a canary request may take.")] = 10.0
+    stall_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a step after which a pod with running requests is ejected and its streams "
+            "move; longer if its load explains longer steps; 0: never.",
+        ),
+    ] = 2.0
     eject_after_failures: Annotated[
         int, Meta(ge=1, description="Failures in a row that eject a pod; two canary requests are enough.")
     ] = 5

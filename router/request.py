@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from common.types import FinishReason, SamplingParams
 from router.config import KVFailurePolicy
@@ -90,3 +94,14 @@ class GenerationRequest:
     arrived_at: float  # time.monotonic()
     deadline: float  # time.monotonic()
     resumption: Resumption | None = None  # None: it begins at the beginning
+
+    @property
+    def tenant_name(self) -> str:
+        """Whose request it is; empty: of all who need no API key."""
+        return self.terms.tenant.name
+
+    def identity(self) -> bytes:
+        """The same for repeats of a request, whatever their ids and seeds."""
+        digest = hashlib.blake2b(array("Q", self.prompt_token_ids).tobytes(), digest_size=16)
+        digest.update(msgspec.msgpack.encode(msgspec.structs.replace(self.sampling, seed=None)))
+        return digest.digest()

@@ -160,6 +160,11 @@ class Generation:
 
     # --- decode leg (DeltaSink) ---
 
+    @property
+    def cause(self) -> GenerationRequest:
+        """See DeltaSink."""
+        return self.request
+
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """See DeltaSink."""
         is_lie = delta.start_index > len(self._output)
@@ -193,8 +198,10 @@ class Generation:
     def _on_disagreement(self, conflict: str, *, is_lie: bool) -> None:
         """The decode pod's tokens are not those that are known, or cannot be anybody's."""
         error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
-        if self._legs is not None:
-            self._legs.decode.pod.note_disagreement(error, is_lie=is_lie)
+        if self._legs is not None and is_lie:
+            self._legs.decode.pod.note_invalid(error, self.request)
+        elif self._legs is not None:
+            self._legs.decode.pod.note_disagreement(error, self.request)
         self._lose(error, "disagreement")
 
     def _on_decode_end(self, delta: pods_pb2.TokenDelta, now: float) -> None:
@@ -230,7 +237,7 @@ class Generation:
 
     async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
-            response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic())
+            response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic(), self.request)
             self._check_prefill(leg.pod, response)
         except BatonError as error:
             self._on_prefill_failed(legs, leg, error)
@@ -248,7 +255,7 @@ class Generation:
             lie = lie or f"finish reason {response.finish_reason} with a token"
         if lie:
             error = UnavailableError(f"prefill pod {pod.address} says what cannot be: {lie}")
-            pod.note_disagreement(error, is_lie=True)
+            pod.note_invalid(error, self.request)
             raise error
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:

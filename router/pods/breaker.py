@@ -1,6 +1,6 @@
 """Outlier ejection: the circuit breaker of one pod. Pure, by a clock that is given.
 
-    closed --too many failures in a row, trip--> open --its time has passed--> half open --a probe--> closed, or open
+    closed --trip--> open --its time has passed--> half open --a probe--> closed, or open
 
 Each ejection is twice as long as the one before. A pod that has been well for `eject_max_s` is forgiven one.
 """
@@ -15,12 +15,11 @@ _MAX_LEVEL = 32
 
 
 class Breaker:
-    """Counts failures in a row and says when to eject; whether that is allowed is for its owner to know."""
+    """Says for how long to eject. When to, its owner decides."""
 
     def __init__(self, config: HealthConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self._num_failures = 0  # in a row
         self._level = 0.0  # ejections that are not forgiven yet
         self._closed_since = clock()
         self._open_until: float | None = None  # None: closed
@@ -35,17 +34,6 @@ class Breaker:
         """Seconds until the pod is probed; 0: closed, or half open."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
 
-    def succeeded(self) -> None:
-        """Of work that was given while it was closed; what comes late while it is open says nothing."""
-        self._num_failures = 0
-
-    def failed(self, weight: int = 1) -> bool:
-        """True: it should be ejected. Never while it is open."""
-        if not self.is_closed:
-            return False
-        self._num_failures += weight
-        return self._num_failures >= self._config.eject_after_failures
-
     def trip(self) -> None:
         """Eject; again, if the probe failed."""
         now, config = self._clock(), self._config
@@ -53,16 +41,13 @@ class Breaker:
             self._level = max(0.0, self._level - (now - self._closed_since) / config.eject_max_s)
         self._open_until = now + min(config.eject_max_s, config.eject_base_s * 2.0 ** int(self._level))
         self._level = min(self._level + 1, _MAX_LEVEL)
-        self._num_failures = 0
 
     def probe_now(self) -> None:
         """It was started anew: whatever was wrong may be over."""
-        self._num_failures = 0
         if self._open_until is not None:
             self._open_until = self._clock()
 
     def close(self) -> None:
         """The probe went well."""
         self._open_until = None
-        self._num_failures = 0
         self._closed_since = self._clock()

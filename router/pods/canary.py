@@ -116,6 +116,8 @@ def _request() -> common_pb2.EngineRequest:
 class _Sink:
     """Takes the answer to one canary. See DeltaSink."""
 
+    cause = None
+
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

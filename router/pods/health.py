@@ -13,13 +13,14 @@ from typing import Literal, Protocol, get_args
 from common.errors import BatonError, ErrorCode
 from router.health_config import HealthConfig
 from router.pods.breaker import Breaker
+from router.pods.suspicion import Cause, Suspicion
 
-Reason = Literal["prefill", "decode", "canary", "lie"]
+Reason = Literal["prefill", "decode", "canary", "lie", "stall"]
 Outcome = Literal["ok", "busy", "failed"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
-_FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED})
+_FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.NON_FINITE})
 
 
 class HealthOwner(Protocol):
@@ -43,6 +44,7 @@ class PodHealth:
         self._owner = owner
         self._clock = clock
         self._breaker = Breaker(config, clock)
+        self._suspicion = Suspicion(config.eject_after_failures, clock)
         self._worked_at = clock()
         self._ejected_for = ""
 
@@ -67,6 +69,11 @@ class PodHealth:
         interval_s = self.config.canary_interval_s
         return max(0.0, self._worked_at + interval_s - self._clock()) if interval_s else float("inf")
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of work."""
+        return self._clock() - self._worked_at
+
     def now(self) -> float:
         """By its clock."""
         return self._clock()
@@ -74,24 +81,37 @@ class PodHealth:
     def started_anew(self) -> None:
         """Another incarnation is connected."""
         self._worked_at = self._clock()
+        self._suspicion.clear()
         self._breaker.probe_now()
 
     def worked(self) -> None:
         """A sign of work."""
         self._worked_at = self._clock()
 
-    def note_outcome(self, error: BatonError | None, reason: Reason, since: float | None = None) -> None:
-        """What a request on the pod came to; `since`: when it was sent. Overload and faults of clients are no failures,
-        nor is a deadline that passes while the pod works: a short one passes on any."""
+    def note_outcome(
+        self, error: BatonError | None, reason: Reason, cause: Cause, *, since: float | None = None
+    ) -> None:
+        """Takes what the request `cause` came to on the pod; `since`: when it was sent. Overload and faults of clients
+        are no failures, nor is a deadline that passes while the pod works: a short one passes on any."""
+        self._suspicion.used_by(cause)
         if error is None:
             self.worked()
-            self._breaker.succeeded()
+            if not self.is_ejected:  # what comes late says nothing
+                self._suspicion.clear()
         elif error.code in _FAULTS and not self._was_just_slow(error, since):
-            self._fail(f"{reason}: {error.message}", reason, 1)
+            self._fail(f"{reason}: {error.message}", reason, cause, 1)
 
-    def note_lie(self, detail: str) -> None:
-        """It said what cannot be true."""
-        self._fail(detail, "lie", self.config.eject_after_failures)
+    def note_invalid(self, detail: str, cause: Cause) -> None:
+        """The pod gave an answer to the request `cause` that cannot be right. Two such requests are enough."""
+        self._suspicion.used_by(cause)
+        self._fail(detail, "lie", cause, self._half)
+
+    def note_stall(self, detail: str) -> bool:
+        """The engine has stopped in the middle of its work. Whether the pod was ejected."""
+        if not self.is_ejected and self._owner.may_eject():
+            self._eject(detail, "stall")
+            return True
+        return False
 
     def note_canary(self, error: BatonError | None, since: float) -> Outcome:
         """How a canary that was sent at `since` ended."""
@@ -104,18 +124,27 @@ class PodHealth:
         if self.is_ejected:
             self._eject(f"canary: {error.message}", "canary")
         else:
-            self._fail(f"canary: {error.message}", "canary", -(-self.config.eject_after_failures // 2))
+            self._fail(f"canary: {error.message}", "canary", None, self._half)
         return "failed"
 
     def _was_just_slow(self, error: BatonError, since: float | None) -> bool:
         return error.code is ErrorCode.DEADLINE_EXCEEDED and since is not None and self._worked_at > since
 
-    def _fail(self, detail: str, reason: Reason, weight: int) -> None:
-        if self._breaker.failed(weight) and self._owner.may_eject():
+    @property
+    def _half(self) -> int:
+        """Weight of a failure of which two eject."""
+        return -(-self.config.eject_after_failures // 2)
+
+    def _fail(self, detail: str, reason: Reason, cause: Cause | None, weight: int) -> None:
+        if self.is_ejected:
+            return
+        self._suspicion.add(cause, weight)
+        if self._suspicion.is_enough and self._owner.may_eject():
             self._eject(detail, reason)
 
     def _eject(self, detail: str, reason: Reason) -> None:
         self._ejected_for = detail
+        self._suspicion.clear()
         self._breaker.trip()
         self._owner.ejected(reason)
 
@@ -123,4 +152,4 @@ class PodHealth:
         if self.is_ejected:
             self._breaker.close()
             self._owner.recovered()
-        self._breaker.succeeded()
+        self._suspicion.clear()

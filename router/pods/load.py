@@ -92,6 +92,20 @@ class PodLoad:
             slowness=self._slowness.value,
         )
 
+    @property
+    def is_stepping(self) -> bool:
+        """By its last report it has requests in its batch."""
+        return self._reported.num_running > 0
+
+    def longest_step_s(self, max_num_batched_tokens: int) -> float | None:
+        """Seconds of the longest step that this load explains; None: too few steps were seen to tell."""
+        if not self._step_times.is_known:
+            return None
+        load = self.current()
+        tokens = min(load.queued_tokens + load.num_requests, max_num_batched_tokens)
+        predicted_s = self._step_times.predict(tokens, load.context_tokens) * load.slowness
+        return max(predicted_s, self._reported.last_step_s)
+
     def _learn(self, seconds: float, tokens: int) -> None:
         if can_be(seconds, tokens):
             context = self._context_tokens(self.num_requests)

@@ -23,11 +23,13 @@ from common.rpc.errors import error_from_pb, from_rpc_error
 from router.discovery import Role
 from router.health_config import HealthConfig
 from router.index import ImpossibleEventError, PrefixIndex
-from router.pods.canary import CANARY_PREFIX, CanaryLoop, try_decode, try_prefill
+from router.pods.canary import CanaryLoop, try_decode, try_prefill
 from router.pods.health import Outcome, PodHealth, Reason
 from router.pods.load import PodLoad
-from router.pods.session import DecodeSession
+from router.pods.session import DecodeSession, DeltaSink
+from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
+from router.pods.suspicion import Cause
 from router.policies import PodFacts, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class Pod:
         self.refusal = ""  # why it does not fit
         self.health = PodHealth(health, self)
         self.canaries = CanaryLoop(self, self.health, lambda outcome: owner.note_canary(self, outcome))
+        self.stalls = StallWatch(self, self.health)
         self._owner = owner
         self._on_change = on_change
         self._open_channel = opener
@@ -176,15 +179,17 @@ class Pod:
         """Whether it tells which blocks of so many tokens it holds."""
         return self.is_fed and self.info is not None and self.info.block_size == block_size
 
-    async def prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
-        """Run the prefill leg of a request. Raises a BatonError; cancelling ends the work on the pod."""
+    async def prefill(
+        self, request: pods_pb2.PrefillRequest, timeout_s: float, cause: Cause
+    ) -> pods_pb2.PrefillResponse:
+        """Run the prefill leg of `cause`. Raises a BatonError; cancelling ends the work on the pod."""
         since = self.health.now()
         try:
             response = await self._prefill(request, timeout_s)
         except BatonError as error:
-            self._note_outcome(error, "prefill", since)
+            self._note_outcome(error, "prefill", cause, since)
             raise
-        self._note_outcome(None, "prefill")
+        self._note_outcome(None, "prefill", cause)
         return response
 
     async def _prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
@@ -213,6 +218,16 @@ class Pod:
         """See canary.Subject."""
         return self.state in (PodState.READY, PodState.EJECTED)
 
+    @property
+    def is_stepping(self) -> bool:
+        """See stall.Engine."""
+        return self.load.is_stepping
+
+    @property
+    def longest_step_s(self) -> float | None:
+        """See stall.Engine."""
+        return None if self.info is None else self.load.longest_step_s(self.info.max_num_batched_tokens)
+
     async def try_out(self, timeout_s: float) -> None:
         """See canary.Subject."""
         if self.session is not None:
@@ -234,9 +249,9 @@ class Pod:
         """See HealthOwner."""
         self._on_change()
 
-    def _on_decode_end(self, delta: pods_pb2.TokenDelta) -> None:
+    def _on_decode_end(self, delta: pods_pb2.TokenDelta, sink: DeltaSink) -> None:
         """A request on the session has ended."""
-        if delta.request_id.startswith(CANARY_PREFIX):
+        if sink.cause is None:
             return
         error = None
         if delta.HasField("error"):
@@ -245,18 +260,19 @@ class Pod:
                 return
         elif delta.finish_reason == common_pb2.FINISH_REASON_ABORT:  # not by us: then nobody would listen
             error = UnavailableError("it ended the request")
-        self._note_outcome(error, "decode")
+        self._note_outcome(error, "decode", sink.cause)
 
-    def note_disagreement(self, error: BatonError, *, is_lie: bool) -> None:
-        """Its tokens are not those that the router has; `is_lie`: they cannot be anybody's."""
-        if is_lie:
-            self.health.note_lie(error.message)
-        else:
-            self._note_outcome(error, "decode")
+    def note_disagreement(self, error: BatonError, cause: Cause) -> None:
+        """Its tokens are not those that the router has from another pod."""
+        self._note_outcome(error, "decode", cause)
 
-    def _note_outcome(self, error: BatonError | None, reason: Reason, since: float | None = None) -> None:
+    def note_invalid(self, error: BatonError, cause: Cause) -> None:
+        """Its answer cannot be right."""
+        self.health.note_invalid(error.message, cause)
+
+    def _note_outcome(self, error: BatonError | None, reason: Reason, cause: Cause, since: float | None = None) -> None:
         if self._stats is None or not self._stats.draining:  # else it may refuse
-            self.health.note_outcome(error, reason, since)
+            self.health.note_outcome(error, reason, cause, since=since)
 
     # --- the connection ---
 
@@ -302,7 +318,12 @@ class Pod:
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Until one of the streams ends; raises why."""
-        followers = [self._follow_health(channel), self._follow_stats(channel), self.canaries.run()]
+        followers = [
+            self._follow_health(channel),
+            self._follow_stats(channel),
+            self.canaries.run(),
+            self.stalls.run(),
+        ]
         if self.session is not None:
             followers.append(self.session.run())
         tasks = [asyncio.create_task(follower) for follower in followers]
@@ -335,6 +356,7 @@ class Pod:
             self.health.worked()
         self._stats = stats
         self.load.report(stats)
+        self.stalls.reported()
         if changed:
             self._on_change()
         if not stats.HasField("kv_events"):

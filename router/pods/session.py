@@ -14,12 +14,17 @@ import grpc
 from common.errors import BatonError, ErrorCode, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.errors import from_rpc_error
+from router.pods.suspicion import Cause
 
 logger = logging.getLogger(__name__)
 
 
 class DeltaSink(Protocol):
     """The request side of a decode leg. Called on the event loop; must not block."""
+
+    @property
+    def cause(self) -> Cause | None:
+        """The client's request; None: a canary."""
 
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """News from the pod, in order. `now` is time.monotonic() of their arrival."""
@@ -38,10 +43,10 @@ class DecodeSession:
         self,
         channel: grpc.aio.Channel,
         on_broken: Callable[[], None],
-        on_end: Callable[[pods_pb2.TokenDelta], None],
+        on_end: Callable[[pods_pb2.TokenDelta, DeltaSink], None],
     ) -> None:
         """`on_broken` is called when nothing can be submitted any more, before the sinks hear of it; `on_end` with the
-        last delta of each request that the pod ended."""
+        last delta of each request that the pod ended, and its sink."""
         self._on_broken = on_broken
         self._on_end = on_end
         self._stub = pods_pb2_grpc.DecodeStub(channel)
@@ -101,7 +106,7 @@ class DecodeSession:
             return  # aborted while this was under way
         if delta.finish_reason:
             del self._sinks[delta.request_id]
-            self._on_end(delta)
+            self._on_end(delta, sink)
         try:
             sink.on_delta(delta, now)
         except Exception:  # one request's fault must not take its neighbours along

@@ -83,6 +83,24 @@ async def test_killed_pods_come_back_on_their_ports_and_cost_nobody_an_answer() 
         cluster.check_integrity()
 
 
+async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_path: Path) -> None:
+    config = tmp_path / "baton.yaml"
+    config.write_text("router: {canary_interval_s: 0, decode_policy: round_robin}\n")
+    prompts, expected = prompts_and_answers()
+    with running_cluster("--prefill", "0", "--decode", "2", "--config", str(config)) as cluster:
+        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]  # shows how long steps take
+        streams = Streams(cluster, prompts)
+        await streams.until_started(NUM_STREAMS // 2)
+        (engine,) = psutil.Process(cluster.pid_of("decode-0")).children()
+        engine.suspend()
+        try:
+            assert await streams.answers() == expected
+            assert _metric(f"{cluster.url}/metrics", "baton_pod_ejections_total", "stall") == 1
+        finally:
+            engine.resume()
+        cluster.check_integrity()
+
+
 async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
     (metrics_port,) = pick_ports("127.0.0.1", 1)
     config = tmp_path / "baton.yaml"
@@ -118,9 +136,13 @@ def _damage_every_block(cluster: Cluster) -> int:
 
 
 def _recomputes(metrics_port: int) -> float:
-    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+    return _metric(f"http://127.0.0.1:{metrics_port}/metrics", "baton_kv_recompute_total", "block_corrupt")
+
+
+def _metric(url: str, name: str, label: str) -> float:
+    """Sum of the metric's samples that have a label of this value."""
     return sum(
         float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.startswith("baton_kv_recompute_total{") and "block_corrupt" in line
+        for line in httpx.get(url).text.splitlines()
+        if line.startswith(f"{name}{{") and f'"{label}"' in line
     )

@@ -162,6 +162,8 @@ async def test_a_pod_whose_session_broke_is_unfit_at_once(start_cluster):
     states = []
 
     class Sink:
+        cause = None
+
         def on_delta(self, delta, now):
             pass
 

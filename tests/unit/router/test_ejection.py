@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from common.errors import OverloadedError, UnavailableError
+from common.errors import NonFiniteError, OverloadedError, UnavailableError
 from common.pb import pods_pb2
 from router.health_config import HealthConfig
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
+from tests.unit.router.test_pod_breaker import Request
 
 NEVER = HealthConfig(canary_interval_s=0, eject_base_s=3600, eject_max_s=3600)
 SOON = HealthConfig(canary_interval_s=0.05, canary_timeout_s=0.2, eject_base_s=0.05)
@@ -30,7 +31,7 @@ async def test_a_decode_pod_that_fails_its_requests_is_ejected_and_said_so(start
     cluster = await start_cluster([], [bad, good], pod_health=NEVER, decode_policy="round_robin")
     bad.failure = UnavailableError("the disk is on fire")
     while state_of(cluster, bad) is PodState.READY:
-        await cluster.complete(prompt="Hello", max_tokens=2)
+        await cluster.complete(prompt=f"Hello {len(bad.submits)}", max_tokens=2)
     assert len(bad.submits) == 5
     for _ in range(3):
         await cluster.complete(prompt="Hello", max_tokens=2)
@@ -54,10 +55,10 @@ async def test_a_prefill_pod_is_ejected_and_comes_back_by_a_canary(start_cluster
     request = pods_pb2.PrefillRequest(
         request={"request_id": "a", "prompt_token_ids": [5], "sampling": {"max_tokens": 2}}
     )
-    for _ in range(3):
+    for number in range(3):
         assert pod.state is PodState.READY
         with pytest.raises(UnavailableError, match="out of order"):
-            await pod.prefill(request, 30)
+            await pod.prefill(request, 30, Request(number))
     assert pod.state is PodState.EJECTED
     labels = {"role": "prefill", "address": bad.address}
     assert cluster.metric("baton_pod_ejections_total", reason="prefill", **labels) == 1
@@ -75,8 +76,8 @@ async def test_the_only_pod_and_too_large_a_share_are_never_ejected(start_cluste
     cluster = await start_cluster([], pods, pod_health=NEVER, decode_policy="round_robin")
     for pod in pods:
         pod.failure = UnavailableError("all the same")
-    for _ in range(12):
-        assert (await cluster.post("/v1/completions", prompt="Hello", max_tokens=2)).status_code == 503
+    for number in range(12):
+        assert (await cluster.post("/v1/completions", prompt=f"Hello {number}", max_tokens=2)).status_code == 503
     states = [state_of(cluster, pod) for pod in pods]
     assert states.count(PodState.EJECTED) == 1
     assert states.count(PodState.READY) == 2
@@ -129,21 +130,32 @@ async def test_a_step_that_a_pod_reports_is_a_sign_of_work(start_cluster, monkey
         await has_worked.wait()
 
 
-async def test_a_pod_that_skips_tokens_is_ejected_at_once(start_cluster):
+async def test_a_pod_that_skips_tokens_of_two_requests_is_ejected(start_cluster):
     liar, honest = FakeDecodePod(), FakeDecodePod()
     cluster = await start_cluster([], [liar, honest], pod_health=NEVER, decode_policy="round_robin")
     for pod in (liar, honest):
         await pod.allow(1)
-    streams = [asyncio.create_task(cluster.complete(prompt="Hello", max_tokens=6)) for _ in range(2)]
-    await liar.until(lambda: any(request._next == 1 for request in liar.live.values()))
+    streams = [asyncio.create_task(cluster.complete(prompt=f"Hello {i // 2}", max_tokens=6)) for i in range(4)]
+    await liar.until(lambda: sum(request._next == 1 for request in liar.live.values()) == 2)
     for request in liar.live.values():
         request._next = 3
     await liar.allow(None)
     await cluster.until(lambda: state_of(cluster, liar) is PodState.EJECTED)
     await honest.allow(None)
-    assert [(await stream)["usage"]["completion_tokens"] for stream in streams] == [6, 6]
+    assert [(await stream)["usage"]["completion_tokens"] for stream in streams] == [6] * 4
     said = await health_of(cluster, liar)
     assert "it skipped from index 1 to 3" in said["detail"]
+
+
+async def test_no_request_of_one_client_takes_a_pod_from_the_others(start_cluster):
+    """However often it fails by itself, and whatever seed and id it has."""
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod(), FakeDecodePod()], pod_health=NEVER)
+    for pod in (*cluster.prefill, *cluster.decode):
+        pod.failure = NonFiniteError("no finite logit")
+    for seed in range(8):
+        response = await cluster.post("/v1/completions", prompt="Hello", max_tokens=2, seed=seed)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "non_finite")
+    assert all(pod.state is PodState.READY for pod in cluster.router.cluster.pods)
 
 
 @pytest.mark.parametrize("fact", ["block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs"])

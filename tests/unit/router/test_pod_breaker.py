@@ -36,22 +36,12 @@ def breaker(clock):
     return Breaker(CONFIG, clock)
 
 
-def test_only_failures_in_a_row_count(breaker):
-    for _ in range(3):
-        assert not any(breaker.failed() for _ in range(4))
-        breaker.succeeded()
-    assert [breaker.failed() for _ in range(5)] == [False] * 4 + [True]
-    assert breaker.failed(), "asked again as long as it is not allowed"
-    assert breaker.is_closed
-
-
 def test_each_ejection_is_twice_as_long_up_to_the_most(breaker, clock):
     spans = []
     for _ in range(6):
         breaker.trip()
         spans.append(breaker.remaining_s)
         assert not breaker.is_closed
-        assert not breaker.failed(100)
         clock.now += spans[-1]
         assert breaker.remaining_s == 0
     assert spans == [10, 20, 40, 80, 100, 100]
@@ -84,6 +74,17 @@ def test_a_pod_that_was_started_anew_is_probed_at_once(breaker):
     assert not breaker.is_closed
 
 
+class Request:
+    """A Cause."""
+
+    def __init__(self, body, tenant_name=""):
+        self.tenant_name = tenant_name
+        self._body = body
+
+    def identity(self):
+        return str(self._body).encode()
+
+
 class Owner:
     allows = True
 
@@ -112,13 +113,13 @@ def health(owner, clock):
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), BatonError("bug"), DeadlineExceededError("late")])
 def test_faults_of_the_pod_eject_it_and_a_canary_brings_it_back(health, owner, clock, error):
-    for _ in range(5):
-        health.note_outcome(error, "prefill", clock.now)
+    for number in range(5):
+        health.note_outcome(error, "prefill", Request(number), since=clock.now)
     assert owner.said == ["prefill"]
     assert health.is_ejected
     assert error.message in health.detail
     assert "tried again in 10 s" in health.detail
-    health.note_outcome(None, "prefill")
+    health.note_outcome(None, "prefill", Request("late"))
     assert health.is_ejected, "what comes late says nothing"
     clock.now += 10
     assert health.canary_due_in_s == 0
@@ -143,8 +144,8 @@ def test_overload_clients_and_short_deadlines_are_no_failures(health, owner, clo
     since = clock.now
     clock.now += 1
     health.worked()  # after the request was sent
-    for _ in range(20):
-        health.note_outcome(error, "decode", since)
+    for number in range(20):
+        health.note_outcome(error, "decode", Request(number), since=since)
     assert owner.said == []
 
 
@@ -161,20 +162,62 @@ def test_two_canaries_eject_and_those_of_a_pod_that_works_do_not(health, owner, 
     assert owner.said == ["canary"]
 
 
-def test_a_lie_ejects_at_once(health, owner):
-    health.note_lie("it skipped")
+FAULT = UnavailableError("gone")
+
+
+def fail(health, requests):
+    for request in requests:
+        health.note_outcome(FAULT, "decode", request)
+    return health.is_ejected
+
+
+def test_only_failures_in_a_row_count(health):
+    for _ in range(3):
+        assert not fail(health, map(Request, range(4)))
+        health.note_outcome(None, "decode", Request("well"))
+    assert fail(health, map(Request, range(5)))
+
+
+def test_a_repeated_request_counts_once(health):
+    assert not fail(health, [Request("same")] * 100)
+    assert not fail(health, map(Request, range(3)))
+    assert fail(health, [Request(3)])
+
+
+def test_one_tenant_of_several_is_no_proof(health, clock):
+    health.note_outcome(None, "decode", Request("b's", "b"))
+    assert not fail(health, [Request(number, "a") for number in range(100)])
+    assert fail(health, [Request("b's", "b")])
+
+
+def test_one_tenant_is_proof_where_there_is_no_other(health, clock):
+    health.note_outcome(None, "decode", Request("b's", "b"))
+    clock.now += 3600
+    assert not fail(health, [Request(number, "a") for number in range(4)])
+    assert fail(health, [Request(4, "a")])
+
+
+def test_invalid_answers_to_two_requests_eject(health, owner):
+    for _ in range(9):
+        health.note_invalid("it skipped", Request("same"))
+    assert owner.said == []
+    health.note_invalid("it skipped", Request("another"))
     assert owner.said == ["lie"]
     assert "it skipped" in health.detail
 
 
+def test_a_canary_needs_no_second_witness(health, owner, clock):
+    health.note_outcome(None, "decode", Request("b's", "b"))
+    health.note_invalid("it skipped", Request("a's", "a"))
+    health.note_canary(FAULT, clock.now)
+    assert owner.said == ["canary"]
+
+
 def test_a_pod_that_is_needed_stays(health, owner, clock):
     owner.allows = False
-    for _ in range(20):
-        health.note_outcome(UnavailableError("gone"), "prefill")
-    assert not health.is_ejected
+    assert not fail(health, map(Request, range(20)))
     owner.allows = True
-    health.note_outcome(UnavailableError("gone"), "prefill")
-    assert health.is_ejected
+    assert fail(health, [Request(20)])
 
 
 def test_canaries_are_due_after_silence_only(owner, clock):
