@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -39,6 +40,8 @@ async def _serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, stopping.set)
     async with Router(config).running() as router:
         loop.add_signal_handler(signal.SIGHUP, router.security.reload)
+        gc.collect()
+        gc.freeze()  # a full collection would go through all modules, and hold up every request meanwhile
         sys.stdout.write(f"ready role=router http={router.http_url} grpc={router.grpc_address}\n")
         sys.stdout.flush()
         await stopping.wait()

@@ -73,7 +73,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "recompute"
     request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body.")] = 16 * 2**20
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP body and gRPC message.")] = 8 * 2**20
     admission: AdmissionConfig = AdmissionConfig()
     max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
     survival: SurvivalConfig = SurvivalConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -17,6 +17,8 @@ from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from common.types import SamplingParams
+from common.types.validation import MAX_STOP_TOKEN_IDS
+from router.bounds import MAX_MESSAGES, MAX_STOPS
 from router.output import TextDelta, TextGeneration
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.security.gate import Gate
@@ -120,6 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with account.admit(1):
             request = await self._service.prepare(replace(_draft(message), terms=terms))
             account.spend(len(request.prompt_token_ids))
+            self._service.count_prompts([request])
             async with self._service.run([request]) as run:
                 await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
                 with account.spending(run.generations):
@@ -127,8 +130,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _draft(message: inference_pb2.GenerateRequest) -> Draft:
-    """Raises InvalidRequestError if there is no prompt."""
+    """Raises InvalidRequestError if there is no prompt, or a list is too long to be looked at."""
     options = message.options
+    _check_length(options.stop, MAX_STOPS, "stop")
+    _check_length(options.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
+    _check_length(message.chat.messages, MAX_MESSAGES, "chat")
     given: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING_FIELDS if options.HasField(name)}
     prompt, param = _prompt(message)
     return Draft(
@@ -157,6 +163,11 @@ def _terms(context: _Context | _StreamContext) -> Terms:
 def _kv_failure_policy(number: int) -> str | None:
     """What HTTP clients would write; a number from the future as it is, to be refused by name."""
     return _KV_FAILURE_POLICIES.get(number, str(number))
+
+
+def _check_length(items: Sized, limit: int, name: str) -> None:
+    if len(items) > limit:
+        raise InvalidRequestError(f"{name} must have at most {limit} entries, got {len(items)}", param=name)
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:

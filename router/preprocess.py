@@ -22,15 +22,12 @@ from common.errors import (
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+from router.bounds import MAX_MODEL_CHARS, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.config import KVFailurePolicy
 from router.metrics import RouterMetrics
 from router.pods import Cluster
 from router.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_SALT_CHARS = 256
-MAX_SESSION_CHARS = 1024
 _PRIORITIES = range(-(2**31), 2**31)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
@@ -73,8 +70,8 @@ class Preprocessor:
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """Raises InvalidRequestError or a subclass for what the client did wrong, UnknownModelError, and
         UnavailableError if no pod could serve it."""
-        self.check_model(draft.model)
         _check_draft(draft)
+        self.check_model(draft.model)
         priority = draft.terms.tenant.priority_of(draft.priority)
         kv_failure_policy = self._kv_failure_policy_of(draft)
         model, max_model_len = self._cluster.model, self._cluster.max_model_len
@@ -126,24 +123,24 @@ class Preprocessor:
                 raise _invalid(f"kv_failure_policy must be recompute or fail, got {other!r}", "kv_failure_policy")
 
     async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
-        match prompt:
-            case TokenPrompt(token_ids):
-                return token_ids
-            case TextPrompt(text, add_special_tokens):
-                pass
-            case ChatPrompt():
-                text, add_special_tokens = self._render(prompt), False  # the template has written them
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        if prompt.size < _THREAD_FROM_CHARS:
+            return self._encode(prompt, param, max_model_len)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, prompt, param, max_model_len)
+
+    def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int) -> list[int]:
+        if isinstance(prompt, TextPrompt):
+            text, add_special_tokens = prompt.text, prompt.add_special_tokens
+        else:
+            text, add_special_tokens = self._render(prompt), False  # the template has written them
         if not self._tokenizer.may_fit(text, max_model_len):
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
             )
         try:
-            if len(text) < _THREAD_FROM_CHARS:
-                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._threads, lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            )
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeError as error:
             raise InvalidRequestError(f"{param} is not valid Unicode text: {error}", param=param) from error
 
@@ -186,7 +183,8 @@ def _with_limits(draft: Draft, room: int) -> SamplingParams:
     else:
         max_tokens = max(1, room if draft.default_max_tokens is None else min(room, draft.default_max_tokens))
     seed = secrets.randbits(63) if draft.seed is None else draft.seed
-    return msgspec.structs.replace(draft.sampling, max_tokens=max_tokens, seed=seed)
+    stop_token_ids = tuple(dict.fromkeys(draft.sampling.stop_token_ids))
+    return msgspec.structs.replace(draft.sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids)
 
 
 def _salt(draft: Draft) -> str:
@@ -197,6 +195,8 @@ def _salt(draft: Draft) -> str:
 
 def _check_draft(draft: Draft) -> None:
     """What neither depends on the model nor is part of SamplingParams."""
+    if len(draft.model or "") > MAX_MODEL_CHARS:
+        raise _invalid(f"model must have at most {MAX_MODEL_CHARS} characters", "model")
     if not _REQUEST_ID.fullmatch(draft.request_id):
         raise _invalid("request_id must be 1 to 128 letters, digits, dots, dashes, colons or underscores", "request_id")
     if len(draft.stops) > MAX_STOPS:

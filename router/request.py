@@ -14,6 +14,8 @@ from common.types import FinishReason, SamplingParams
 from router.config import KVFailurePolicy
 from router.terms import Terms
 
+_CHARS_PER_MESSAGE = 20  # that take as long to tokenise as a message takes to render
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -21,6 +23,11 @@ class TextPrompt:
 
     text: str
     add_special_tokens: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters, roughly: how long it takes to tokenise."""
+        return len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,11 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Characters, roughly: how long it takes to render and tokenise."""
+        return sum(_CHARS_PER_MESSAGE + len(message["content"]) for message in self.messages)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -30,6 +30,7 @@ from router.survival.kept import ResumableStreams
 from router.terms import Tenant
 
 _SHUTTING_DOWN = "the router is shutting down"
+_MAX_OTHER_VALUES = 4096  # of a body beside its prompt
 
 
 _RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
@@ -96,18 +97,29 @@ class InferenceService:
         """Raises UnknownModelError unless `name` is the served model or absent."""
         self._preprocessor.check_model(name)
 
+    @property
+    def max_request_tokens(self) -> int:
+        """Most prompt tokens of one request, over its prompts and choices; one that fits the model may always come."""
+        return max(self.config.limits.max_request_tokens, self.cluster.max_model_len)
+
+    @property
+    def max_body_values(self) -> int:
+        """Most JSON values of an HTTP body; the tokens of a prompt that fits the model may always come."""
+        return max(self.config.limits.max_body_values, self.cluster.max_model_len + _MAX_OTHER_VALUES)
+
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """See Preprocessor.prepare."""
-        request = await self._preprocessor.prepare(draft)
-        self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-        self.metrics.prompt_length.observe(len(request.prompt_token_ids))
-        return request
+        return await self._preprocessor.prepare(draft)
 
-    async def plan(self, draft: Draft) -> tuple[GenerationRequest, Plan]:
-        """The request that comes of a draft, and where it would go now. Changes and counts nothing; raises as `prepare`
-        and `run` do."""
-        request = await self._preprocessor.prepare(draft)
-        return request, self._dispatcher.plan(request)
+    def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
+        """Counts the prompts of what is about to run: one request for each, however many choices it has."""
+        for request in requests:
+            self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+            self.metrics.prompt_length.observe(len(request.prompt_token_ids))
+
+    def plan(self, request: GenerationRequest) -> Plan:
+        """Where the request would go now. Changes and counts nothing; raises as `run` does."""
+        return self._dispatcher.plan(request)
 
     @asynccontextmanager
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Run]:
@@ -123,6 +135,9 @@ class InferenceService:
         generations = [self._dispatcher.generate(request) for request in requests]
         with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
             async with self._gate.admitted(ticket, outlook, lambda: self._dispatch(batch)) as waited_s:
+                while not batch.is_dispatched:
+                    await asyncio.sleep(0)
+                    self._dispatch(batch)
                 yield Run([TextGeneration(generation, self.tokenizer) for generation in generations], waited_s)
 
     @asynccontextmanager

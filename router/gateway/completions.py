@@ -10,21 +10,28 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
 from common.types.validation import SEED_LIMIT
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.gateway.explain import explain
-from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
+from router.gateway.protocol import (
+    ChatBody,
+    CompletionBody,
+    check_num_values,
+    parse_any,
+    parse_chat,
+    parse_completion,
+)
 from router.gateway.resume import HEADER, EventId, Stream, begin, digest_of, new_seed, read_event_id
 from router.output import TextGeneration
 from router.preprocess import choices_of
-from router.request import GenerationRequest, TextPrompt
+from router.request import Draft, GenerationRequest, TextPrompt
 from router.security.gate import Gate
 from router.service import InferenceService
 from router.survival.kept import Running, StreamKey
@@ -49,6 +56,13 @@ class Api:
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
+
+
+class _Prompt(NamedTuple):
+    """One prompt of a request, as it was asked for and valid."""
+
+    draft: Draft
+    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +91,10 @@ class CompletionsEndpoint:
         config = self._service.config
         exchange = Exchange(scope, receive, send)
         try:
-            parsed = self._api.parse(await exchange.read_json(config.max_body_bytes, config.request_timeout_s))
+            body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+            check_num_values(body, self._service.max_body_values)
+            parsed = self._api.parse(body)
+            del body
             work = self._serve(parsed, exchange, arrived_at)
             del parsed  # a long prompt must not be kept as long as its answer takes
             async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
@@ -100,16 +117,20 @@ class CompletionsEndpoint:
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.header, exchange.tenant)
         account = self._gate.account(terms.tenant)
-        if self._api.explains or parsed.dry_run:
-            with account.admit(1):
-                request_id = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
-                drafts = parsed.drafts(request_id, arrived_at, terms)
-                await exchange.send_json(await explain(self._service, drafts))
-            return
-        with account.admit(_num_generations(parsed)):
-            job = await self._prepare(parsed, read_event_id(exchange.header(HEADER), parsed), arrived_at, terms)
-            del parsed
-            account.spend(job.num_prompt_tokens)
+        event_id = read_event_id(exchange.header(HEADER), parsed)
+        if event_id is not None:
+            request_id, seed = event_id.request_id, event_id.seed
+        else:
+            request_id, seed = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", new_seed()
+        with account.admit(self._num_choices(parsed)):
+            prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
+            account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
+            if self._api.explains or parsed.dry_run:
+                await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))
+                return
+            self._service.count_prompts([prompt.request for prompt in prompts])
+            job = await self._job(parsed, request_id, event_id, prompts, terms)
+            del parsed, prompts
             with self._resumable(job, terms.tenant) as resumable:
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
@@ -126,33 +147,43 @@ class CompletionsEndpoint:
             return nullcontext(Running(b""))
         return self._service.streams.running(StreamKey(tenant.name, job.stream.request_id), job.stream.identity)
 
-    async def _prepare(
-        self, body: CompletionBody | ChatBody, event_id: EventId | None, arrived_at: float, terms: Terms
-    ) -> _Job:
-        n = 1 if body.n is None else body.n
-        if event_id is not None:
-            request_id, seed = event_id.request_id, event_id.seed
-        else:
-            request_id, seed = body.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", new_seed()
-        limit = self._service.config.max_choices
+    def _num_choices(self, body: CompletionBody | ChatBody) -> int:
+        """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
+        n, limit = _n(body), self._service.config.max_choices
         if not 1 <= n <= limit:
             raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
-        if n * body.num_prompts > limit:  # before anything is made for each of what may be millions
+        if n * body.num_prompts > limit:
             problem = f"n times the number of prompts must be at most {limit}, got {n} times {body.num_prompts}"
             raise InvalidRequestError(problem, param="n")
-        choices: list[GenerationRequest] = []
-        echoes: list[str] = []
-        num_prompt_tokens = 0
-        for number, draft in enumerate(body.drafts(request_id, arrived_at, terms)):
+        return n * max(1, body.num_prompts)
+
+    async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
+        """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
+        n, limit = _n(body), self._service.max_request_tokens
+        prompts: list[_Prompt] = []
+        num_tokens = 0
+        for number, draft in enumerate(drafts):
+            await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             request = await self._service.prepare(replace(draft, seed=seed_of_prompt))
-            num_prompt_tokens += len(request.prompt_token_ids)
-            choices += choices_of(request, n)
-            echo = ""
-            if isinstance(body, CompletionBody) and body.echo:
-                given = draft.prompt.text if isinstance(draft.prompt, TextPrompt) else None
-                echo = self._service.tokenizer.decode(request.prompt_token_ids) if given is None else given
-            echoes += [echo] * n
+            num_tokens += n * len(request.prompt_token_ids)
+            if num_tokens > limit:
+                problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
+                raise InvalidRequestError(problem, param=draft.prompt_param)
+            prompts.append(_Prompt(draft, request))
+        return prompts
+
+    async def _job(
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        event_id: EventId | None,
+        prompts: list[_Prompt],
+        terms: Terms,
+    ) -> _Job:
+        n = _n(body)
+        choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
+        echoes = [self._echo(body, prompt) for prompt in prompts for _ in range(n)]
         stream = None
         if body.stream:
             model = self._service.cluster.model
@@ -166,7 +197,16 @@ class CompletionsEndpoint:
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             usage_in_chunks=body.include_usage,
         )
+        num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         return _Job(choices, echoes, num_prompt_tokens, answer_format, stream, body.include_usage)
+
+    def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
+        if not (isinstance(body, CompletionBody) and body.echo):
+            return ""
+        given = prompt.draft.prompt
+        if isinstance(given, TextPrompt):
+            return given.text
+        return self._service.tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def collect(generation: TextGeneration) -> Answer:
@@ -194,9 +234,9 @@ class CompletionsEndpoint:
         await exchange.end_events(last)
 
 
-def _num_generations(body: CompletionBody | ChatBody) -> int:
-    """As many as are asked for; whether that is allowed at all is checked later."""
-    return max(1, body.n or 1) * max(1, body.num_prompts)
+def _n(body: CompletionBody | ChatBody) -> int:
+    """Choices per prompt."""
+    return 1 if body.n is None else body.n
 
 
 async def _together(work: list[Any]) -> list[Any]:

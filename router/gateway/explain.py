@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from router.policies import Leg, Prediction
-from router.request import Draft, GenerationRequest
+from router.request import GenerationRequest
 from router.routing import Placement, Plan
 from router.service import InferenceService
 
@@ -29,9 +30,12 @@ _WHY = {
 }
 
 
-async def explain(service: InferenceService, drafts: Sequence[Draft]) -> bytes:
+async def explain(service: InferenceService, requests: Sequence[GenerationRequest]) -> bytes:
     """The answer, as JSON: one route per prompt. Raises as InferenceService.plan does."""
-    routes = [_route(*await service.plan(draft)) for draft in drafts]
+    routes = []
+    for request in requests:
+        routes.append(msgspec.Raw(msgspec.json.encode(_route(request, service.plan(request)))))
+        await asyncio.sleep(0)  # others' turn: a route names every pod
     return msgspec.json.encode({"object": "list", "data": routes})
 
 

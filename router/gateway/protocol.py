@@ -2,22 +2,49 @@
 
 Fields beyond OpenAI's are those that vLLM clients use. A field that Baton cannot honour is refused by name rather than
 ignored, unless its value asks for nothing.
+
+Every field is bounded, see `router.bounds`. Parsing holds the event loop, so how many JSON values a body may have is
+checked before; fields of any type are kept as they were sent.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
+from msgspec import Meta, Raw, field
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, PayloadTooLargeError
 from common.types import SamplingParams
+from common.types.validation import MAX_STOP_TOKEN_IDS
+from router.bounds import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_METADATA_CHARS,
+    MAX_MODEL_CHARS,
+    MAX_NAME_CHARS,
+    MAX_SALT_CHARS,
+    MAX_SESSION_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TEMPLATE_BYTES,
+)
 from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
+_MAX_IDLE_BYTES = 64  # of a value that asks for nothing
+_SEPARATORS = b",[{"  # each begins another JSON value
+
+_Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+_ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
+_Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
+_Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
+_Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+_Tag = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
 
 # Fields of OpenAI's API that are not offered, with the values that ask for nothing.
 _NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -47,7 +74,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completion have."""
 
-    model: str | None = None
+    model: _ModelName | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -55,7 +82,7 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -64,32 +91,32 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    request_id: str | None = None
+    request_id: _Name | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: _Salt | None = None
 
     # Baton's own.
-    kv_failure_policy: str | None = None  # "recompute" or "fail"; absent: the router's setting
-    session_id: str | None = None  # requests of one session go to the same pods where the policy says so
+    kv_failure_policy: _Name | None = None  # "recompute" or "fail"; absent: the router's setting
+    session_id: _Session | None = None  # requests of one session go to the same pods where the policy says so
     dry_run: bool | None = None  # answer with the route that the request would take
 
     # They name a session if session_id does not.
-    prompt_cache_key: str | None = None
-    user: str | None = None
+    prompt_cache_key: _Session | None = None
+    user: _Session | None = None
 
     # Accepted and of no effect: they say who asks, not what.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_retention: str | None = None
+    service_tier: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_retention: _Name | None = None
 
     # Refused by `check_offered` unless they ask for nothing.
-    logit_bias: Any = None
-    response_format: Any = None
+    logit_bias: Raw = field(default_factory=Raw)
+    response_format: Raw = field(default_factory=Raw)
 
     @property
     def include_usage(self) -> bool:
@@ -134,7 +161,7 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
     best_of: int | None = None
     add_special_tokens: bool | None = None
 
-    suffix: Any = None
+    suffix: Raw = field(default_factory=Raw)
 
     @property
     def num_prompts(self) -> int:
@@ -201,16 +228,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
 class Message(msgspec.Struct, kw_only=True):
     """One turn of a conversation. Fields that some other server put into an answer may come back; they are dropped."""
 
-    role: str
+    role: _Name
     content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: str | None = None
+    name: _Name | None = None
+    tool_calls: Raw = field(default_factory=Raw)
+    tool_call_id: _Name | None = None
 
     def as_template_input(self, index: int) -> dict[str, Any]:
         """What the chat template sees. Raises InvalidRequestError for what is not text."""
         where = f"messages[{index}]"
-        if self.tool_calls or self.tool_call_id is not None:
+        if not _is_idle(self.tool_calls, (None, [])) or self.tool_call_id is not None:
             raise InvalidRequestError(f"{where}: tool calls are not supported", param=where)
         if isinstance(self.content, list):
             for part in self.content:
@@ -231,24 +258,24 @@ class Message(msgspec.Struct, kw_only=True):
 class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Raw = field(default_factory=Raw)
 
     parallel_tool_calls: bool | None = None  # of no effect without tools
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    tools: Raw = field(default_factory=Raw)
+    tool_choice: Raw = field(default_factory=Raw)
+    functions: Raw = field(default_factory=Raw)
+    function_call: Raw = field(default_factory=Raw)
+    modalities: Raw = field(default_factory=Raw)
+    audio: Raw = field(default_factory=Raw)
+    prediction: Raw = field(default_factory=Raw)
+    reasoning_effort: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
+    web_search_options: Raw = field(default_factory=Raw)
 
     num_prompts: ClassVar[int] = 1
 
@@ -257,10 +284,14 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
         check_offered(self)
         if not self.messages:
             raise InvalidRequestError("messages is empty", param="messages")
+        num_parts = sum(len(message.content) for message in self.messages if isinstance(message.content, list))
+        if num_parts > MAX_CONTENT_PARTS:
+            problem = f"messages must have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}"
+            raise InvalidRequestError(problem, param="messages")
         prompt = ChatPrompt(
             [message.as_template_input(index) for index, message in enumerate(self.messages)],
             add_generation_prompt=self.add_generation_prompt is not False,
-            template_variables=self.chat_template_kwargs or {},
+            template_variables=_template_variables(self.chat_template_kwargs),
         )
         limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return [
@@ -295,8 +326,32 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
 def check_offered(body: CompletionBody | ChatBody) -> None:
     """Raises InvalidRequestError for a field that asks for what Baton does not do."""
     for name, idle in _NOT_OFFERED.items():
-        if getattr(body, name, None) not in idle:
+        if not _is_idle(getattr(body, name, Raw()), idle):
             raise InvalidRequestError(f"{name} is not supported", param=name)
+
+
+def _is_idle(value: Raw, idle: tuple[object, ...]) -> bool:
+    """Whether a field asks for nothing; whatever is long asks for something."""
+    num_bytes = len(bytes(value))
+    return not num_bytes or (num_bytes <= _MAX_IDLE_BYTES and msgspec.json.decode(value) in idle)
+
+
+def _template_variables(value: Raw) -> dict[str, Any]:
+    num_bytes = len(bytes(value))
+    if not num_bytes:
+        return {}
+    if num_bytes > MAX_TEMPLATE_BYTES:
+        problem = f"chat_template_kwargs must have at most {MAX_TEMPLATE_BYTES} bytes of JSON, got {num_bytes}"
+        raise InvalidRequestError(problem, param="chat_template_kwargs")
+    with _request_errors("chat_template_kwargs"):
+        return _variables_decoder.decode(value) or {}
+
+
+def check_num_values(body: bytes, limit: int) -> None:
+    """Raises PayloadTooLargeError if the JSON holds more than `limit` values, which would take long to parse. Commas
+    and brackets within texts count as well."""
+    if len(body) > limit and len(body) - len(body.translate(None, _SEPARATORS)) > limit:
+        raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
 
 
 _AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
@@ -305,6 +360,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
+_variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 def parse_completion(body: bytes) -> CompletionBody:
@@ -329,21 +385,25 @@ def parse_chat(body: bytes) -> ChatBody:
 class _request_errors:  # noqa: N801  used as a context manager
     """Turns msgspec's errors into ours."""
 
+    def __init__(self, field: str = "") -> None:
+        """`field`: that is decoded; empty: the whole body."""
+        self._field = field
+
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, msgspec.ValidationError):
-            raise _validation_error(str(error)) from None
+            raise _validation_error(str(error), self._field) from None
         if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
             detail = str(error).removeprefix("JSON is malformed: ")
             raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
 
 
-def _validation_error(message: str) -> InvalidRequestError:
+def _validation_error(message: str, field: str) -> InvalidRequestError:
     """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
     where = _AT.search(message)
-    path = where["path"] if where else ""
+    path = ".".join(filter(None, (field, where["path"] if where else "")))
     problem = message[: where.start()] if where else message
     if unknown := _UNKNOWN.match(problem):
         param = f"{path}.{unknown['name']}".lstrip(".")

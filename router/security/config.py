@@ -41,6 +41,22 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Longest prompt; default: what fits the model's context."),
     ] = None
+    max_request_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most prompt tokens of one request, over its prompts and n; a single prompt may always be as "
+            "long as the model's context.",
+        ),
+    ] = 2**20
+    max_body_values: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="Most JSON values of an HTTP body, counted as commas and opening brackets; more if the model's "
+            "context is longer. Parsing 250,000 holds up all other requests for about 15 ms.",
+        ),
+    ] = 2**18
     max_header_bytes: Annotated[int, Meta(ge=1024, description="Most bytes of an HTTP request before its body.")] = (
         64 * 2**10
     )

@@ -1,0 +1,15 @@
+"""How much one request may hold, over HTTP and gRPC alike. A test holds docs/security.md against these."""
+
+from __future__ import annotations
+
+MAX_MODEL_CHARS = 256
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 8192  # of all messages together
+MAX_NAME_CHARS = 256  # role and name of a message
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 1024
+MAX_TEMPLATE_BYTES = 64 * 2**10  # chat_template_kwargs, as JSON
+MAX_METADATA = 16  # entries of `metadata`
+MAX_METADATA_CHARS = 512  # of each key and value
