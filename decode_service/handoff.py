@@ -65,7 +65,7 @@ from common.pb.pods_pb2_grpc import HandoffStub
 from common.pod.convert import sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
-from common.types import SampledToken, block_size_misfit
+from common.types import SampledToken
 from decode_service.config import DecodeConfig
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ _Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
 class Consumer(Protocol):
     """The request for which the handoff is made. Calls come in the order of the diagram and return at once."""
 
-    def reserve(self, peer_block_size: int) -> None:
-        """Enter the engine: reserve blocks and wait for KV, which comes in blocks of `peer_block_size` tokens."""
+    def reserve(self) -> None:
+        """Enter the engine: reserve blocks and wait for KV."""
 
     def is_alive(self) -> bool:
         """Whether its engine has worked since the last time that this was asked."""
@@ -98,18 +98,18 @@ class Consumer(Protocol):
         here and below; direct connectors only."""
 
     def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
-        """All KV can be loaded, and this is the first token. The prefill pod is quiet."""
+        """All KV can be loaded, and this is the first token. The prefill pod writes no more."""
 
-    def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiet: bool) -> None:
-        """No more will come: load what is ready, compute the rest, or fail if that is the policy. `is_quiet` as in
-        `TransferUpdate`."""
+    def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiescent: bool) -> None:
+        """No more will come: load what is ready, compute the rest, or fail if that is the policy. `is_quiescent`:
+        direct connectors: the prefill pod writes no more."""
 
-    def note_quiet(self) -> None:
+    def note_quiescent(self) -> None:
         """Direct connectors: the prefill pod writes no more. Also called after the request has ended."""
 
     def quarantine(self, num_blocks: int) -> None:
-        """Direct connectors: nobody knows when the prefill pod stops writing to so many blocks. In place of
-        `note_quiet`."""
+        """Direct connectors: it is not known when the prefill pod stops writing to so many blocks. In place of
+        `note_quiescent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Handoff:
         self._held: asyncio.Future[_Held] = asyncio.get_running_loop().create_future()
         self._told_held = False
         self._lease_s = DEFAULT_LEASE_S
-        self._said_quiet = not offer.is_direct
+        self._told_quiescent = not offer.is_direct
         self._is_ended = asyncio.get_running_loop().create_future()
         self._stream_is_over = False  # its last event has come
         self._farewell = "the request ended"  # reason of the cancellation that the prefill pod is told
@@ -205,8 +205,8 @@ class Handoff:
             "transfer %s/%d from %s failed: %s %s",
             self.offer.transfer_id, self.offer.epoch, self.offer.address, reason, detail,
         )  # fmt: skip
-        self._said_quiet |= self._is_quiet
-        self._consumer.recompute(reason, self._num_ready_tokens, self._take_digests(), is_quiet=self._is_quiet)
+        self._told_quiescent |= self._is_quiescent
+        self._consumer.recompute(reason, self._num_ready_tokens, self._take_digests(), is_quiescent=self._is_quiescent)
 
     async def run(self) -> None:
         """Open the stream, follow it to its end, and see to the reserved blocks. Raises nothing but CancelledError."""
@@ -220,17 +220,17 @@ class Handoff:
         return self.offer.is_direct and self._told_held and not self._stream_is_over
 
     @property
-    def _is_quiet(self) -> bool:
+    def _is_quiescent(self) -> bool:
         return self.offer.is_direct and not self._may_be_written
 
     def _see_to_blocks(self) -> None:
-        if self._said_quiet:
+        if self._told_quiescent:
             return
-        self._said_quiet = True
+        self._told_quiescent = True
         if self._may_be_written:
             self._consumer.quarantine(len(self._held.result().block_ids))
         else:
-            self._consumer.note_quiet()
+            self._consumer.note_quiescent()
 
     async def _open(self) -> None:
         try:
@@ -323,10 +323,10 @@ class Handoff:
         self._note_verdict(event)
         match event.WhichOneof("event"):
             case "computing" if self.phase is Phase.OPENING:
-                peer_block_size = self._block_size_of(event.computing)
+                self._check_block_size(event.computing)
                 self.phase = Phase.RESERVED
                 self._lease_s = event.computing.lease_s or DEFAULT_LEASE_S
-                self._consumer.reserve(peer_block_size)
+                self._consumer.reserve()
             case "progress" if self.phase is Phase.RESERVED:
                 self._advance(event.progress.num_ready_tokens, event.progress.digests)
                 self._consumer.load(self._num_ready_tokens, self._take_digests())
@@ -342,13 +342,11 @@ class Handoff:
             case kind:
                 raise _HandoffError("handoff_invalid", f"{kind} while {self.phase.name}")
 
-    def _block_size_of(self, computing: pods_pb2.HandoffComputing) -> int:
-        """That of the prefill pod, which has compared it with ours; what it says is not taken on trust."""
+    def _check_block_size(self, computing: pods_pb2.HandoffComputing) -> None:
+        """The prefill pod has compared it with ours; what it says is not taken on trust."""
         ours, theirs = self.offer.block_size, computing.block_size or self.offer.block_size
-        misfit = block_size_misfit(ours, theirs, is_direct=self.offer.is_direct)
-        if misfit:
-            raise _HandoffError("incompatible", f"block_size is {ours} here and {theirs} on the prefill pod: {misfit}")
-        return theirs
+        if ours != theirs:
+            raise _HandoffError("incompatible", f"block_size is {ours} here and {theirs} on the prefill pod")
 
     def _note_verdict(self, event: pods_pb2.HandoffEvent) -> None:
         self._stream_is_over |= event.WhichOneof("event") in ("delivered", "failed")
@@ -388,7 +386,7 @@ class Handoff:
             raise _HandoffError("handoff_invalid", f"first token {delivered.first_token_id} is outside the vocabulary")
         logprobs = delivered.logprobs if delivered.HasField("logprobs") else None
         self.phase = Phase.DELIVERED
-        self._said_quiet = True
+        self._told_quiescent = True
         first_token = sampled_token_from_pb(delivered.first_token_id, logprobs)
         self._consumer.complete(self._num_ready_tokens, first_token, self._take_digests())
 

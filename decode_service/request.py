@@ -22,6 +22,7 @@ from common.engine.messages import (
     KVTransferParams,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
     TransferUpdate,
 )
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
@@ -125,14 +126,13 @@ class DecodeRequest:
 
     # -- Consumer ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, peer_block_size: int) -> None:
+    def reserve(self) -> None:
         """The prefill has begun: take blocks."""
         assert self._remote is not None
         params = KVTransferParams(
             transfer_id=TransferId(self._remote.transfer_id),
             epoch=self._remote.epoch,
             role="consumer",
-            peer_block_size=0 if peer_block_size == self._pod.spec.block_size else peer_block_size,
         )
         self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
 
@@ -147,30 +147,32 @@ class DecodeRequest:
 
     def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
         """All KV can be loaded."""
-        self._update_transfer(
-            num_ready_tokens, final=True, first_token=first_token, digests=digests, is_quiet=self._pod.spec.is_direct
-        )
+        if self._pod.spec.is_direct:
+            self.note_quiescent()
+        self._update_transfer(num_ready_tokens, final=True, first_token=first_token, digests=digests)
 
     def recompute(
-        self, reason: str, num_ready_tokens: int, digests: Sequence[bytes] = (), *, is_quiet: bool = False
+        self, reason: str, num_ready_tokens: int, digests: Sequence[bytes] = (), *, is_quiescent: bool = False
     ) -> None:
         """The rest is computed here, if it may. In the engine already, it says itself what became of the handoff."""
         if self._engine_id is not None:
-            self._update_transfer(num_ready_tokens, final=True, failure=reason, digests=digests, is_quiet=is_quiet)
+            if is_quiescent:
+                self.note_quiescent()
+            self._update_transfer(num_ready_tokens, final=True, failure=reason, digests=digests)
         if not self._may_recompute:
             self._fail_without_kv(reason)
         elif self._engine_id is None:
             self._note_recompute(reason)
             self._enter_engine(self._request)
 
-    def note_quiet(self) -> None:
-        """The blocks that were reserved for the handoff are the engine's own again. It has been told that the handoff
-        or the request is over: of the update, only this is news."""
-        self._update_transfer(0, final=True, failure="quiet", is_quiet=True)
+    def note_quiescent(self) -> None:
+        """The prefill pod no longer writes to the blocks that were reserved for the handoff."""
+        if self._engine_id is not None and self._remote is not None:
+            self._pod.requests.quiesce_transfer(TransferQuiesced(request_id=self._engine_id, epoch=self._remote.epoch))
 
     def quarantine(self, num_blocks: int) -> None:
         """Time has to tell when they are."""
-        self._around.quarantine.hold(num_blocks, self.note_quiet)
+        self._around.quarantine.hold(num_blocks, self.note_quiescent)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 
@@ -213,7 +215,6 @@ class DecodeRequest:
         first_token: SampledToken | None = None,
         failure: str = "",
         digests: Sequence[bytes] = (),
-        is_quiet: bool = False,
     ) -> None:
         if self._engine_id is None or self._remote is None:
             return  # the engine died under `reserve`
@@ -225,7 +226,6 @@ class DecodeRequest:
             first_token=first_token,
             failure=failure,
             digests=list(digests),
-            is_quiet=is_quiet,
         )
         self._pod.requests.update_transfer(update)
 

@@ -63,10 +63,6 @@ class BlockStore(Protocol):
         """Make ready to hold frames of `frame_bytes` bytes. Keys of different namespaces (safe as a file name) never
         meet. Raises ConfigError naming the setting if the medium cannot be used."""
 
-    def sibling(self, namespace: str) -> BlockStore:
-        """The same open medium in another namespace, for reading and discarding frames of any size. It lives on what
-        this store has opened, and is not closed."""
-
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """Which of the blocks are there; marks those as recently used."""
 

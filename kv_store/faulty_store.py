@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -80,12 +79,6 @@ class FaultyStore:
     def open(self, namespace: str, frame_bytes: int) -> None:
         """See BlockStore."""
         self._inner.open(namespace, frame_bytes)
-
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore. It fails and stalls together with this one."""
-        sibling = copy.copy(self)
-        sibling._inner = self._inner.sibling(namespace)  # noqa: SLF001 - one of us
-        return sibling
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""

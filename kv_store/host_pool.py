@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from common.errors import ConfigError
 from common.types import BlockHash
-from kv_store.base import BlockStore, Buffer
+from kv_store.base import Buffer
 
 
 class HostPool:
@@ -44,10 +44,6 @@ class HostPool:
             message = f"host_bytes: the system does not give {self._host_bytes} bytes"
             raise ConfigError(message, param="host_bytes") from error
         self._free = list(range(num_frames - 1, -1, -1))
-
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore. Nobody else has blocks here, so it is an empty one."""
-        return HostPool(0)
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections import OrderedDict
@@ -13,7 +12,7 @@ from msgspec import Meta
 
 from common.errors import ConfigError
 from common.types import BlockHash
-from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
+from kv_store.base import Buffer, StoreConnectorOptions
 
 
 class MemoryStoreOptions(StoreConnectorOptions, frozen=True, kw_only=True):
@@ -80,12 +79,6 @@ class InMemoryStore:
             message = f"max_bytes: {self._options.max_bytes} bytes cannot hold a block of {frame_bytes}"
             raise ConfigError(message, param="max_bytes")
         self._namespace = namespace
-
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore."""
-        sibling = copy.copy(self)
-        sibling._namespace = namespace  # noqa: SLF001 - one of us
-        return sibling
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""

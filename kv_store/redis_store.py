@@ -13,7 +13,6 @@ so by itself; where two disagree for a moment, a block is not found and is compu
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import socket
@@ -34,7 +33,7 @@ from redis.retry import Retry
 
 from common.errors import ConfigError, StoreError
 from common.types import BlockHash
-from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
+from kv_store.base import Buffer, StoreConnectorOptions
 
 logger = logging.getLogger(__name__)
 
@@ -279,12 +278,6 @@ class RedisStore:
             except redis.RedisError as error:
                 self.close()
                 raise ConfigError(f"url: cannot use Redis at {server.name}: {_one_line(error)}", param="url") from error
-
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore."""
-        sibling = copy.copy(self)
-        sibling._prefix = _prefix_of(namespace)  # noqa: SLF001 - one of us
-        return sibling
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""

@@ -25,7 +25,6 @@ and 4.3, where threads bring more.
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import itertools
 import logging
@@ -42,7 +41,7 @@ from msgspec import Meta
 
 from common.errors import ConfigError, StoreError
 from common.types import BlockHash
-from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
+from kv_store.base import Buffer, StoreConnectorOptions
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +108,6 @@ class SharedStorageStore:
                 self._keep_bound(part)
         except OSError as error:
             raise ConfigError(f"connector_path: cannot use it as shared storage: {error}", param="path") from error
-
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore."""
-        sibling = copy.copy(self)
-        sibling._blocks = f"{self._root}/{namespace}"  # noqa: SLF001 - one of us
-        return sibling
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""

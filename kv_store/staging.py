@@ -17,12 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from common.engine.kv_connector import Fence
 from common.errors import ConfigError
 from kv_store.base import Buffer
 from kv_store.block_format import HEADER_BYTES, SUPPORTED_DTYPES, BlockLayout
-
-Fence = torch.cuda.Event | None
-"""A point in the compute stream's work after which a block may be touched; None on a CPU, which works in order."""
 
 
 class Staging(Protocol):
@@ -47,15 +45,6 @@ def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
     if two != 2 or not kv_cache.is_contiguous():
         raise ValueError(f"not a block-major KV cache: shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}")
     return BlockLayout(dtype, num_layers, num_kv_heads, block_size, head_dim)
-
-
-def record_fence(kv_cache: torch.Tensor) -> Fence:
-    """The end of what this thread has asked of the cache's device so far."""
-    if kv_cache.device.type == "cpu":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(kv_cache.device))
-    return event
 
 
 def create_staging(kv_cache: torch.Tensor, num_bytes: int) -> Staging:

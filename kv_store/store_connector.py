@@ -6,8 +6,8 @@ The life of a job:
 1. `start_load`, `start_save` or `start_lookup` puts it into the queue. From then on its deadline runs. The queue is
    one of batches, by urgency: a burst of saves for a tier holds up a handoff by no more than the batch under way.
 2. Transfer threads take its blocks, batch by batch, several threads at once, and move them through the frames of their
-   staging. A loaded block reaches the KV cache only after its frame was verified, be it of our size or a producer's; a
-   block that the store already has is not saved again. After a batch that fails no other is begun.
+   staging. A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is
+   not saved again. After a batch that fails no other is begun.
 3. It settles once: when all batches up to its last, or up to the first that failed, are over; when cancelled, at its
    deadline, or when the connector closes. Its leading blocks moved until then count. Settling and touching the KV
    cache exclude each other: a thread that returns from a hanging medium finds its job settled and leaves the cache
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -38,8 +38,7 @@ from common.errors import (
 from common.types import BlockHash
 from kv_store.base import BlockSink, BlockStore, Buffer, StoreConnectorOptions
 from kv_store.block_format import BlockFormat
-from kv_store.regrouping import RegroupingStaging
-from kv_store.staging import Fence, Staging, create_staging, layout_of, record_fence
+from kv_store.staging import Staging, create_staging, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -56,16 +55,9 @@ _NUM_URGENCIES = 4
 class _Block(NamedTuple):
     """One block of a job."""
 
-    block_id: int  # its index in the transfer if it is to be regrouped
+    block_id: int
     key: BlockHash
     num_tokens: int
-
-
-class _Origin(NamedTuple):
-    """Blocks of one size, as they are on the medium."""
-
-    format: BlockFormat
-    store: BlockStore
 
 
 @dataclass(slots=True)
@@ -82,13 +74,10 @@ class _Job:
     """One transfer. `lock` guards what is named after it; it is held while a batch of the job is copied from or to the
     KV cache and while the job settles."""
 
-    def __init__(
-        self, kind: JobKind, transfer: BlockTransfer, origin: _Origin, fence: Fence, due: float, batch_size: int
-    ) -> None:
+    def __init__(self, kind: JobKind, transfer: BlockTransfer, due: float, batch_size: int, block_size: int) -> None:
         self.kind = kind
         self.transfer = transfer
-        self.origin = origin
-        self.fence = fence
+        self._block_size = block_size
         self.due = due  # monotonic seconds
         self.batch_size = batch_size
         num_blocks = 0 if kind == "lookup" else len(transfer.block_hashes)
@@ -114,9 +103,8 @@ class _Job:
             return []
         transfer = self.transfer
         span = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        keys, block_size = transfer.block_hashes[span], self.origin.format.layout.block_size
-        ids = transfer.block_ids[span] if transfer.regroup is None else range(span.start, span.start + len(keys))
-        blocks = [_Block(block_id, key, block_size) for block_id, key in zip(ids, keys, strict=True)]
+        pairs = zip(transfer.block_ids[span], transfer.block_hashes[span], strict=True)
+        blocks = [_Block(block_id, key, self._block_size) for block_id, key in pairs]
         if blocks and index == self.num_batches - 1:
             blocks[-1] = blocks[-1]._replace(num_tokens=transfer.num_tokens_in_last)
         return blocks
@@ -145,7 +133,6 @@ class StoreWorkerConnector:
         self._options = options
         self._kv_cache: torch.Tensor | None = None
         self._threads: list[threading.Thread] = []
-        self._of_thread = threading.local()
         lock = threading.Lock()  # guards all below
         self._work = threading.Condition(lock)  # a job was queued, or we close
         self._deadlines = threading.Condition(lock)  # there is a first deadline to watch, or we close
@@ -164,7 +151,6 @@ class StoreWorkerConnector:
         """See WorkerConnector."""
         self._format = BlockFormat(fingerprint, layout_of(kv_cache))
         self._store.open(self._format.namespace, self._format.frame_bytes)
-        self._origins = {self._format.layout.block_size: _Origin(self._format, self._store)}
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         stagings = [create_staging(kv_cache, self._options.staging_bytes) for _ in range(self._options.threads)]
@@ -229,39 +215,12 @@ class StoreWorkerConnector:
             raise RuntimeError("the connector is not open")
         timeout_s = self._options.lookup_timeout_s if kind == "lookup" else self._options.timeout_s
         due = time.monotonic() + timeout_s
-        origin = self._origin_of(transfer)
-        job = _Job(kind, transfer, origin, record_fence(self._kv_cache), due, self._batch_size_of(origin))
+        job = _Job(kind, transfer, due, self._batch_size, self._format.layout.block_size)
         with self._lock:
             if due < self._watching_until:
                 self._deadlines.notify()
             self._unsettled[transfer.job_id] = self._queued[job.urgency][transfer.job_id] = job
             self._work.notify(job.num_batches)
-
-    def _origin_of(self, transfer: BlockTransfer) -> _Origin:
-        layout = self._format.layout
-        block_size = layout.block_size if transfer.regroup is None else transfer.regroup.block_size
-        if block_size not in self._origins:
-            peers = BlockFormat(self._format.fingerprint, replace(layout, block_size=block_size))
-            self._origins[block_size] = _Origin(peers, self._store.sibling(peers.namespace))
-        return self._origins[block_size]
-
-    def _batch_size_of(self, origin: _Origin) -> int:
-        if origin.store is self._store or self._kv_cache is None:
-            return self._batch_size
-        return max(1, min(self._options.staging_bytes, self._kv_cache.nbytes) // origin.format.frame_bytes)
-
-    def _regrouping(self, job: _Job) -> RegroupingStaging:
-        """This thread's frames for the blocks of `job`, which have another size than ours. Made anew when that changes,
-        so that they take no more than `staging_bytes`."""
-        block_size, num_frames = job.origin.format.layout.block_size, job.batch_size
-        staging: RegroupingStaging | None = getattr(self._of_thread, "staging", None)
-        if staging is None or staging.block_size != block_size:
-            kv_cache = self._kv_cache
-            if kv_cache is None:
-                raise TransferCancelledError("the connector is closed")
-            staging = self._of_thread.staging = RegroupingStaging(kv_cache, block_size, num_frames)
-        staging.aim(job.transfer)
-        return staging
 
     def _settle(self, job: _Job, error: str = "") -> bool:
         """End the job with what it moved so far; False if it has ended before."""
@@ -348,7 +307,7 @@ class StoreWorkerConnector:
         with job.lock:
             if job.settled:
                 return
-            staging.gather([block.block_id for block in absent], job.fence)
+            staging.gather([block.block_id for block in absent], job.transfer.fence)
         frames = staging.frames[: len(absent)]
         for block, frame in zip(absent, frames, strict=True):
             self._format.seal(frame, block.key, block.num_tokens)
@@ -358,26 +317,24 @@ class StoreWorkerConnector:
     def _load(self, job: _Job, batch: _Batch, staging: Staging) -> None:
         """Fill the leading blocks of a batch whose frames are right. Raises what is wrong with the next one."""
         blocks = batch.blocks
-        target = staging if job.transfer.regroup is None else self._regrouping(job)
-        frames = target.frames[: len(blocks)]
-        sizes = job.origin.store.read_into([block.key for block in blocks], frames)
+        frames = staging.frames[: len(blocks)]
+        sizes = self._store.read_into([block.key for block in blocks], frames)
         num_verified = 0
         try:
             for block, frame, size in zip(blocks, frames, sizes, strict=True):
-                _verify(job.origin, block, frame, size)
+                self._verify(block, frame, size)
                 num_verified += 1
         finally:
             with job.lock:
                 if not job.settled:
-                    target.scatter([block.block_id for block in blocks[:num_verified]], job.fence)
+                    staging.scatter([block.block_id for block in blocks[:num_verified]], job.transfer.fence)
                     batch.num_ok = num_verified  # not before: a copy that fails has brought nothing
 
-
-def _verify(origin: _Origin, block: _Block, frame: Buffer, size: int | None) -> None:
-    if size is None:
-        raise BlockMissingError(f"no block {block.key.hex()} in the store")
-    try:
-        origin.format.verify(frame, size, block.key, block.num_tokens)
-    except BlockCorruptError:
-        origin.store.discard(block.key)
-        raise
+    def _verify(self, block: _Block, frame: Buffer, size: int | None) -> None:
+        if size is None:
+            raise BlockMissingError(f"no block {block.key.hex()} in the store")
+        try:
+            self._format.verify(frame, size, block.key, block.num_tokens)
+        except BlockCorruptError:
+            self._store.discard(block.key)
+            raise

@@ -49,10 +49,6 @@ class TieredStore:
         self._lower.open(namespace, frame_bytes)
         self._upper.open(namespace, frame_bytes)
 
-    def sibling(self, namespace: str) -> BlockStore:
-        """See BlockStore. The lower one's: what other pods have saved is there."""
-        return self._lower.sibling(namespace)
-
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore. Never raises StoreError."""
         present = self._upper.touch(keys)

@@ -17,7 +17,7 @@ from common.pod.convert import add_request_from_pb
 from common.pod.tasks import TaskSet
 from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, rpc_errors
-from common.types import FinishReason, TransferId, block_size_misfit
+from common.types import FinishReason, TransferId
 from prefill_service.producer import FirstToken, Producer
 from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
@@ -183,21 +183,11 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             self._transfers.cancel(transfer, error)
 
     def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
-        """Layouts but for the block size are part of the fingerprint; they are named for their own sake."""
+        """Raises IncompatiblePeerError naming what differs."""
         connector, spec = self._pod.config.connector or "", self._pod.spec
         _check_equal("connector", connector, start.connector, start)
-        misfit = block_size_misfit(spec.block_size, start.block_size, is_direct=spec.is_direct)
-        if misfit:
-            raise IncompatiblePeerError(
-                f"block_size is {spec.block_size} here and {start.block_size} on {start.decode_pod_id}: {misfit}",
-                param="block_size",
-            )
-        if spec.bytes_per_block * start.block_size != start.bytes_per_block * spec.block_size:
-            raise IncompatiblePeerError(
-                f"bytes_per_block is {spec.bytes_per_block} for {spec.block_size} tokens here and "
-                f"{start.bytes_per_block} for {start.block_size} on {start.decode_pod_id}",
-                param="bytes_per_block",
-            )
+        _check_equal("block_size", spec.block_size, start.block_size, start)
+        _check_equal("bytes_per_block", spec.bytes_per_block, start.bytes_per_block, start)
         _check_equal("fingerprint", spec.fingerprint, start.fingerprint, start)
         if spec.is_direct and not start.connector_address:
             raise IncompatiblePeerError(
@@ -206,14 +196,14 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             )
 
 
-def _check_equal(name: str, ours: str | bytes, theirs: str | bytes, start: pods_pb2.HandoffStart) -> None:
+def _check_equal(name: str, ours: str | int | bytes, theirs: str | int | bytes, start: pods_pb2.HandoffStart) -> None:
     if ours != theirs:
         raise IncompatiblePeerError(
             f"{name} differs: {_shown(ours)} here, {_shown(theirs)} on {start.decode_pod_id}", param=name
         )
 
 
-def _shown(fact: str | bytes) -> str:
+def _shown(fact: str | int | bytes) -> str:
     return fact.hex()[:12] if isinstance(fact, bytes) else repr(fact)
 
 

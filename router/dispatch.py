@@ -203,4 +203,4 @@ class Dispatcher:
         expectation = cluster.index.expect(
             facts.slot, request.block_hashes, num_held, now, request.deadline - now, arrives=not computes
         )
-        return pod, PodClaim(pod.load, share, expectation, fed=pod.tells_blocks(cluster.model.block_size))
+        return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

@@ -100,7 +100,6 @@ class Preprocessor:
             request_id=draft.request_id,
             prompt_token_ids=token_ids,
             block_hashes=hashes,
-            hash_block_size=model.block_size,
             sampling=sampling,
             stops=draft.stops,
             cache_salt=cache_salt,

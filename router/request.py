@@ -94,7 +94,6 @@ class GenerationRequest:
     request_id: str  # as the client knows it
     prompt_token_ids: list[int]
     block_hashes: bytes  # 16 bytes per full block of the prompt, in order
-    hash_block_size: int  # tokens of each of those blocks
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str

@@ -53,7 +53,6 @@ class FakePod:
         vocab_size: int = 2048,
         max_model_len: int = 4096,
         connector: str = "fake",
-        is_direct: bool = False,
     ) -> None:
         self.reply = reply
         self.num_cached_tokens = 0  # reported for each request
@@ -71,7 +70,6 @@ class FakePod:
             max_num_batched_tokens=2048,
             connector=connector,
             version="fake",
-            is_direct=is_direct,
         )
         self._port = port
         self._server: RpcServer | None = None

@@ -41,7 +41,32 @@ DEADLINE_S = 30.0  # of everything that is awaited here; far more than it takes
 Store = dict[BlockHash, torch.Tensor]
 
 
-class SlowConnector(DirectMemoryConnector):
+class _Recorded:
+    """Mixed into connectors: which jobs were started."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.loads: list[BlockTransfer] = []
+        self.saves: list[BlockTransfer] = []
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        self.loads.append(transfer)
+        super().start_load(transfer)  # type: ignore[misc]
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        self.saves.append(transfer)
+        super().start_save(transfer)  # type: ignore[misc]
+
+
+class RecordedConnector(_Recorded, MemoryConnector):
+    """A MemoryConnector that knows which jobs were started."""
+
+
+class RecordedDirectConnector(_Recorded, DirectMemoryConnector):
+    """A DirectMemoryConnector that knows which jobs were started."""
+
+
+class SlowConnector(RecordedDirectConnector):
     """Saves that were started while it is held take place, and settle, when it is let go, cancelled or not."""
 
     def __init__(self) -> None:
@@ -139,6 +164,7 @@ class RunningPod:
 
     runtime: PodRuntime
     executor: BreakableExecutor
+    connector: Any
     gate: StepGate
     channel: grpc.aio.Channel
     is_dead: bool = False
@@ -219,12 +245,13 @@ async def _pod(
     options: dict[str, Any] | None,
 ) -> AsyncIterator[RunningPod]:
     gate = gate or StepGate()
-    connector = DirectMemoryConnector() if store is None else MemoryConnector(store)
-    executor = BreakableExecutor(gate, **{"block_size": BLOCK_SIZE, "connector": connector, **(options or {})})
+    connector: Any = RecordedDirectConnector() if store is None else RecordedConnector(store)
+    options = {"block_size": BLOCK_SIZE, "connector": connector, **(options or {})}
+    executor = BreakableExecutor(gate, **options)
     engine = AsyncInprocClient(config.engine_config(), lambda _: executor)
     with opened_at_last(gate):
         async with PodRuntime(role, config, engine, make_front) as runtime, open_channel(runtime.address) as channel:
-            pod = RunningPod(runtime, executor, gate, channel)
+            pod = RunningPod(runtime, executor, options["connector"], gate, channel)
             yield pod
             gate.open()
             if executor.failure is None:

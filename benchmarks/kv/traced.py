@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
 from common.engine.executor.inproc import InprocExecutor
-from common.engine.kv_connector import ConnectorFacts
 from common.pod.runtime import PodRuntime, run_pod
 from common.types import RequestId, SampledToken
 from decode_service.config import DecodeConfig
@@ -33,21 +32,20 @@ class TracedExecutor(InprocExecutor):
         super().__init__(config)
         self._trace = os.open(os.environ[TRACE_VARIABLE], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
+    def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor."""
-        facts = super().initialize_kv_cache(num_blocks, on_transfer_settled)
+        super().initialize_kv_cache(num_blocks)
         runner = self._worker._runner  # noqa: SLF001 - nobody else needs to know when a forward ends
         assert runner is not None
         run = runner.run
 
-        def traced(num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken]:
+        def traced(num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken | None]:
             started = time.monotonic()
             sampled = run(num_scheduled_tokens)
             os.write(self._trace, f"{started} {time.monotonic()}\n".encode())
             return sampled
 
         runner.run = traced  # type: ignore[method-assign]
-        return facts
 
 
 def build(role: str, settings: Sequence[str]) -> PodRuntime:

@@ -28,9 +28,7 @@ class PodClient:
         """Return when either leg has brought the token."""
         request_id = f"direct-{next(self._numbers)}"
         sampling = common_pb2.SamplingParams(top_p=1.0, max_tokens=1, seed=1)
-        request = common_pb2.EngineRequest(
-            request_id=request_id, prompt_token_ids=PROMPT_TOKEN_IDS, sampling=sampling, hash_block_size=16
-        )
+        request = common_pb2.EngineRequest(request_id=request_id, prompt_token_ids=PROMPT_TOKEN_IDS, sampling=sampling)
         remote = pods_pb2.RemotePrefill(transfer_id=request_id, epoch=1, prefill_address=self._prefill_address)
         self._waiting[request_id] = decoded = asyncio.get_running_loop().create_future()
         submit = pods_pb2.Submit(request=request, remote_prefill=remote, timeout_s=_TIMEOUT_S)

@@ -1,13 +1,15 @@
 """The engine core: one scheduler, one executor, and the step that joins them.
 
-1. `EngineCore(...)` loads the model, sizes the KV cache, resolves what was "auto" and builds the scheduler.
-2. Commands (`add_request`, `abort_requests`, `update_transfer`, `set_transfer_target`) change what the next step will
-   do.
-3. `step()` schedules, executes and updates, while `has_work`.
-4. `close()` releases the executor.
+1. `EngineCore(...)` loads the model, sizes the KV cache, resolves what was "auto", builds the scheduler and, if there
+   is a connector, starts the thread that moves KV.
+2. `receive` takes each command as it arrives, on whatever thread; what concerns KV movement goes to that thread at
+   once.
+3. `add_request` and `abort_requests` change what the next step will do.
+4. `step()` schedules, executes and updates, while `has_work`.
+5. `close()` ends the thread and releases the executor.
 
-All of it runs on one thread, that of the client or loop that owns the core. An exception out of `step` is fatal: the
-scheduler and the workers no longer agree, so the owner must not step again.
+All but `receive` runs on one thread, that of the client or loop that owns the core. An exception out of `step` is
+fatal: the scheduler and the workers no longer agree, so the owner must not step again.
 """
 
 from __future__ import annotations
@@ -20,35 +22,38 @@ import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.engine.executor.base import Executor, ModelFacts
+from common.engine.kv_cache import KVCacheManager
+from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import (
+    AbortRequests,
     AddRequest,
     Call,
     CallResult,
+    EngineCommand,
     EngineCoreOutputs,
     EngineSpec,
     EngineStats,
     IntegrityReport,
     RequestOutput,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
 from common.engine.scheduler.scheduler import Scheduler
+from common.engine.transfers.actor import TransferActor
+from common.engine.transfers.messages import Announce, End
+from common.engine.transfers.port import TransferPort
 from common.errors import BatonError, ConfigError
 from common.types import FinishReason, RequestId
 
 logger = logging.getLogger(__name__)
 
 
-def _ignore() -> None:
-    """Nobody needs to be woken."""
-
-
 class EngineCore:
-    """Owns one executor and one scheduler. Not thread-safe but for the connector's wake-up.
+    """Owns one executor, one scheduler and the thread that moves KV.
 
     Raises ConfigError, ModelLoadError included, from its constructor if the settings do not fit the model; the
-    executor is closed then. `on_wakeup` is called from any thread when an idle core has work again. `on_urgent_news`
-    gets, within a step, what should not wait for its end; without it everything does.
+    executor is closed then.
     """
 
     def __init__(
@@ -56,45 +61,75 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         *,
-        on_wakeup: Callable[[], None] = _ignore,
-        on_urgent_news: Callable[[EngineCoreOutputs], None] | None = None,
+        on_wakeup: Callable[[], None],
+        on_news: Callable[[EngineCoreOutputs], None],
+        on_failure: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """The callbacks are called from any thread: `on_wakeup` when an idle core may have work, `on_news` with what
+        should not wait for the end of a step, `on_failure` if the transfers' thread has died, after which the core is
+        of no use."""
         self._executor = executor
         self._clock = clock
-        self._on_wakeup = on_wakeup
-        self._on_urgent_news = on_urgent_news
-        self._transfers_settled = False  # the connector has results that no step has collected
+        self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # said between steps; go out with the next one
         self._last_step_s = 0.0
+        self._port: TransferPort | None = None
+        self._actor = TransferActor(
+            on_notes=on_wakeup,
+            on_news=lambda news: on_news(EngineCoreOutputs(outputs=news)),
+            on_failure=on_failure,
+        )
         try:
             facts = executor.load_model()
             self.spec = _resolve_spec(config, facts)
-            connector = executor.initialize_kv_cache(self.spec.num_blocks, self._note_settled_transfers)
-            self.spec = msgspec.structs.replace(
-                self.spec, is_direct=connector.is_direct, connector_address=connector.address
+            executor.initialize_kv_cache(self.spec.num_blocks)
+            kv = KVCacheManager(
+                self.spec.num_blocks,
+                self.spec.block_size,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
             )
+            self._open_connector(kv)
             self._scheduler = Scheduler(
                 config.scheduler,
-                num_blocks=self.spec.num_blocks,
-                block_size=self.spec.block_size,
+                kv,
                 max_model_len=self.spec.max_model_len,
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
-                connector=connector,
+                transfers=self._port,
             )
         except BaseException:
-            executor.close()
+            self.close()
             raise
 
-    # -- what the next step will do ---------------------------------------------------------------------------------
+    def _open_connector(self, kv: KVCacheManager) -> None:
+        opened = self._executor.open_connector(self._actor.note_settled)
+        if opened is None:
+            return
+        facts: ConnectorFacts = opened.facts
+        self.spec = msgspec.structs.replace(self.spec, is_direct=facts.is_direct, connector_address=facts.address)
+        self._port = TransferPort(kv, facts, self._actor)
+        self._actor.start(opened.connector, facts, self.spec.block_size)
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def receive(self, command: EngineCommand) -> None:
+        """Take note of a command as it arrives, before its turn in the step loop. May be called from any thread; the
+        commands of a client come in order."""
+        match command:
+            case AddRequest(transfer=transfer) if transfer is not None and self._port is not None:
+                is_producer = transfer.role == "producer"
+                num_prompt_tokens = len(command.prompt_token_ids)
+                self._actor.put(Announce(command.request_id, transfer.epoch, is_producer, num_prompt_tokens))
+            case AbortRequests() | TransferUpdate() | TransferTarget() | TransferQuiesced() if self._port is not None:
+                self._actor.put(command)
 
     def add_request(self, request: AddRequest) -> None:
         """Start a generation. One that cannot be admitted ends with FinishReason.ERROR in the next step's outputs."""
         try:
             self._scheduler.add_request(request, self._clock())
         except BatonError as error:
+            self._forget_transfer(request)
             self._unsent.append(
                 RequestOutput(
                     request_id=request.request_id,
@@ -104,17 +139,14 @@ class EngineCore:
                 )
             )
 
+    def _forget_transfer(self, request: AddRequest) -> None:
+        """The request was refused, but `receive` has announced it."""
+        if request.transfer is not None and self._port is not None and not self._port.knows(request.request_id):
+            self._actor.put(End(request.request_id, is_aborted=True))
+
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
         """End generations; live ones answer with FinishReason.ABORT in the next step's outputs."""
         self._unsent += self._scheduler.abort_requests(list(request_ids))
-
-    def update_transfer(self, update: TransferUpdate) -> None:
-        """Take news of a consumer's handoff."""
-        self._scheduler.update_transfer(update, self._clock())
-
-    def set_transfer_target(self, target: TransferTarget) -> None:
-        """Take where a producer is to write."""
-        self._scheduler.set_transfer_target(target)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -122,54 +154,53 @@ class EngineCore:
     def has_work(self) -> bool:
         """True if a step would do something now."""
         return (
-            self._transfers_settled
-            or bool(self._unsent)
+            bool(self._unsent)
             or self._scheduler.has_work
             or self._scheduler.has_cache_change  # was reset while idle: routers are to know
         )
 
     @property
     def has_unfinished(self) -> bool:
-        """True while any request lives, any transfer is not settled, or an output is unsent."""
-        return self.has_work or self._scheduler.has_unfinished
+        """True while any request lives, any KV is on the move, or an output is unsent."""
+        return self.has_work or self._scheduler.has_unfinished or self._num_transfers > 0
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update. Any exception is fatal for this core."""
         started = self._clock()
-        self._transfers_settled = False  # before executing: what settles from here on wakes us again
         step = self._scheduler.schedule(started)
         self._tell_urgent_news()
         result = self._executor.execute(step)
         finished = self._clock()
-        outputs = self._take_unsent() + self._scheduler.update(step, result, finished)
-        if step.total_num_scheduled_tokens:  # one that only moves blocks says nothing of the model's speed
+        if self._port is not None:
+            self._port.fence = result.fence
+        outputs = self._take_unsent() + self._scheduler.update(step, result)
+        if step.total_num_scheduled_tokens:  # one without tokens says nothing of the model's speed
             self._last_step_s = finished - started
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
 
     def _tell_urgent_news(self) -> None:
-        if self._on_urgent_news is not None and (news := self._scheduler.take_urgent_news()):
-            self._on_urgent_news(EngineCoreOutputs(outputs=self._take_unsent() + news, stats=self.stats()))
+        if news := self._scheduler.take_urgent_news():
+            self._on_news(EngineCoreOutputs(outputs=self._take_unsent() + news))
 
     def _take_unsent(self) -> list[RequestOutput]:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def _note_settled_transfers(self) -> None:
-        """Called by the connector, from any thread."""
-        if not self._transfers_settled:
-            self._transfers_settled = True
-            self._on_wakeup()
-
     # -- questions --------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Current figures."""
-        return msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
+        stats = msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
+        return stats if self._port is None else self._port.figures(stats)
 
     def check_integrity(self) -> IntegrityReport:
         """State the engine's invariants."""
-        return self._scheduler.check_integrity()
+        return msgspec.structs.replace(self._scheduler.check_integrity(), num_transfers=self._num_transfers)
+
+    @property
+    def _num_transfers(self) -> int:
+        return 0 if self._port is None else len(self._port)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks that no request owns."""
@@ -190,7 +221,8 @@ class EngineCore:
         return CallResult(call_id=call.call_id, result=result)
 
     def close(self) -> None:
-        """Release the executor. Idempotent."""
+        """End the transfers' thread and release the executor. Idempotent."""
+        self._actor.stop()
         self._executor.close()
 
 

@@ -2,23 +2,18 @@
 
 The life of a transfer:
 
-1. The scheduler decides that blocks are to be loaded (consumer) or saved (producer), pins them and puts a
-   BlockTransfer with a fresh job id into the step's SchedulerOutput.
-2. The worker hands it to its WorkerConnector: loads before the forward pass, saves after it.
-3. The connector works in threads or in the transport of its own and calls `on_settled` from any thread once jobs
-   have settled, so that an idle engine wakes up.
-4. The worker collects results with `poll` at each step; they travel back in ModelRunnerOutput.
-5. The scheduler unpins the blocks. Until a job has settled, nobody else may own its blocks: an error or a
+1. The step loop pins blocks and tells the transfers' thread about them (`common.engine.transfers`).
+2. That thread hands a BlockTransfer with a fresh job id to the connector, which works in threads or in the transport of
+   its own.
+3. The connector calls `on_settled` from any thread once jobs have settled; the transfers' thread collects results with
+   `poll`, starts what follows from them and tells clients and the step loop.
+4. The step loop unpins the blocks. Until a job has settled, no other request may own its blocks: an error or a
    cancellation does not prove that the transport stopped writing.
 
 A connector is one of two kinds. A store keeps blocks under their content hash; any pod may load them. A direct one
 writes a producer's blocks into the blocks that one consumer has reserved: a save then has a `destination` and yields
 the blocks' digests, which travel on the handoff stream; the consumer's load moves nothing but compares what has
-arrived with them. Its reserved blocks stay pinned until the producer says that it is quiet, see
-`common.engine.scheduler.transfers`.
-
-A producer and a consumer over a store may have blocks of different sizes, one of which is a multiple of the other. The
-producer saves its own; the consumer's loads name the producer's blocks and say how to regroup them (Regroup).
+arrived with them, see `common.engine.transfers.streams`.
 
 Some connectors also *keep* blocks (ConnectorFacts.keeps_blocks): what was saved once can be found and loaded by later
 requests. These are the tiers below the device. A lookup asks how many leading blocks of a prefix are there, in one
@@ -29,14 +24,18 @@ The engine owns this Protocol; `kv_store` implements it; the pod's composition r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.types import BlockHash, RequestId
 
 if TYPE_CHECKING:
     import torch
+
+Fence = Any
+"""The end of a step on the device: a torch.cuda.Event, or None on a CPU, which works in order. A connector must not
+touch a transfer's blocks before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,47 +46,19 @@ class Destination:
     block_ids: tuple[int, ...]  # in the consumer's KV cache, one for each block of the transfer
 
 
-class Piece(NamedTuple):
-    """Adjacent tokens of one of the producer's blocks that go into one of the consumer's."""
-
-    block: int  # index into BlockTransfer.block_ids
-    start: int  # first slot in it
-    source: int  # first slot in the producer's block
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Regroup:
-    """How the blocks of a load lie to those that it fills, where the producer's have another size."""
-
-    block_size: int  # tokens of each of the blocks that `block_hashes` names
-    offset: int  # of the first one's first token from the first slot of `block_ids`; tokens before it are not wanted
-
-    def pieces(self, index: int, num_tokens: int, block_size: int) -> Iterator[Piece]:
-        """Where the `num_tokens` tokens of the producer's block `index` go, in blocks of `block_size` tokens."""
-        first = self.offset + index * self.block_size
-        slot, stop = max(first, 0), first + num_tokens
-        while slot < stop:
-            block, start = divmod(slot, block_size)
-            piece = Piece(block, start, slot - first, min(block_size - start, stop - slot))
-            yield piece
-            slot += piece.num_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names, unless they are to be
-    regrouped."""
+    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
 
     job_id: int  # unique per engine
     request_id: RequestId  # whose blocks; empty for a save of several requests' blocks
     block_ids: tuple[int, ...]  # empty for a lookup
     block_hashes: tuple[BlockHash, ...]
-    num_tokens_in_last: int  # tokens in the last block that is named; all it can hold if it is full
+    num_tokens_in_last: int  # tokens in the last block; all it can hold if it is full
     destination: Destination | None = None  # saves of a direct connector only
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: what the producer says of each block's bytes
     is_for_tier: bool = False  # no other pod waits for it
-    regroup: Regroup | None = None  # loads of a store's connector only: `block_hashes` are of blocks of another size
+    fence: Fence = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +66,7 @@ class TransferResult:
     """A settled job: the transport no longer touches its blocks."""
 
     job_id: int
-    num_blocks_ok: int  # leading blocks, as named by hashes, moved and verified; of a lookup: that a load would find
+    num_blocks_ok: int  # leading blocks moved and verified; of a lookup: that a load would find
     error: str = ""  # reason label (TransferError.reason) if not all were
     digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
 
@@ -111,8 +82,9 @@ class ConnectorFacts:
 
 
 class WorkerConnector(Protocol):
-    """Moves blocks between one worker's KV cache and a medium. All methods are called on the worker's thread
-    and return without waiting for the medium; every started job settles exactly once, within a deadline."""
+    """Moves blocks between one worker's KV cache and a medium. All methods but `register_kv_cache` and `close` are
+    called on the transfers' thread and return without waiting for the medium; every started job settles exactly once,
+    within a deadline."""
 
     def register_kv_cache(
         self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]

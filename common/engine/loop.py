@@ -19,6 +19,7 @@ from common.engine.messages import (
     EngineCommand,
     EngineReply,
     EngineSpec,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -47,14 +48,16 @@ class EngineLoop:
     """Owns the core. `put`, `stop` and `fail` may be called from any thread; the rest is called on the loop's thread.
 
     The queue of commands has no bound of its own: the front that feeds it bounds live requests, and each has one
-    AddRequest, at most one abort, at most one transfer target and few transfer updates. `emit` takes one reply and may
-    block, but not for ever.
+    AddRequest, at most one abort, at most one transfer target and few transfer updates. `emit` takes one reply, on any
+    thread, and may block, but not for ever.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
         self._emit = emit
         self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
-        self._core = EngineCore(config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP), on_urgent_news=emit)
+        self._core = EngineCore(
+            config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP), on_news=emit, on_failure=self.fail
+        )
 
     @property
     def spec(self) -> EngineSpec:
@@ -62,7 +65,8 @@ class EngineLoop:
         return self._core.spec
 
     def put(self, command: EngineCommand) -> None:
-        """Deliver a command, in order."""
+        """Deliver a command; those of one thread stay in order."""
+        self._core.receive(command)
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -94,15 +98,11 @@ class EngineLoop:
                     self._core.add_request(command)
                 case AbortRequests():
                     self._core.abort_requests(command.request_ids)
-                case TransferUpdate():
-                    self._core.update_transfer(command)
-                case TransferTarget():
-                    self._core.set_transfer_target(command)
                 case Call():
                     self._emit(self._core.call(command))
                 case _Failure():
                     raise command.error
                 case _Stop():
                     return False
-                case _Wakeup():
-                    pass
+                case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
+                    pass  # the latter were for the transfers' thread, which has them

@@ -1,8 +1,8 @@
 """What a client and an EngineCore say to each other; msgspec structs, msgpack on the wire.
 
-Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate,
-TransferTarget, Call.
-Core -> client: `EngineCoreOutputs`, one per step that has something to say, and `CallResult`.
+Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, TransferTarget, TransferQuiesced,
+Call. Core -> client: `EngineCoreOutputs`, one per step that has something to say and further ones with news of
+transfers, which do not wait for a step; and `CallResult`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: TransferId
     epoch: int  # attempt number, from 1; updates of another epoch are ignored
     role: Literal["producer", "consumer"]
-    peer_block_size: int = 0  # consumer: tokens per block of the producer; 0: as many as here
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Starts one generation.
 
     A producer stops after its first token and saves its prompt's KV through the connector. A consumer reserves
-    blocks for the prompt, waits in WAITING_FOR_REMOTE_KV and is fed by TransferUpdate.
+    blocks for the prompt, waits in WAITING_FOR_REMOTE_KV and is fed by TransferUpdate. The id of a request with a
+    transfer is never used again.
     """
 
     request_id: RequestId
@@ -61,7 +61,14 @@ class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_token: SampledToken | None = None
     failure: str = ""  # reason label of the recompute, set if and only if final without full success
     digests: list[bytes] = []  # direct connectors: of the blocks that became ready since the last update, in order
-    is_quiet: bool = False  # direct connectors: the producer writes no more; also taken after the request has ended
+
+
+class TransferQuiesced(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The producer of a direct connector no longer writes to the consumer's blocks. Comes before the final update if
+    that is known by then; also taken after the request has ended."""
+
+    request_id: RequestId
+    epoch: int
 
 
 class TransferTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -85,7 +92,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     method: Literal["engine_spec", "stats", "check_integrity", "reset_prefix_cache"]
 
 
-EngineCommand = AddRequest | AbortRequests | TransferUpdate | TransferTarget | Call
+EngineCommand = AddRequest | AbortRequests | TransferUpdate | TransferTarget | TransferQuiesced | Call
 
 
 class RequestStarted(msgspec.Struct, frozen=True, tag=True):
@@ -178,11 +185,11 @@ class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Everything of one step. All of a core's in order say what its prefix cache holds: it starts empty, and of each
-    step what was removed goes first."""
+    """Everything of one step, or news of transfers in between. All of a core's in order say what its prefix cache
+    holds: it starts empty, and of each step what was removed goes first."""
 
     outputs: list[RequestOutput]
-    stats: EngineStats
+    stats: EngineStats | None = None  # None: not of a step
     kv_stored: bytes = b""  # block hashes, 16 bytes each, that the prefix cache finds now and did not before
     kv_removed: bytes = b""  # and those that it finds no more
 

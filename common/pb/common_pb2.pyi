@@ -286,7 +286,6 @@ class EngineRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    HASH_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     block_hashes: _builtins.bytes
@@ -295,8 +294,6 @@ class EngineRequest(_message.Message):
     """Separates tenants: part of every block hash. May be empty."""
     priority: _builtins.int
     """Lower runs first under the priority policy; 0 is normal."""
-    hash_block_size: _builtins.int
-    """Tokens of the blocks in block_hashes; 0: of this pod's. Others are ignored."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, tokenised once by the router; at least one token."""
@@ -319,11 +316,10 @@ class EngineRequest(_message.Message):
         block_hashes: _builtins.bytes = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
-        hash_block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "hash_block_size", b"hash_block_size", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -749,7 +749,6 @@ class PodInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    IS_DIRECT_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
     incarnation: _builtins.int
@@ -775,8 +774,6 @@ class PodInfo(_message.Message):
     """Connector name; empty: none."""
     version: _builtins.str
     """Version of Baton."""
-    is_direct: _builtins.bool
-    """The connector writes blocks as they are: all pods need one block size."""
     def __init__(
         self,
         *,
@@ -793,11 +790,10 @@ class PodInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         connector: _builtins.str = ...,
         version: _builtins.str = ...,
-        is_direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "is_direct", b"is_direct", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

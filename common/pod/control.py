@@ -57,7 +57,6 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             max_num_batched_tokens=spec.max_num_batched_tokens,
             connector=pod.config.connector or "",
             version=__version__,
-            is_direct=spec.is_direct,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)

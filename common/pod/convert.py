@@ -55,9 +55,7 @@ def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs |
 
 
 def _block_hashes(message: common_pb2.EngineRequest, num_prompt_tokens: int, block_size: int) -> list[BlockHash]:
-    """Block hashes of the wire; none at all, or of blocks of another size, leaves the work to the engine."""
-    if message.hash_block_size not in (0, block_size):
-        return []
+    """Block hashes of the wire; none at all leaves the work to the engine."""
     packed, num_full_blocks = message.block_hashes, num_prompt_tokens // block_size
     if packed and len(packed) != num_full_blocks * HASH_BYTES:
         raise InvalidRequestError(

@@ -1,7 +1,7 @@
 """The requests that the pod has in its engine, and who hears of each.
 
-One task (`run`) takes everything the engine says, step by step, and calls the sinks of the requests concerned. Sinks
-are called synchronously and must not wait: what they cannot pass on at once they merge.
+One task (`run`) takes everything the engine says, by steps and between them, and calls the sinks of the requests
+concerned. Sinks are called synchronously and must not wait: what they cannot pass on at once they merge.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from common.engine.client.base import EngineClient
-from common.engine.messages import AddRequest, RequestOutput, TransferTarget, TransferUpdate
+from common.engine.messages import AddRequest, RequestOutput, TransferQuiesced, TransferTarget, TransferUpdate
 from common.errors import BatonError, EngineDeadError
 from common.pod.cache_view import CacheView
 from common.pod.stats import StatsBoard
@@ -58,10 +58,13 @@ class EngineRequests:
         return engine_id
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a handoff, if the request is still there. That a direct connector is quiet is always
-        reported: its blocks outlive the request."""
-        if update.is_quiet or update.request_id in self._sinks:
+        """Report news of a handoff, if the request is still there."""
+        if update.request_id in self._sinks:
             self._tell_engine(lambda: self._engine.update_transfer(update))
+
+    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+        """Report that a producer no longer writes to a consumer's blocks, which outlive the request."""
+        self._tell_engine(lambda: self._engine.quiesce_transfer(news))
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Report where a direct connector is to write, if the request is still there."""
@@ -91,7 +94,8 @@ class EngineRequests:
                     self._deliver(output)
                 if step.kv_stored or step.kv_removed:
                     self._cache.apply(step.kv_stored, step.kv_removed)
-                self._stats.publish(step.stats)
+                if step.stats is not None:
+                    self._stats.publish(step.stats)
             raise EngineDeadError("the engine said its last word")
         except EngineDeadError as error:
             sinks, self._sinks = self._sinks, {}

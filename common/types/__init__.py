@@ -17,7 +17,6 @@ from common.types.generation import (
     SamplingParams,
     TransferId,
 )
-from common.types.pairing import block_size_misfit
 
 __all__ = [
     "HASH_BYTES",
@@ -28,7 +27,6 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "TransferId",
-    "block_size_misfit",
     "hash_block",
     "hash_partial_block",
     "hash_prompt",

@@ -43,7 +43,7 @@ from kv_store.nixl.agent import Agent, load_nixl
 from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, digests_of
 from kv_store.nixl.jobs import Job, JobTable
 from kv_store.nixl.sender import Sender, Transfer
-from kv_store.staging import layout_of, record_fence
+from kv_store.staging import layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ class NixlWorkerConnector:
     def _submit(self, transfer: BlockTransfer, inbox: _Inbox) -> None:
         if self._kv_cache is None:
             raise RuntimeError("the connector is not open")
-        job = Job(transfer, record_fence(self._kv_cache), time.monotonic() + self._options.timeout_s)
+        job = Job(transfer, time.monotonic() + self._options.timeout_s)
         self._jobs.add(job)
         inbox.put(job)
 

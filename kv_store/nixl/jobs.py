@@ -5,21 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import TransferCancelledError
-
-if TYPE_CHECKING:
-    from kv_store.staging import Fence
 
 
 class Job:
     """One transfer. `due` is in monotonic seconds."""
 
-    def __init__(self, transfer: BlockTransfer, fence: Fence, due: float) -> None:
+    def __init__(self, transfer: BlockTransfer, due: float) -> None:
         self.transfer = transfer
-        self.fence = fence
         self.due = due
         self.is_settled = False
         self.is_unwanted = False  # cancelled, but not yet out of the transport's hands
@@ -33,7 +28,7 @@ class Job:
     @property
     def is_ready(self) -> bool:
         """True once the compute stream has written the blocks."""
-        return self.fence is None or bool(self.fence.query())  # type: ignore[no-untyped-call]
+        return self.transfer.fence is None or bool(self.transfer.fence.query())
 
 
 class JobTable:

@@ -86,7 +86,6 @@ def open_legs(
         output_token_ids=output.token_ids,
         sampling=sampling_to_pb(request.sampling),
         block_hashes=request.block_hashes,
-        hash_block_size=request.hash_block_size,
         cache_salt=request.cache_salt,
         priority=request.priority,
     )

@@ -18,7 +18,6 @@ from typing import NamedTuple, Self
 from common.cancellation import end_tasks
 from common.pb import pods_pb2
 from common.rpc.channel import ChannelOpener, open_channel
-from common.types import block_size_misfit
 from router.discovery import Discovery, Endpoint, Endpoints, Role
 from router.health_config import HealthConfig
 from router.index import PrefixIndex
@@ -32,23 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 class ModelFacts(NamedTuple):
-    """What pods must agree on to share KV and tokens; block sizes need not be equal with every connector."""
+    """What pods must agree on to share KV and tokens."""
 
     fingerprint: bytes
     block_size: int  # tokens
     vocab_size: int
-    is_direct: bool  # its connector writes blocks as they are
 
     @classmethod
     def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
         """Those of one pod."""
-        return cls(info.fingerprint, info.block_size, info.vocab_size, info.is_direct)
+        return cls(info.fingerprint, info.block_size, info.vocab_size)
 
     def mismatch(self, other: ModelFacts) -> str:
         """Why a pod with the facts `other` does not fit; empty: it does."""
-        misfit = block_size_misfit(self.block_size, other.block_size, is_direct=self.is_direct or other.is_direct)
-        if misfit:
-            return f"its block_size is {other.block_size}, the cluster's is {self.block_size}: {misfit}"
+        if self.block_size != other.block_size:
+            return f"its block_size is {other.block_size}, the cluster's is {self.block_size}"
         if self.vocab_size != other.vocab_size:
             return f"its vocab_size is {other.vocab_size}, the cluster's is {self.vocab_size}"
         if self.fingerprint != other.fingerprint:

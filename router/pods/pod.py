@@ -175,10 +175,6 @@ class Pod:
             logger.warning("KV events of %s pod %s are missing; a snapshot is due", self.role_name, self.address)
         return applied
 
-    def tells_blocks(self, block_size: int) -> bool:
-        """Whether it tells which blocks of so many tokens it holds."""
-        return self.is_fed and self.info is not None and self.info.block_size == block_size
-
     async def prefill(
         self, request: pods_pb2.PrefillRequest, timeout_s: float, cause: Cause
     ) -> pods_pb2.PrefillResponse:

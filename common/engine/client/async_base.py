@@ -21,6 +21,7 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -127,6 +128,11 @@ class AsyncClientBase(abc.ABC):
         """Report news of a consumer's handoff."""
         self._check_alive()
         self._send(update)
+
+    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+        """Report that a producer no longer writes to a consumer's blocks."""
+        self._check_alive()
+        self._send(news)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Tell a producer where a direct connector is to write."""

@@ -11,6 +11,7 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -34,6 +35,9 @@ class EngineClient(Protocol):
 
     def update_transfer(self, update: TransferUpdate) -> None:
         """Report news of a consumer's handoff."""
+
+    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+        """Report that a producer no longer writes to a consumer's blocks."""
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Tell a producer where a direct connector is to write."""

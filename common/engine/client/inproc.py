@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from common.engine.config import EngineConfig
 from common.engine.core import EngineCore
 from common.engine.executor.base import Executor
 from common.engine.launch import DEFAULT_EXECUTOR, load_executor_factory
 from common.engine.messages import (
+    AbortRequests,
     AddRequest,
     EngineCoreOutputs,
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    RequestOutput,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -38,8 +44,11 @@ class InprocClient:
         if executor is None:
             executor = load_executor_factory(DEFAULT_EXECUTOR)(config)
         self._wakeup = threading.Event()
-        self._core = EngineCore(config, executor, on_wakeup=self._wakeup.set)
+        self._news: deque[RequestOutput] = deque()  # of transfers, between steps
         self._dead = ""
+        self._core = EngineCore(
+            config, executor, on_wakeup=self._wakeup.set, on_news=self._take_news, on_failure=self._fail
+        )
 
     @property
     def spec(self) -> EngineSpec:
@@ -49,49 +58,58 @@ class InprocClient:
     @property
     def has_work(self) -> bool:
         """True if a step would do something now."""
-        return self._core.has_work
+        return bool(self._news) or self._core.has_work
 
     @property
     def has_unfinished(self) -> bool:
-        """True while any request lives or any transfer is not settled."""
-        return self._core.has_unfinished
+        """True while any request lives, any KV is on the move, or there is news that no step has returned."""
+        return bool(self._news) or self._core.has_unfinished
 
     def add_request(self, request: AddRequest) -> None:
         """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the next outputs."""
         self._check_alive()
+        self._core.receive(request)
         self._core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
         """End generations; each live one still answers, with FinishReason.ABORT."""
         self._check_alive()
+        self._core.receive(AbortRequests(list(request_ids)))
         self._core.abort_requests(request_ids)
 
     def update_transfer(self, update: TransferUpdate) -> None:
         """Report news of a consumer's handoff."""
         self._check_alive()
-        self._core.update_transfer(update)
+        self._core.receive(update)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Tell a producer where a direct connector is to write."""
         self._check_alive()
-        self._core.set_transfer_target(target)
+        self._core.receive(target)
+
+    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+        """Report that a producer no longer writes to a consumer's blocks."""
+        self._check_alive()
+        self._core.receive(news)
 
     def step(self, *, timeout_s: float = _TRANSFER_TIMEOUT_S) -> EngineCoreOutputs:
-        """Compute one step. With nothing to compute but transfers in flight, wait for one to settle, at most
-        `timeout_s`. Outputs are empty if nothing happened."""
+        """Compute one step. With nothing to compute but KV on the move, wait for news of it, at most `timeout_s`.
+        Outputs are empty if nothing happened."""
         self._check_alive()
-        if not self._core.has_work and self._core.has_unfinished:
+        if not self.has_work and self._core.has_unfinished:
             self._wakeup.wait(timeout_s)
         self._wakeup.clear()
-        if not self._core.has_work:
-            return EngineCoreOutputs(outputs=[], stats=self._core.stats())
+        self._check_alive()
         try:
-            return self._core.step()
+            is_idle = not self._core.has_work
+            outputs = EngineCoreOutputs(outputs=[], stats=self._core.stats()) if is_idle else self._core.step()
         except BaseException as error:
             self._dead = f"the engine died in a step: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 raise EngineDeadError(self._dead) from error
             raise
+        news = [self._news.popleft() for _ in range(len(self._news))]
+        return msgspec.structs.replace(outputs, outputs=news + outputs.outputs) if news else outputs
 
     def stats(self) -> EngineStats:
         """Current figures."""
@@ -120,6 +138,14 @@ class InprocClient:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _take_news(self, outputs: EngineCoreOutputs) -> None:
+        self._news.extend(outputs.outputs)
+        self._wakeup.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._dead = f"the engine's transfers died: {type(error).__name__}: {error}"
+        self._wakeup.set()
 
     def _check_alive(self) -> None:
         if self._dead:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from common.engine.kv_connector import ConnectorFacts
+from common.engine.kv_connector import ConnectorFacts, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -24,21 +24,29 @@ class ModelFacts:
     dtype: str
 
 
+class OpenConnector(NamedTuple):
+    """A connector over the executor's KV cache."""
+
+    connector: WorkerConnector
+    facts: ConnectorFacts
+
+
 class Executor(Protocol):
     """Owns the workers. Called by EngineCore on its one thread, in this order:
-    `load_model`, `initialize_kv_cache`, then `execute` once per step, then `close`."""
+    `load_model`, `initialize_kv_cache`, `open_connector`, then `execute` once per step, then `close`."""
 
     def load_model(self) -> ModelFacts:
         """Load weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
-        """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block, and
-        open the connector, if there is one. `on_transfer_settled` may be called from any thread, also between
-        steps."""
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block."""
+
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
+        """Open the connector over the KV cache, if there is one; it is the caller's until `close`. `on_settled` may be
+        called from any thread, also between steps."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: forget dropped requests, start loads, forward, sample, start saves, collect settled
-        transfers. A step without scheduled tokens only does the transfers' part."""
+        """Run one step: forget dropped requests, forward, sample."""
 
     def close(self) -> None:
-        """Release everything. Idempotent; safe after a partial start."""
+        """Release everything, the connector included. Idempotent; safe after a partial start."""

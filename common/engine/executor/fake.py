@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.config import EngineConfig
-from common.engine.executor.base import ModelFacts
+from common.engine.executor.base import ModelFacts, OpenConnector
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
@@ -79,7 +79,7 @@ class MemoryConnector:
         for index, block_hash in enumerate(transfer.block_hashes):
             if block_hash not in self.store:
                 break
-            self._fill(transfer, index, self.store[block_hash])
+            self._kv_cache[transfer.block_ids[index]].copy_(self.store[block_hash])
             num_ok += 1
         self._settle(transfer, num_ok)
 
@@ -99,16 +99,6 @@ class MemoryConnector:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _fill(self, transfer: BlockTransfer, index: int, content: torch.Tensor) -> None:
-        if transfer.regroup is None:
-            self._kv_cache[transfer.block_ids[index]].copy_(content)
-            return
-        is_last = index == len(transfer.block_hashes) - 1
-        num_tokens = transfer.num_tokens_in_last if is_last else transfer.regroup.block_size
-        for block, start, source, count in transfer.regroup.pieces(index, num_tokens, self._kv_cache.shape[-2]):
-            target = self._kv_cache[transfer.block_ids[block]]
-            target[..., start : start + count, :] = content[..., source : source + count, :]
 
     def _settle(self, transfer: BlockTransfer, num_ok: int) -> None:
         error = "" if num_ok == len(transfer.block_hashes) else "block_missing"
@@ -226,22 +216,21 @@ class FakeExecutor:
         """The facts given to the constructor."""
         return self._facts
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
-        """Allocate [num_blocks, 1, 2, 1, block_size, 1] and open the connector."""
-        kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
-        self._slots = kv_cache.view(num_blocks, 2, self._block_size).numpy()
-        return self._connector.register_kv_cache(kv_cache, FAKE_FINGERPRINT, on_transfer_settled)
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate [num_blocks, 1, 2, 1, block_size, 1]."""
+        self._kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
+        self._slots = self._kv_cache.view(num_blocks, 2, self._block_size).numpy()
+
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
+        """Always there."""
+        return OpenConnector(
+            self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
+        )
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Write the scheduled tokens' "KV"; hash what can be read where a request reaches its last token."""
         self.steps = [*self.steps[-31:], step]
         self._update_requests(step)
-        for job_id in step.cancelled_job_ids:
-            self._connector.cancel(job_id)
-        for lookup in step.lookups:
-            self._connector.start_lookup(lookup)
-        for load in step.loads:
-            self._connector.start_load(load)
         if step.num_scheduled_tokens and self._step_s:
             time.sleep(self._step_s)
         sampled: dict[RequestId, SampledToken | None] = {}
@@ -249,9 +238,7 @@ class FakeExecutor:
             token = self._compute(self._requests[request_id], num_tokens)
             if token is not None:
                 sampled[request_id] = token
-        for save in step.saves:
-            self._connector.start_save(save)
-        return ModelRunnerOutput(sampled=sampled, transfers=self._connector.poll())
+        return ModelRunnerOutput(sampled=sampled)
 
     def close(self) -> None:
         """Release the connector."""

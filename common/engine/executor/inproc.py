@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
-from common.engine.executor.base import ModelFacts
-from common.engine.kv_connector import ConnectorFacts
+from common.engine.executor.base import ModelFacts, OpenConnector
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.worker import Worker
 
@@ -21,9 +20,13 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.load_model()
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
+    def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor."""
-        return self._worker.initialize_kv_cache(num_blocks, on_transfer_settled)
+        self._worker.initialize_kv_cache(num_blocks)
+
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
+        """See Executor."""
+        return self._worker.open_connector(on_settled)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from common.engine.kv_cache.block_pool import Block, BlockPool
 from common.engine.kv_cache.cache_changes import CacheChanges
-from common.engine.request import Request
-from common.types import RequestId
+from common.types import BlockHash, RequestId
+
+
+class TokenSequence(Protocol):
+    """What the cache must know of a request."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """Whose blocks they are."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in its blocks."""
+
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        """Of leading full blocks, as far as known."""
+
+    def complete_block_hashes(self, block_size: int, num_blocks: int) -> None:
+        """Compute what lacks of the hashes of the first `num_blocks` blocks, all of which must be full."""
 
 
 class _BlockTable:
@@ -53,7 +76,7 @@ class KVCacheManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def num_shareable_blocks(self, request: Request) -> int:
+    def num_shareable_blocks(self, request: TokenSequence) -> int:
         """Leading blocks of `request` that need not be computed if somebody has them.
 
         They never cover the last token: one token must be computed to sample the next, and a shared block must
@@ -61,7 +84,7 @@ class KVCacheManager:
         """
         return (request.num_tokens - 1) // self.block_size
 
-    def find_cached_prefix(self, request: Request) -> list[Block]:
+    def find_cached_prefix(self, request: TokenSequence) -> list[Block]:
         """The longest run of cached blocks that `request` starts with, among its shareable ones."""
         if not self.enable_prefix_caching:
             return []
@@ -75,20 +98,20 @@ class KVCacheManager:
             prefix.append(block)
         return prefix
 
-    def can_allocate(self, request: Request, prefix: Sequence[Block], held_back: int) -> bool:
+    def can_allocate(self, request: TokenSequence, prefix: Sequence[Block], held_back: int) -> bool:
         """Whether all tokens of `request` fit behind `prefix` and `held_back` free blocks remain."""
         needed = self.num_blocks_for(request.num_tokens) - len(prefix)
         revived = sum(block.ref_cnt == 0 for block in prefix)
         return needed + revived + held_back <= self._pool.num_free
 
-    def allocate(self, request: Request, prefix: Sequence[Block]) -> None:
+    def allocate(self, request: TokenSequence, prefix: Sequence[Block]) -> None:
         """Give `request` a table that starts with `prefix` and holds all its tokens. Needs `can_allocate`."""
         assert request.request_id not in self._tables
         self._pool.share(prefix)
         fresh = self._pool.allocate(self.num_blocks_for(request.num_tokens) - len(prefix))
         self._tables[request.request_id] = _BlockTable([*prefix, *fresh], len(prefix), self.block_size)
 
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+    def grow(self, request: TokenSequence, num_tokens: int) -> list[int] | None:
         """Extend the table to hold `num_tokens` tokens. Ids of the blocks added; None if too few are free now."""
         table = self._tables[request.request_id]
         if num_tokens <= table.capacity:
@@ -101,7 +124,7 @@ class KVCacheManager:
         table.capacity += missing * self.block_size
         return [block.block_id for block in fresh]
 
-    def cache_computed(self, request: Request) -> None:
+    def cache_computed(self, request: TokenSequence) -> None:
         """Make the full blocks among the computed tokens of `request` findable. Called once they are computed."""
         table = self._tables[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
@@ -112,19 +135,19 @@ class KVCacheManager:
             self._pool.cache(table.blocks[index], request.block_hashes[index])
         table.num_cached = num_full
 
-    def free(self, request: Request) -> None:
+    def free(self, request: TokenSequence) -> None:
         """Take back all blocks of `request`; does nothing if it has none. Pinned ones stay out of the free queue."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self._pool.free(table.blocks)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: TokenSequence) -> None:
         """Take the blocks of `request`, shared ones included, out of the prefix cache: their KV may be wrong."""
         table = self._tables.get(request.request_id)
         if table is not None:
             self._pool.forget(table.blocks)
 
-    def blocks(self, request: Request) -> Sequence[Block]:
+    def blocks(self, request: TokenSequence) -> Sequence[Block]:
         """The blocks of `request`, in token order; empty if it has none."""
         table = self._tables.get(request.request_id)
         return table.blocks if table is not None else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from common.engine.kv_cache import Block
-from common.engine.request import Request, RequestStatus
+from common.engine.scheduler.request import Request, RequestStatus
 from common.types import RequestId
 
 

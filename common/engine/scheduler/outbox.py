@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.engine.messages import RequestEvent, RequestOutput
-from common.engine.request import Request
+from common.engine.scheduler.request import Request
 from common.errors import BatonError
 from common.types import SampledToken
 

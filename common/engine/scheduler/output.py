@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import Fence
 from common.types import RequestId, SampledToken, SamplingParams
 
 
@@ -38,22 +38,6 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)  # in batch order
     total_num_scheduled_tokens: int = 0
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
-    loads: list[BlockTransfer] = field(default_factory=list)  # start before the forward
-    saves: list[BlockTransfer] = field(default_factory=list)  # start after the forward, which computes them
-    lookups: list[BlockTransfer] = field(default_factory=list)  # start before the forward
-    cancelled_job_ids: list[int] = field(default_factory=list)  # transfers whose request ended: hurry them
-
-    @property
-    def has_work(self) -> bool:
-        """True if the executor has anything to do."""
-        return bool(
-            self.num_scheduled_tokens
-            or self.dropped_request_ids
-            or self.loads
-            or self.saves
-            or self.lookups
-            or self.cancelled_job_ids
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +45,4 @@ class ModelRunnerOutput:
     """What a step produced."""
 
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
-    transfers: list[TransferResult] = field(default_factory=list)  # settled since the last step
+    fence: Fence = None  # after which the KV of the step's tokens is written

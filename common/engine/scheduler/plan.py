@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.engine.request import Request
+from common.engine.scheduler.request import Request
 
 
 class Plan:

@@ -17,3 +17,4 @@ class Totals:
     prefix_cache_hits: int = 0
     num_prompt_tokens: int = 0  # computed here
     num_generation_tokens: int = 0
+    tier_hits: int = 0  # tokens restored from tiers below

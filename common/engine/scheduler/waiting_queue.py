@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from common.engine.request import Request
+from common.engine.scheduler.request import Request
 
 
 class WaitingQueue:

@@ -12,8 +12,8 @@ import torch
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
-from common.engine.executor.base import ModelFacts
-from common.engine.kv_connector import ConnectorFactory, ConnectorFacts, WorkerConnector
+from common.engine.executor.base import ModelFacts, OpenConnector
+from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -30,6 +30,7 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._facts: ModelFacts | None = None
         self._connector: WorkerConnector | None = None
+        self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
 
     def load_model(self) -> ModelFacts:
@@ -56,12 +57,11 @@ class Worker:
         )
         return self._facts
 
-    def initialize_kv_cache(self, num_blocks: int, on_transfer_settled: Callable[[], None]) -> ConnectorFacts:
+    def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor.initialize_kv_cache."""
         assert self._loaded is not None
-        assert self._facts is not None
         block_size = self._config.cache.block_size
-        kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
+        self._kv_cache = kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
         self._runner = ModelRunner(
             self._loaded,
             kv_cache,
@@ -69,18 +69,23 @@ class Worker:
             max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
             attention_backend=self._config.model.attention_backend,
         )
+
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
+        """See Executor.open_connector."""
         if self._connector is None:
-            return ConnectorFacts()
-        return self._connector.register_kv_cache(kv_cache, self._facts.fingerprint, on_transfer_settled)
+            return None
+        assert self._facts is not None
+        assert self._kv_cache is not None
+        facts = self._connector.register_kv_cache(self._kv_cache, self._facts.fingerprint, on_settled)
+        return OpenConnector(self._connector, facts)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor.execute."""
         assert self._runner is not None
         self._runner.update_requests(step)
-        self._start_loads(step)
-        sampled = self._runner.run(step.num_scheduled_tokens) if step.num_scheduled_tokens else {}
-        self._start_saves(step)
-        return ModelRunnerOutput(sampled=sampled, transfers=self._connector.poll() if self._connector else [])
+        if not step.num_scheduled_tokens:
+            return ModelRunnerOutput()
+        return ModelRunnerOutput(sampled=self._runner.run(step.num_scheduled_tokens), fence=self._fence())
 
     def close(self) -> None:
         """See Executor.close."""
@@ -88,32 +93,16 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
+        self._kv_cache = None
         self._loaded = None
 
-    def _start_loads(self, step: SchedulerOutput) -> None:
-        if not (step.cancelled_job_ids or step.loads or step.lookups):
-            return
-        connector = self._require_connector()
-        for job_id in step.cancelled_job_ids:
-            connector.cancel(job_id)
-        for lookup in step.lookups:
-            connector.start_lookup(lookup)
-        for load in step.loads:
-            connector.start_load(load)
-
-    def _start_saves(self, step: SchedulerOutput) -> None:
-        if not step.saves:
-            return
-        connector = self._require_connector()
-        if self._loaded is not None and self._loaded.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the connector copies on threads and streams of its own
-        for save in step.saves:
-            connector.start_save(save)
-
-    def _require_connector(self) -> WorkerConnector:
-        if self._connector is None:
-            raise ConfigError("a transfer was scheduled but this engine has no connector", param="connector")
-        return self._connector
+    def _fence(self) -> Fence:
+        """The end of what this thread has asked of the device so far: connectors copy on streams of their own."""
+        if self._connector is None or self._loaded is None or self._loaded.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

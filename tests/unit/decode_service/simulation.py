@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -24,10 +25,10 @@ import grpc
 from common.engine.config import CacheConfig, SchedulerConfig
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.messages import (
-    AddRequest,
     EngineCoreOutputs,
     EngineSpec,
     RequestOutput,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -48,7 +49,14 @@ from decode_service.request import Surroundings
 from decode_service.session import RouterSession
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
-from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, VOCAB_SIZE, FakeEngine, create_scheduler, digest_of
+from tests.unit.common.engine.scheduler_factories import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    FakeEngine,
+    Step,
+    create_scheduler,
+    digest_of,
+)
 
 T = TypeVar("T")
 
@@ -283,74 +291,65 @@ class Network:
 
 
 class SimulatedEngine(FakeEngine):
-    """FakeEngine as an EngineClient: commands are obeyed, and heard of, at the next step."""
+    """FakeEngine as the engine of a pod, always in the middle of a step: `step` ends one and begins the next. Transfers
+    hear of commands at once, the scheduler at the end of the step."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings))
-        self._commands: list[Callable[[], object]] = []
-        self._said: list[RequestOutput] = []
-        self._steps: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
+        self.on_save: Callable[[BlockTransfer], None] = lambda _: None
+        self._said: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
+        self.begin_step()
 
-    def add_request(self, request: AddRequest) -> None:
-        self._commands.append(lambda: self.add(request))
-
-    def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
-        self._commands.append(lambda: self.abort(*request_ids))
-
-    def set_transfer_target(self, target: TransferTarget) -> None:
-        self._commands.append(lambda: self.scheduler.set_transfer_target(target))
-
-    def update(self, update: TransferUpdate) -> None:
-        self.update_transfer(
-            update.request_id,
-            update.num_ready_tokens,
-            epoch=update.epoch,
-            final=update.final,
-            failure=update.failure,
-            first_token=update.first_token,
-            digests=update.digests,
-            is_quiet=update.is_quiet,
-        )
-
-    async def take_steps(self) -> AsyncIterator[EngineCoreOutputs]:
-        while (step := await self._steps.get()) is not None:
-            yield step
+    async def take_outputs(self) -> AsyncIterator[EngineCoreOutputs]:
+        while (outputs := await self._said.get()) is not None:
+            yield outputs
         raise EngineDeadError("killed")
 
     def kill(self) -> None:
-        self._steps.put_nowait(None)
+        self._said.put_nowait(None)
 
-    def obey_and_step(self) -> None:
-        commands, self._commands = self._commands, []
-        for command in commands:
-            command()
-        self.step()
-        said, self._said = self._said, []
-        self._steps.put_nowait(EngineCoreOutputs(outputs=said, stats=self.scheduler.stats()))
+    def step(self) -> Step:
+        step = self.end_step()
+        self._said.put_nowait(EngineCoreOutputs(outputs=[], stats=self.scheduler.stats()))
+        self.begin_step()
+        return step
+
+    def run(self, max_steps: int = 1000) -> int:
+        num_steps = super().run(max_steps)
+        self.step()  # to the end of the one that was under way
+        return num_steps
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        super().start_save(transfer)
+        self.on_save(transfer)
 
     @property
     def is_idle(self) -> bool:
-        return not (self._commands or self.jobs or self._settled or self.scheduler.has_unfinished) and not (
-            self.scheduler.has_work
-        )
+        return not (self._deferred or self.jobs or self.scheduler.has_unfinished or self.scheduler.has_work)
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         super()._collect(outputs)
-        self._said += outputs
+        if outputs:
+            self._said.put_nowait(EngineCoreOutputs(outputs=outputs))
 
 
 class _Client:
-    """The EngineClient face of a SimulatedEngine, whose own `update_transfer` is another."""
+    """The EngineClient face of a SimulatedEngine."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
-        self.add_request = engine.add_request
-        self.abort_requests = engine.abort_requests
-        self.set_transfer_target = engine.set_transfer_target
-        self.outputs = engine.take_steps
         self._engine = engine
+        self.outputs = engine.take_outputs
+        self.add_request = engine.add
+        self.update_transfer = self.set_transfer_target = self.quiesce_transfer = self._tell
 
-    def update_transfer(self, update: TransferUpdate) -> None:
-        self._engine._commands.append(lambda: self._engine.update(update))
+    def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
+        self._engine.abort(*request_ids)
+
+    def _tell(self, news: TransferUpdate | TransferTarget | TransferQuiesced) -> None:
+        if isinstance(news, TransferQuiesced):
+            self._engine.quiesce(news.request_id, epoch=news.epoch)
+        else:
+            self._engine.tell(news)
 
 
 # -- pods --------------------------------------------------------------------------------------------------------------
@@ -429,6 +428,7 @@ class PrefillPod(Pod):
             pod_id="prefill", connector="direct", transfer_lease_s=LEASE_S, cache=CacheConfig(block_size=BLOCK_SIZE)
         )
         engine = SimulatedEngine(num_blocks=25, max_num_batched_tokens=chunk)
+        engine.on_save = self._start_writes
         super().__init__("prefill", config, engine, incarnation)
         self.front = PrefillFront(self.context, config)
         self._network = network
@@ -451,14 +451,9 @@ class PrefillPod(Pod):
         self.tasks.append(wire._task)
         return wire
 
-    def step(self, now: float) -> None:
-        known = set(self.engine.jobs)
-        self.engine.obey_and_step()
-        for job_id in self.engine.jobs.keys() - known:
-            self._start_writes(self.engine.jobs[job_id][1], now)
-
-    def _start_writes(self, save: BlockTransfer, now: float) -> None:
+    def _start_writes(self, save: BlockTransfer) -> None:
         assert save.destination is not None
+        now = asyncio.get_running_loop().time()
         for source, target in zip(save.block_ids, save.destination.block_ids, strict=True):
             address, content = save.destination.address, self.engine.block(source)
             self.writes.append(Write(save.job_id, address, source, target, content, now))
@@ -520,7 +515,7 @@ class DecodePod(Pod):
 
     @property
     def windowed(self) -> list[int]:
-        return [block.block_id for block in self.engine.scheduler._transfers.windowed_blocks]
+        return [block.block_id for block in self.engine.scheduler.port.writable_blocks]
 
     def end(self) -> None:
         super().end()
@@ -702,13 +697,10 @@ class Simulation:
     # -- what happens
 
     def step_prefill(self) -> None:
-        self.loop.do(lambda: self.prefill.step(self.loop.time()))
+        self.loop.do(self.prefill.engine.step)
 
     def step_decode(self) -> None:
-        def step() -> None:
-            self.decode.engine.obey_and_step()
-
-        self.loop.do(step)
+        self.loop.do(self.decode.engine.step)
 
     @property
     def pending(self) -> list[Write]:
@@ -727,7 +719,11 @@ class Simulation:
         for job_id in list(self.prefill.engine.jobs):
             started_at = next(write.started_at for write in self.prefill.writes if write.job_id == job_id)
             if started_at <= older_than:
-                self.prefill.settle(job_id, only_landed=only_landed, land=self.land)
+                settle = partial(self.prefill.settle, job_id, only_landed=only_landed, land=self.land)
+                self.loop.do(settle)
+
+    def settle_loads(self) -> None:
+        self.loop.do(self.decode.engine.settle_all)
 
     def advance(self, seconds: float) -> None:
         """Time passes. The transport ends what has taken too long."""
@@ -800,7 +796,7 @@ class Simulation:
             self.step_prefill()
             self.settle_saves()
             self.step_prefill()
-            self.decode.engine.settle_all()
+            self.settle_loads()
             self.step_decode()
             if self.is_idle:
                 return

@@ -109,7 +109,7 @@ async def test_only_what_decode_lacks_is_written(cluster: Cluster) -> None:
     assert answer.report is not None
     assert answer.report.num_cached_tokens == 2 * BLOCK_SIZE
     assert answer.report.num_external_tokens == len(PROMPT) - 2 * BLOCK_SIZE
-    written = [block for step in cluster.prefill.executor.steps for save in step.saves for block in save.block_ids]
+    written = [block for save in cluster.connector.saves for block in save.block_ids]
     assert len(written) == NUM_BLOCKS - 2
 
 
@@ -124,11 +124,11 @@ async def test_request_aborted_before_anything_is_reserved(cluster: Cluster) -> 
         await call
     cluster.prefill.gate.open()
     await cluster.decode.wait_clean()
-    assert not any(step.saves for step in cluster.prefill.executor.steps)
+    assert not cluster.connector.saves
 
 
 @pytest.mark.parametrize("how", ["abort", "leave", "prefill_failed"])
-async def test_blocks_stay_lent_until_the_prefill_pod_is_quiet(cluster: Cluster, how: str) -> None:
+async def test_blocks_stay_lent_until_the_prefill_pod_is_quiescent(cluster: Cluster, how: str) -> None:
     answer, call = await cluster.start_and_write()
     match how:
         case "abort":

@@ -53,7 +53,7 @@ class Cluster:
     async def advance_to_reserved(self) -> None:
         """From a prefill pod that is occupied until the decode pod loads KV of the first chunk."""
         self.prefill.gate.allow(2)  # the other's chunk, and the first of ours
-        await wait_for(lambda: any(step.loads for step in self.decode.executor.steps))
+        await wait_for(lambda: self.decode.connector.loads)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class HandoffMachine(RuleBasedStateMachine):
             sim.step_prefill,
             sim.settle_saves,
             sim.step_prefill,
-            sim.decode.engine.settle_all,
+            sim.settle_loads,
             sim.step_decode,
             lambda: sim.advance(sim.network.latency_s),
         ]
@@ -128,7 +128,8 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(is_ok=st.booleans())
     def settle_load(self, is_ok):
         self.is_harmed |= not is_ok
-        self.sim.decode.engine.settle(num_blocks_ok=99 if is_ok else 0, error="" if is_ok else "block_corrupt")
+        num_blocks_ok, error = (99, "") if is_ok else (0, "block_corrupt")
+        self.sim.loop.do(lambda: self.sim.decode.engine.settle(num_blocks_ok=num_blocks_ok, error=error))
 
     # -- mishaps ----------------------------------------------------------------------------------------------------
 

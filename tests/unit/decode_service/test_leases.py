@@ -78,7 +78,7 @@ def test_computed_prompt_is_not_kept_for_a_hung_decode_engine(sim: Simulation) -
     submit(sim, "other", remote=False, max_tokens=10)
     sim.step_decode()
     submit(sim)
-    for _ in PROMPT:
+    for _ in (*PROMPT, "the end of the last"):
         sim.step_prefill()
     sim.advance(LEASE_S + 1)
     sim.step_prefill()

@@ -381,14 +381,6 @@ def test_one_call_tries_again_and_the_others_go_on_without(pair, clock, monkeypa
     assert not server.is_aside
 
 
-def test_siblings_know_which_server_is_aside(two_servers, pair, caplog):
-    two_servers[0].kill()
-    write_many(pair)
-    caplog.clear()
-    write_many(pair.sibling("other"))
-    assert caplog.records == []
-
-
 def test_without_any_server_it_fails_until_one_is_back(two_servers, pair):
     for server in two_servers:
         server.kill()

@@ -106,7 +106,7 @@ async def test_held_prefix_is_neither_written_nor_digested(pod: RunningPod) -> N
         await call
     assert kinds(events)[-1] == "delivered"
     assert len(digests_of(events)) == len(BLOCKS) - 2
-    written = [block for step in pod.executor.steps for save in step.saves for block in save.destination.block_ids]
+    written = [block for save in pod.connector.saves for block in save.destination.block_ids]
     assert written == BLOCKS[2:]
 
 
@@ -158,7 +158,7 @@ async def test_blocks_that_do_not_fit_the_prompt_are_not_written(pod: RunningPod
         await stream.reserve(block_ids)
         assert kinds(await stream.events()) == ["failed"]
         await call  # the router gets its token
-    assert not any(step.saves for step in pod.executor.steps)
+    assert not pod.connector.saves
 
 
 async def test_second_reservation_fails_the_transfer(pod: RunningPod) -> None:

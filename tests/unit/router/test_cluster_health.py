@@ -70,11 +70,7 @@ async def test_a_fault_of_ours_does_not_lose_a_pod_for_good(start_cluster, monke
     ("facts", "said"),
     [
         ({"fingerprint": b"x" * 32}, "fingerprint"),
-        ({"block_size": 24}, "block_size is 24, the cluster's is 16: neither divides the other"),
-        (
-            {"block_size": 32, "is_direct": True},
-            "block_size is 32, the cluster's is 16: a direct connector needs equal",
-        ),
+        ({"block_size": 32}, "block_size is 32, the cluster's is 16"),
         ({"vocab_size": 9}, "vocab_size"),
     ],
 )
@@ -92,16 +88,6 @@ async def test_pods_of_another_model_are_refused(start_cluster, facts, said):
     assert said in pods[odd.address]["detail"]
     await cluster.complete(prompt="Hello", max_tokens=2)
     assert odd.prefills == []
-
-
-@pytest.mark.parametrize("block_size", [4, 32])
-async def test_pods_may_have_blocks_of_another_size_and_are_told_that_of_the_hashes(start_cluster, block_size):
-    prefill, decode = FakePrefillPod(block_size=block_size), FakeDecodePod()
-    cluster = await start_cluster([prefill], [decode])
-    await cluster.complete(prompt="Hello " * 20, max_tokens=2)
-    (request,) = (prefill.request for prefill in prefill.prefills)
-    assert request.hash_block_size == 16
-    assert len(request.block_hashes) == len(request.prompt_token_ids) // 16 * 16
 
 
 async def test_a_pod_in_the_wrong_list_is_refused(start_cluster):

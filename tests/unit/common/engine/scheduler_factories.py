@@ -12,22 +12,35 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from common.engine.config import SchedulerConfig
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, Regroup, TransferResult
+from common.engine.kv_cache import KVCacheManager
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.messages import (
+    AbortRequests,
     AddRequest,
+    EngineStats,
+    IntegrityReport,
     KVTransferParams,
     RequestEvent,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
+from common.engine.transfers.messages import Announce, End, Message, Note
+from common.engine.transfers.mover import Mover
+from common.engine.transfers.port import TransferPort
+from common.errors import BatonError
 from common.types import (
     BlockHash,
     FinishReason,
@@ -45,6 +58,59 @@ EOS = 2
 VOCAB_SIZE = 32
 
 
+class SyncActor:
+    """Runs a Mover on the thread of whoever puts a message. See TransferActor."""
+
+    def __init__(self) -> None:
+        self.mover: Mover | None = None  # set by the FakeEngine
+        self.on_news: Callable[[list[RequestOutput]], None] = lambda _: None
+        self._notes: list[Note] = []
+
+    @property
+    def has_notes(self) -> bool:
+        return bool(self._notes)
+
+    def put(self, message: Message) -> None:
+        assert self.mover is not None
+        self.mover.handle(message)
+        self.flush()
+
+    def settle(self, result: TransferResult) -> None:
+        assert self.mover is not None
+        self.mover.settle([result])
+        self.flush()
+
+    def flush(self) -> None:
+        assert self.mover is not None
+        self._notes += self.mover.take_notes()
+        if news := self.mover.take_news():
+            self.on_news(news)
+
+    def take_notes(self) -> list[Note]:
+        notes, self._notes = self._notes, []
+        return notes
+
+
+class SchedulerWithTransfers(Scheduler):
+    """A Scheduler that states what an EngineCore adds to it."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, facts: ConnectorFacts, **settings: Any) -> None:
+        self.facts = facts
+        self.actor = SyncActor()
+        self.port = TransferPort(kv, facts, self.actor)
+        super().__init__(config, kv, transfers=self.port, **settings)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return super().has_unfinished or len(self.port) > 0
+
+    def stats(self) -> EngineStats:
+        return self.port.figures(super().stats())
+
+    def check_integrity(self) -> IntegrityReport:
+        return msgspec.structs.replace(super().check_integrity(), num_transfers=len(self.port))
+
+
 def create_scheduler(
     *,
     num_blocks: int = 65,
@@ -55,18 +121,16 @@ def create_scheduler(
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
     **settings: Any,
-) -> Scheduler:
+) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
-    return Scheduler(
+    return SchedulerWithTransfers(
         SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0} | settings),
-        num_blocks=num_blocks,
-        block_size=block_size,
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
-        enable_prefix_caching=enable_prefix_caching,
-        connector=ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
     )
 
 
@@ -80,7 +144,6 @@ def create_request(
     cache_salt: str = "",
     priority: int = 0,
     block_hashes: Sequence[BlockHash] = (),
-    peer_block_size: int = 0,
     **sampling: Any,
 ) -> AddRequest:
     """A request. `prompt` is its tokens, or how many different ones; `sampling` are those of SamplingParams."""
@@ -99,7 +162,6 @@ def create_request(
             transfer_id=TransferId(request_id),
             epoch=epoch,
             role=role,  # type: ignore[arg-type]
-            peer_block_size=peer_block_size,
         )
         if role
         else None,
@@ -174,14 +236,35 @@ class _RunningRequest:
         self.block_ids = block_ids
 
 
-class FakeEngine:
-    """A scheduler, a model runner and a connector whose jobs settle when the test says so.
+@dataclass
+class Step:
+    """A step of a FakeEngine: what was computed, and what the connector was asked since the step before."""
 
-    A load or a save touches its blocks when it settles, as late as a real transport may.
+    new_requests: list[NewRequest] = field(default_factory=list)
+    continued_requests: list[ContinuedRequest] = field(default_factory=list)
+    num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    dropped_request_ids: list[RequestId] = field(default_factory=list)
+    loads: list[BlockTransfer] = field(default_factory=list)
+    saves: list[BlockTransfer] = field(default_factory=list)
+    lookups: list[BlockTransfer] = field(default_factory=list)
+    cancelled_job_ids: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """A scheduler, a model runner, transfers, and a connector whose jobs settle when the test says so.
+
+    A load or a save touches its blocks when it settles, as late as a real transport may. Transfers hear of news at
+    once, also in the middle of a step, between `begin_step` and `end_step`; what the scheduler is told then waits for
+    its end.
     """
 
     def __init__(
-        self, scheduler: Scheduler | None = None, *, block_size: int = BLOCK_SIZE, settle_at_once: bool = False
+        self,
+        scheduler: SchedulerWithTransfers | None = None,
+        *,
+        block_size: int = BLOCK_SIZE,
+        settle_at_once: bool = False,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self.block_size = block_size
@@ -189,7 +272,6 @@ class FakeEngine:
         self.now = 0.0
         self.medium: dict[BlockHash, list[int]] = {}
         self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load", "save" or "lookup"
-        self.epochs: dict[RequestId, int] = {}
         self.outputs: dict[RequestId, list[int]] = {}  # token by index
         self.finished: dict[RequestId, FinishReason] = {}
         self.events: dict[RequestId, list[RequestEvent]] = {}
@@ -198,77 +280,167 @@ class FakeEngine:
         self.errors: dict[RequestId, int] = {}  # code of those that failed
         self.address = b""
         self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
-        self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiet
+        self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiescent
+        self._epochs: dict[RequestId, int] = {}
         self._kv: dict[int, int] = {}  # slot -> fingerprint
         self._running: dict[RequestId, _RunningRequest] = {}
-        self._settled: list[TransferResult] = []
+        self._asked = Step()  # of the connector, since the last step
+        self._scheduled: SchedulerOutput | None = None  # the step that runs
+        self._deferred: list[Callable[[], None]] = []  # what the scheduler is told at its end
+        self._actor = self.scheduler.actor
+        self._actor.mover = Mover(self, self.scheduler.facts, block_size, lambda: self.now)
+        self._actor.on_news = self._collect
+
+    # -- commands ---------------------------------------------------------------------------------------------------
 
     def add(self, *requests: AddRequest) -> None:
         for request in requests:
+            request_id, transfer = request.request_id, request.transfer
+            self.outputs[request_id] = list(request.output_token_ids)
+            self.finished.pop(request_id, None)
+            self.events[request_id] = []
+            if transfer is not None:
+                is_producer, num_prompt_tokens = transfer.role == "producer", len(request.prompt_token_ids)
+                self._epochs[request_id] = transfer.epoch
+                self.tell(Announce(request_id, transfer.epoch, is_producer, num_prompt_tokens))
+            self._between_steps(partial(self._add, request))
+            self._settle_if_at_once()
+
+    def _add(self, request: AddRequest) -> None:
+        try:
             self.scheduler.add_request(request, self.now)
-            self.outputs[request.request_id] = list(request.output_token_ids)
-            self.finished.pop(request.request_id, None)
-            self.events[request.request_id] = []
-            self.epochs[request.request_id] = request.transfer.epoch if request.transfer else 0
+        except BatonError:
+            if request.transfer is not None and not self.scheduler.port.knows(request.request_id):
+                self.tell(End(request.request_id, is_aborted=True))
+            raise
 
     def abort(self, *request_ids: str) -> list[RequestOutput]:
-        outputs = self.scheduler.abort_requests([RequestId(request_id) for request_id in request_ids])
-        self._collect(outputs)
-        return outputs
+        """What the scheduler answered; nothing yet if a step runs."""
+        ids = [RequestId(request_id) for request_id in request_ids]
+        self.tell(AbortRequests(ids))
+        answers: list[RequestOutput] = []
 
-    def update_transfer(self, request_id: str, num_ready_tokens: int, *, epoch: int = 1, **settings: Any) -> None:
-        if settings.get("is_quiet") and self.epochs.get(RequestId(request_id)) == epoch:
-            self.windows.pop(RequestId(request_id), None)
-        self.scheduler.update_transfer(
-            TransferUpdate(
-                request_id=RequestId(request_id), epoch=epoch, num_ready_tokens=num_ready_tokens, **settings
-            ),
-            self.now,
+        def abort() -> None:
+            answers.extend(self.scheduler.abort_requests(ids))
+            self._collect(answers)
+
+        self._between_steps(abort)
+        return answers
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        if self._scheduled is None:
+            call()
+        else:
+            self._deferred.append(call)
+
+    def update_transfer(
+        self, request_id: str, num_ready_tokens: int, *, epoch: int = 1, is_quiescent: bool = False, **settings: Any
+    ) -> None:
+        if is_quiescent:
+            self.quiesce(request_id, epoch=epoch)
+        self.tell(
+            TransferUpdate(request_id=RequestId(request_id), epoch=epoch, num_ready_tokens=num_ready_tokens, **settings)
         )
+
+    def quiesce(self, request_id: str, *, epoch: int = 1) -> None:
+        if self._epochs.get(RequestId(request_id)) == epoch:
+            self.windows.pop(RequestId(request_id), None)
+        self.tell(TransferQuiesced(request_id=RequestId(request_id), epoch=epoch))
 
     def set_target(
         self, request_id: str, block_ids: Sequence[int], *, held: int = 0, epoch: int = 1, address: bytes = b"peer"
     ) -> None:
-        target = TransferTarget(
-            request_id=RequestId(request_id),
-            epoch=epoch,
-            address=address,
-            num_held_tokens=held,
-            block_ids=list(block_ids),
+        self.tell(
+            TransferTarget(
+                request_id=RequestId(request_id),
+                epoch=epoch,
+                address=address,
+                num_held_tokens=held,
+                block_ids=list(block_ids),
+            )
         )
-        self.scheduler.set_transfer_target(target)
 
-    def step(self) -> SchedulerOutput:
+    def tell(self, message: Message) -> None:
+        """Transfers hear it at once."""
+        self._actor.put(message)
+        self._settle_if_at_once()
+
+    # -- the connector, see WorkerConnector -------------------------------------------------------------------------
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        self.jobs[transfer.job_id] = ("load", transfer)
+        self._asked.loads.append(transfer)
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        self.jobs[transfer.job_id] = ("save", transfer)
+        self._asked.saves.append(transfer)
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        assert not transfer.block_ids
+        assert transfer.is_for_tier
+        self.jobs[transfer.job_id] = ("lookup", transfer)
+        self._asked.lookups.append(transfer)
+
+    def cancel(self, job_id: int) -> None:
+        self.cancelled.add(job_id)
+        self._asked.cancelled_job_ids.append(job_id)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
         """One step of the engine; `self.now` advances by a second."""
-        step = self.scheduler.schedule(self.now)
+        self.begin_step()
+        return self.end_step()
+
+    @property
+    def is_stepping(self) -> bool:
+        """A step runs."""
+        return self._scheduled is not None
+
+    def begin_step(self) -> None:
+        """What is scheduled now is computed by `end_step`."""
+        assert self._scheduled is None
+        self._scheduled = self.scheduler.schedule(self.now)
         self._collect(self.scheduler.take_urgent_news())
+
+    def end_step(self) -> Step:
+        """What was computed, and what the connector was asked since the last step."""
+        scheduled, self._scheduled = self._scheduled, None
+        assert scheduled is not None
         self.now += 1.0
-        result = self._execute(step)
-        self._collect(self.scheduler.update(step, result, self.now))
+        result = self._execute(scheduled)
+        self._collect(self.scheduler.update(scheduled, result))
+        self._settle_if_at_once()
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
+            call()
+        step, self._asked = self._asked, Step()
+        step.new_requests = scheduled.new_requests
+        step.continued_requests = scheduled.continued_requests
+        step.num_scheduled_tokens = scheduled.num_scheduled_tokens
+        step.total_num_scheduled_tokens = scheduled.total_num_scheduled_tokens
+        step.dropped_request_ids = scheduled.dropped_request_ids
         return step
 
     def run(self, max_steps: int = 1000) -> int:
         """Step until there is nothing to do; how many steps that took."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work and not self._settled:
+            if not self.scheduler.has_work:
                 return num_steps
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.stats()}")
 
     def settle(self, job_id: int | None = None, num_blocks_ok: float = math.inf, error: str = "") -> None:
-        """Let one job (the oldest) end at the next step after `num_blocks_ok` blocks."""
+        """Let one job (the oldest) end after `num_blocks_ok` blocks."""
         job_id = next(iter(self.jobs)) if job_id is None else job_id
         kind, transfer = self.jobs.pop(job_id)
         if transfer.destination is not None or transfer.digests:
-            self._settled.append(self._settle_directly(transfer, num_blocks_ok, error))
+            self._actor.settle(self._settle_directly(transfer, num_blocks_ok, error))
             return
         if kind == "lookup":
             kept = [block_hash in self.medium for block_hash in transfer.block_hashes]
             num_kept = min([*kept, False].index(False), num_blocks_ok)
-            self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=int(num_kept), error=error))
-            return
-        if transfer.regroup is not None:
-            self._settled.append(self._settle_regrouping(transfer, transfer.regroup, num_blocks_ok, error))
+            self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=int(num_kept), error=error))
             return
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
@@ -288,12 +460,12 @@ class FakeEngine:
                 assert len(self.medium[block_hash]) == num_tokens
                 self._kv.update(zip(slots, self.medium[block_hash], strict=True))
             num_ok += 1
-        self._settled.append(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
+        self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
 
     def settle_as(self, result: TransferResult) -> None:
-        """Let a job end at the next step as `result` says; what it moved is the test's affair."""
+        """Let a job end as `result` says; what it moved is the test's affair."""
         del self.jobs[result.job_id]
-        self._settled.append(result)
+        self._actor.settle(result)
 
     def _settle_directly(self, transfer: BlockTransfer, num_blocks_ok: float, error: str) -> TransferResult:
         contents = [self.block(block_id) for block_id in transfer.block_ids]
@@ -310,21 +482,6 @@ class FakeEngine:
                 peer.write_block(block_id, content)
         return TransferResult(transfer.job_id, num_ok, error, digests[:num_ok])
 
-    def _settle_regrouping(
-        self, transfer: BlockTransfer, regroup: Regroup, num_blocks_ok: float, error: str
-    ) -> TransferResult:
-        assert 0 not in transfer.block_ids
-        for index, block_hash in enumerate(transfer.block_hashes):
-            if index >= num_blocks_ok or block_hash not in self.medium:
-                return TransferResult(transfer.job_id, index, error or "block_missing")
-            is_last = index == len(transfer.block_hashes) - 1
-            content = self.medium[block_hash]
-            assert len(content) == (transfer.num_tokens_in_last if is_last else regroup.block_size)
-            for block, start, source, count in regroup.pieces(index, len(content), self.block_size):
-                first = transfer.block_ids[block] * self.block_size + start
-                self._kv.update(enumerate(content[source : source + count], first))
-        return TransferResult(transfer.job_id, len(transfer.block_hashes), error)
-
     def block(self, block_id: int) -> list[int]:
         """What a block holds."""
         return [self._kv.get(block_id * self.block_size + offset, -1) for offset in range(self.block_size)]
@@ -337,11 +494,16 @@ class FakeEngine:
         while self.jobs:
             self.settle()
 
+    def _settle_if_at_once(self) -> None:
+        if self.settle_at_once:
+            self.settle_all()
+
     def assert_sound(self) -> None:
         assert self.scheduler.check_integrity().violations == []
 
     def assert_idle(self) -> None:
-        """Nothing is left over."""
+        """Nothing is left over, once what has arrived is taken note of."""
+        self.run()
         report, stats = self.scheduler.check_integrity(), self.scheduler.stats()
         assert report.violations == []
         assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
@@ -358,13 +520,6 @@ class FakeEngine:
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.dropped_request_ids:
             del self._running[request_id]
-        for transfer in step.loads:
-            self.jobs[transfer.job_id] = ("load", transfer)
-        for transfer in step.lookups:
-            assert not transfer.block_ids
-            assert transfer.is_for_tier
-            self.jobs[transfer.job_id] = ("lookup", transfer)
-        self.cancelled.update(step.cancelled_job_ids)
         self._take_membership(step)
         starts = {new.request_id: new.num_computed_tokens for new in step.new_requests}
         starts |= {known.request_id: known.num_computed_tokens for known in step.continued_requests}
@@ -383,12 +538,7 @@ class FakeEngine:
             elif stop == len(request.token_ids):
                 sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
                 request.token_ids.append(sampled[request_id].token_id)
-        for transfer in step.saves:
-            self.jobs[transfer.job_id] = ("save", transfer)
-        if self.settle_at_once:
-            self.settle_all()
-        settled, self._settled = self._settled, []
-        return ModelRunnerOutput(sampled=sampled, transfers=settled)
+        return ModelRunnerOutput(sampled=sampled)
 
     def _take_membership(self, step: SchedulerOutput) -> None:
         for new in step.new_requests:
@@ -424,13 +574,17 @@ class FakeEngine:
             tokens += [token.token_id for token in output.tokens]
             self.events[output.request_id] += output.events
             for event in output.events:
-                if isinstance(event, RequestStarted) and event.reserved_block_ids:
+                if isinstance(event, RequestStarted) and self._has_window(output.request_id):
                     self.windows[output.request_id] = event.reserved_block_ids
             if output.finish_reason is not None:
                 assert output.request_id not in self.finished
                 self.finished[output.request_id] = output.finish_reason
             if output.finish_reason is FinishReason.ERROR:
                 self.errors[output.request_id] = output.error_code
+
+    def _has_window(self, request_id: RequestId) -> bool:
+        incoming = self._actor.mover._incoming.get(request_id)
+        return incoming is not None and incoming.is_window_open
 
 
 def connect_directly(*engines: FakeEngine) -> None:

@@ -1,21 +1,33 @@
+import queue
+import threading
+from typing import Any
+
 import msgspec
 import pytest
+import torch
 
+from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.core import EngineCore
-from common.engine.executor.fake import FakeExecutor, MemoryConnector, expected_tokens
+from common.engine.executor.base import Executor
+from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.messages import (
     AddRequest,
     Call,
     EngineCoreOutputs,
+    KVSaved,
     KVTransferParams,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
+    TransferTarget,
+    TransferUpdate,
 )
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import ConfigError, ErrorCode, ModelLoadError
 from common.types import (
     HASH_BYTES,
+    BlockHash,
     FinishReason,
     RequestId,
     SamplingParams,
@@ -38,10 +50,20 @@ def request(request_id: str = "r", prompt: list[int] | None = None, max_tokens: 
     )
 
 
-def run(core: EngineCore) -> dict[str, list[RequestOutput]]:
-    """Outputs per request, once nothing is left to do."""
+def create_core(config: EngineConfig, executor: Executor, **callbacks: Any) -> EngineCore:
+    """A core that tells only those that ask."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    ignore = {"on_wakeup": lambda: None, "on_news": lambda _: None, "on_failure": fail}
+    return EngineCore(config, executor, **(ignore | callbacks))
+
+
+def run(core: EngineCore | InprocClient) -> dict[str, list[RequestOutput]]:
+    """Outputs per request, once nothing is left to do. Only a client waits for KV on the move."""
     outputs: dict[str, list[RequestOutput]] = {}
-    while core.has_work:
+    while core.has_unfinished if isinstance(core, InprocClient) else core.has_work:
         for output in core.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
     return outputs
@@ -52,7 +74,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def test_step_until_done() -> None:
-    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
     core.add_request(request("a", [7, 8, 9]))
     core.add_request(request("b", list(range(30)), max_tokens=3))
     outputs = run(core)
@@ -67,7 +89,7 @@ def test_step_until_done() -> None:
 
 
 def test_refused_request_is_an_output() -> None:
-    core = EngineCore(
+    core = create_core(
         EngineConfig(cache=CacheConfig(block_size=4, num_blocks=8), scheduler=SchedulerConfig(max_num_waiting=1)),
         FakeExecutor(block_size=4),
     )
@@ -86,7 +108,7 @@ def test_refused_request_is_an_output() -> None:
 
 
 def test_abort_answers_once() -> None:
-    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
     core.add_request(request("a", max_tokens=50))
     core.step()
     core.abort_requests([RequestId("a"), RequestId("unknown")])
@@ -97,23 +119,22 @@ def test_abort_answers_once() -> None:
     assert core.check_integrity().num_blocks_in_use == 0
 
 
-def test_settled_transfer_wakes_an_idle_core() -> None:
-    wakeups: list[bool] = []
-    settled = []
+def producer(request_id: str = "r") -> AddRequest:
+    transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer")
+    return msgspec.structs.replace(request(request_id), transfer=transfer)
 
-    class Executor(FakeExecutor):
-        def initialize_kv_cache(self, num_blocks, on_transfer_settled):
-            settled.append(on_transfer_settled)
-            return super().initialize_kv_cache(num_blocks, on_transfer_settled)
 
-    core = EngineCore(CONFIG, Executor(block_size=4), on_wakeup=lambda: wakeups.append(True))
-    assert not core.has_work
-    settled[0]()
-    settled[0]()
-    assert wakeups == [True]  # one wake-up is enough
-    assert core.has_work
-    core.step()
-    assert not core.has_work
+def test_what_settles_wakes_an_idle_core() -> None:
+    woken = threading.Event()
+    core = create_core(CONFIG, FakeExecutor(block_size=4), on_wakeup=woken.set)
+    core.receive(producer())
+    core.add_request(producer())
+    while not woken.wait(0.01):
+        if core.has_work:
+            core.step()
+    run(core)
+    assert core.check_integrity().num_transfers == 0
+    core.close()
 
 
 def test_a_started_producer_is_announced_while_its_step_runs() -> None:
@@ -125,16 +146,120 @@ def test_a_started_producer_is_announced_while_its_step_runs() -> None:
                 assert [type(event) for output in told[0].outputs for event in output.events] == [RequestStarted]
             return super().execute(step)
 
-    core = EngineCore(CONFIG, Watching(block_size=4), on_urgent_news=told.append)
-    transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer")
-    core.add_request(msgspec.structs.replace(request(), transfer=transfer))
+    core = create_core(CONFIG, Watching(block_size=4), on_news=told.append)
+    core.receive(producer())
+    core.add_request(producer())
     outputs = run(core)["r"]
-    assert len(told) == 1
+    assert told[0].stats is None, "news says nothing of steps"
     assert not any(isinstance(event, RequestStarted) for output in outputs for event in output.events)
+    core.close()
+
+
+def test_a_refused_producer_leaves_nothing_behind() -> None:
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
+    refused = msgspec.structs.replace(producer(), prompt_token_ids=[1] * 5000)
+    core.receive(refused)
+    core.add_request(refused)
+    run(core)
+    core.close()
+    assert core._actor._mover is not None
+    assert len(core._actor._mover) == 0
+
+
+class GatedExecutor(FakeExecutor):
+    """Whose steps with more than `num_free_steps` before them wait until they are let go."""
+
+    def __init__(self, num_free_steps: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_free_steps = num_free_steps
+        self.is_computing = threading.Event()
+        self.may_end = threading.Event()
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if step.num_scheduled_tokens and self._num_free_steps == 0:
+            self.is_computing.set()
+            assert self.may_end.wait(30)
+        elif step.num_scheduled_tokens:
+            self._num_free_steps -= 1
+        return super().execute(step)
+
+
+@pytest.mark.parametrize("kind", ["store", "direct"])
+def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str) -> None:
+    """The consumer's engine has the KV, and goes on, before the producer's engine is through with its next step."""
+    medium: dict[BlockHash, torch.Tensor] = {}
+    news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+
+    def tell(outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            news.put(output)
+
+    def connector() -> Any:
+        return DirectMemoryConnector() if kind == "direct" else MemoryConnector(medium)
+
+    gated = GatedExecutor(1, block_size=4, connector=connector())
+    prefill = create_core(CONFIG, gated, on_news=tell)
+    started: list[EngineCoreOutputs] = []
+    decode = create_core(CONFIG, FakeExecutor(block_size=4, connector=connector()), on_news=started.append)
+    consumer_transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer")
+    consumer = msgspec.structs.replace(request(), transfer=consumer_transfer)
+    for core, added in ((prefill, producer()), (decode, consumer)):
+        core.receive(added)
+        core.add_request(added)
+    (prefilled,) = (output for output in prefill.step().outputs if output.tokens)
+    decode.step()
+    prefill.add_request(request("later"))
+    stepping = threading.Thread(target=prefill.step)
+    stepping.start()
+    try:
+        assert gated.is_computing.wait(30)
+        if kind == "direct":
+            (event,) = started[0].outputs[0].events
+            assert isinstance(event, RequestStarted)
+            prefill.receive(
+                TransferTarget(
+                    request_id=RequestId("r"),
+                    epoch=1,
+                    address=decode.spec.connector_address,
+                    num_held_tokens=0,
+                    block_ids=event.reserved_block_ids,
+                )
+            )
+            decode.receive(TransferQuiesced(request_id=RequestId("r"), epoch=1))
+        saved = next_saved(news)
+        decode.receive(
+            TransferUpdate(
+                request_id=RequestId("r"),
+                epoch=1,
+                num_ready_tokens=saved.num_tokens,
+                final=True,
+                first_token=prefilled.tokens[0],
+                digests=saved.digests,
+            )
+        )
+        outputs: list[RequestOutput] = []
+        while not (outputs and outputs[-1].finish_reason):
+            if decode.has_work:
+                outputs += decode.step().outputs
+    finally:
+        gated.may_end.set()
+        stepping.join()
+    assert tokens_of(outputs) == expected_tokens([1, 2, 3, 4, 5], 8)
+    assert [event.recompute_reason for output in outputs for event in output.events] == [""]
+    run(prefill)
+    for core in (prefill, decode):
+        core.close()
+
+
+def next_saved(news: queue.SimpleQueue[RequestOutput]) -> KVSaved:
+    while True:
+        for event in news.get(timeout=30).events:
+            if isinstance(event, KVSaved):
+                return event
 
 
 def test_calls() -> None:
-    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
     assert core.call(Call(1, "engine_spec")).result == core.spec
     assert core.call(Call(2, "stats")).result == core.stats()
     assert core.call(Call(3, "check_integrity")).result == core.check_integrity()
@@ -147,7 +272,7 @@ def test_calls() -> None:
 
 
 def test_executor_failure_is_fatal() -> None:
-    core = EngineCore(CONFIG, FailingExecutor(block_size=4))
+    core = create_core(CONFIG, FailingExecutor(block_size=4))
     core.add_request(request())
     with pytest.raises(MemoryError):
         core.step()
@@ -156,7 +281,7 @@ def test_executor_failure_is_fatal() -> None:
 def test_failed_start_closes_the_executor() -> None:
     executor = UnloadableExecutor()
     with pytest.raises(ModelLoadError):
-        EngineCore(CONFIG, executor)
+        create_core(CONFIG, executor)
     assert executor.closed
 
 
@@ -169,7 +294,7 @@ def test_failed_start_closes_the_executor() -> None:
     ],
 )
 def test_number_of_blocks(cache: CacheConfig, num_blocks: int) -> None:
-    core = EngineCore(EngineConfig(cache=cache), FakeExecutor(block_size=4, available_blocks=256))
+    core = create_core(EngineConfig(cache=cache), FakeExecutor(block_size=4, available_blocks=256))
     assert core.spec.num_blocks == num_blocks
     assert core.stats().num_blocks == num_blocks - 1
     assert core.spec.max_model_len == min(4096, (num_blocks - 1) * 4)
@@ -189,14 +314,14 @@ def test_number_of_blocks(cache: CacheConfig, num_blocks: int) -> None:
 def test_settings_that_do_not_fit(config: EngineConfig, names: list[str]) -> None:
     executor = FakeExecutor(block_size=4)
     with pytest.raises(ConfigError) as raised:
-        EngineCore(config, executor)
+        create_core(config, executor)
     assert all(name in raised.value.message for name in names)
     assert executor.closed
 
 
 def test_longest_request_fits_the_smallest_cache() -> None:
     """max_model_len "auto" is what one request can really use, whatever the watermark."""
-    core = EngineCore(
+    core = create_core(
         EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5), scheduler=SchedulerConfig(watermark=0.5)),
         FakeExecutor(block_size=4),
     )
@@ -209,38 +334,31 @@ def test_longest_request_fits_the_smallest_cache() -> None:
 
 @pytest.mark.parametrize("is_tier", [False, True])
 def test_answers_from_a_tiny_pool_are_right(is_tier: bool) -> None:
-    core = _run_out_of_blocks(is_tier=is_tier)
-    assert core.stats().num_preemptions
-    assert core.check_integrity().violations == []
-    assert core.check_integrity().num_blocks_in_use == 0
-    assert bool(core.stats().tier_hits) == is_tier
+    client = _run_out_of_blocks(is_tier=is_tier)
+    assert client.stats().num_preemptions
+    assert client.check_integrity().violations == []
+    assert client.check_integrity().num_blocks_in_use == 0
+    assert bool(client.stats().tier_hits) == is_tier
+    assert client.stats().num_offload_failures == 0
 
 
-def test_a_tier_saves_computing() -> None:
-    without, with_tier = (_run_out_of_blocks(is_tier=is_tier).stats() for is_tier in (False, True))
-    assert with_tier.num_prompt_tokens < without.num_prompt_tokens
-    assert with_tier.num_offloaded_blocks
-    assert with_tier.num_offload_failures == 0
-
-
-def _run_out_of_blocks(*, is_tier: bool) -> EngineCore:
+def _run_out_of_blocks(*, is_tier: bool) -> InprocClient:
     """Conversations of two turns each, in turn, in a cache that holds few of them. All answers are right."""
     config = EngineConfig(
         cache=CacheConfig(block_size=4, num_blocks=25),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
-    core = EngineCore(config, FakeExecutor(block_size=4, connector=MemoryConnector(is_tier=is_tier)))
+    client = InprocClient(config, FakeExecutor(block_size=4, connector=MemoryConnector(is_tier=is_tier)))
     prompts = {f"r{index}": [index, 1, 2, 3, *range(20)] for index in range(8)}
     for turn in range(2):
         for request_id, prompt in prompts.items():
-            core.add_request(request(f"{request_id}-{turn}", prompt, max_tokens=16))
-        outputs = run(core)
+            client.add_request(request(f"{request_id}-{turn}", prompt, max_tokens=16))
+        outputs = run(client)
         for request_id, prompt in prompts.items():
             answer = tokens_of(outputs[f"{request_id}-{turn}"])
             assert answer == expected_tokens(prompt, 16)
             prompts[request_id] = [*prompt, *answer, 7, 8, 9]
-        assert not core.has_unfinished
-    return core
+    return client
 
 
 def known_blocks(known: set[bytes], said: EngineCoreOutputs) -> set[bytes]:
@@ -249,7 +367,7 @@ def known_blocks(known: set[bytes], said: EngineCoreOutputs) -> set[bytes]:
 
 
 def test_steps_say_what_the_prefix_cache_holds() -> None:
-    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
     core.add_request(request("a", list(range(10)), max_tokens=3))
     said = []
     while core.has_work:
@@ -262,7 +380,7 @@ def test_steps_say_what_the_prefix_cache_holds() -> None:
 
 
 def test_reset_of_an_idle_core_is_said_too() -> None:
-    core = EngineCore(CONFIG, FakeExecutor(block_size=4))
+    core = create_core(CONFIG, FakeExecutor(block_size=4))
     core.add_request(request("a", list(range(10)), max_tokens=1))
     stored = b""
     while core.has_work:
@@ -277,7 +395,7 @@ def test_reset_of_an_idle_core_is_said_too() -> None:
 
 def test_without_prefix_caching_there_is_nothing_to_say() -> None:
     cache = msgspec.structs.replace(CONFIG.cache, enable_prefix_caching=False)
-    core = EngineCore(msgspec.structs.replace(CONFIG, cache=cache), FakeExecutor(block_size=4))
+    core = create_core(msgspec.structs.replace(CONFIG, cache=cache), FakeExecutor(block_size=4))
     core.add_request(request("a", list(range(10))))
     while core.has_work:
         step = core.step()

@@ -24,15 +24,6 @@ def test_request_becomes_what_the_engine_takes() -> None:
     assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
 
-def test_hashes_of_other_blocks_are_left_to_the_engine() -> None:
-    prompt = prompt_of(10)
-    message = engine_request("a", prompt, block_hashes=b"x" * 16 * 5, hash_block_size=2)
-    assert add_request_from_pb(message, SPEC).block_hashes == []
-    hashes = hash_prompt(prompt, 4, root_hash())
-    message = engine_request("a", prompt, block_hashes=b"".join(hashes), hash_block_size=4)
-    assert add_request_from_pb(message, SPEC).block_hashes == hashes
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -42,7 +33,6 @@ def test_hashes_of_other_blocks_are_left_to_the_engine() -> None:
         ({"output_token_ids": [1] * 8}, "output_token_ids"),
         ({"block_hashes": b"x" * 17}, "block_hashes"),
         ({"block_hashes": b"x" * 48}, "block_hashes"),
-        ({"block_hashes": b"x" * 48, "hash_block_size": 4}, "block_hashes"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"sampling": SamplingParams(stop_token_ids=(500,))}, "stop_token_ids"),
     ],

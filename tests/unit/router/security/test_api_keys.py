@@ -144,7 +144,7 @@ async def test_tenants_share_no_kv_on_either_front(cluster, stub):
     assert len(alice) == len(bob) == 1
     assert not alice & bob
     for request in requests:
-        blocks = hash_prompt(PROMPT, request.hash_block_size, root_hash(request.cache_salt))
+        blocks = hash_prompt(PROMPT, 16, root_hash(request.cache_salt))
         assert request.block_hashes == b"".join(blocks)
 
 

@@ -22,6 +22,7 @@ from common.engine.messages import (
     KVTransferParams,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -136,8 +137,8 @@ def carry_news(client: AsyncClientBase, address: bytes, output: RequestOutput) -
                 final=True,
                 first_token=SampledToken(*expected_tokens([1, 2, 3, 4, 5], 1)),
                 digests=event.digests,
-                is_quiet=True,
             )
+            client.quiesce_transfer(TransferQuiesced(request_id=update.request_id, epoch=1))
             client.update_transfer(update)
 
 

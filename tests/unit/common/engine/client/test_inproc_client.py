@@ -15,6 +15,7 @@ from common.engine.messages import (
     KVTransferParams,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
@@ -116,6 +117,7 @@ def test_direct_handoff() -> None:
         (first,) = [token for output in prefilled for token in output.tokens]
         (saved,) = [event for output in prefilled for event in output.events if isinstance(event, KVSaved)]
         assert (saved.num_tokens, len(saved.digests)) == (5, 2)
+        consumer.quiesce_transfer(TransferQuiesced(request_id=request_id, epoch=1))
         consumer.update_transfer(
             TransferUpdate(
                 request_id=request_id,
@@ -124,7 +126,6 @@ def test_direct_handoff() -> None:
                 final=True,
                 first_token=first,
                 digests=saved.digests,
-                is_quiet=True,
             )
         )
         decoded = run(consumer)

@@ -19,8 +19,15 @@ def step(new=(), continued=(), scheduled=None, **kwargs):
 def started(**kwargs):
     executor = FakeExecutor(block_size=4, available_blocks=16, **kwargs)
     executor.load_model()
-    executor.initialize_kv_cache(16, lambda: None)
+    executor.initialize_kv_cache(16)
     return executor
+
+
+def settled(start, connector, transfer):
+    """What becomes of a job that settles at once."""
+    start(connector, transfer)
+    (result,) = connector.poll()
+    return result
 
 
 def test_chunks_and_decode_generate_the_expected_tokens():
@@ -54,37 +61,39 @@ def test_seed_matters_unless_greedy():
 def test_saved_blocks_can_be_loaded_by_another_executor():
     store = {}
     producer, consumer = started(connector=MemoryConnector(store)), started(connector=MemoryConnector(store))
+    saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
-    save = BlockTransfer(1, R, (1, 2), hashes, 4)
-    result = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8}, saves=[save]))
-    first = result.sampled[R].token_id
-    assert result.transfers[0].num_blocks_ok == 2
+    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).sampled[R].token_id
+    saved = settled(MemoryConnector.start_save, saving, BlockTransfer(1, R, (1, 2), hashes, 4))
+    assert saved.num_blocks_ok == 2
 
-    loaded = consumer.execute(step(loads=[BlockTransfer(7, R, (5, 6), hashes, 4)])).transfers
-    assert [(r.job_id, r.num_blocks_ok, r.error) for r in loaded] == [(7, 2, "")]
+    loaded = settled(MemoryConnector.start_load, loading, BlockTransfer(7, R, (5, 6), hashes, 4))
+    assert (loaded.job_id, loaded.num_blocks_ok, loaded.error) == (7, 2, "")
     result = consumer.execute(step([new_request([*prompt, first], [5, 6, 7], computed=8)], scheduled={R: 1}))
     assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
 
     absent = tuple(hash_prompt([99] * 4, 4, root_hash()))
-    missing = consumer.execute(step(loads=[BlockTransfer(8, R, (5,), absent, 4)])).transfers[0]
+    missing = settled(MemoryConnector.start_load, loading, BlockTransfer(8, R, (5,), absent, 4))
     assert (missing.num_blocks_ok, missing.error) == (0, "block_missing")
 
 
 def test_a_direct_save_writes_into_the_other_executor():
     producer, consumer = (FakeExecutor(block_size=4, connector=DirectMemoryConnector()) for _ in range(2))
-    addresses = [executor.initialize_kv_cache(16, lambda: None).address for executor in (producer, consumer)]
-    assert len(set(addresses)) == 2
+    for executor in (producer, consumer):
+        executor.initialize_kv_cache(16)
+    writing, verifying = (executor.open_connector(lambda: None) for executor in (producer, consumer))
+    assert writing.facts.address != verifying.facts.address
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
-    save = BlockTransfer(1, R, (1, 2), hashes, 4, Destination(addresses[1], (9, 5)))
-    result = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8}, saves=[save]))
-    first = result.sampled[R].token_id
-    (saved,) = result.transfers
+    save = BlockTransfer(1, R, (1, 2), hashes, 4, Destination(verifying.facts.address, (9, 5)))
+    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).sampled[R].token_id
+    saved = settled(DirectMemoryConnector.start_save, writing.connector, save)
     assert (saved.num_blocks_ok, len(saved.digests)) == (2, 2)
 
     def load(*digests):
-        (loaded,) = consumer.execute(step(loads=[BlockTransfer(7, R, (9, 5), hashes, 4, digests=digests)])).transfers
+        transfer = BlockTransfer(7, R, (9, 5), hashes, 4, digests=digests)
+        loaded = settled(DirectMemoryConnector.start_load, verifying.connector, transfer)
         return loaded.num_blocks_ok, loaded.error
 
     assert load(*saved.digests) == (2, "")
@@ -93,6 +102,6 @@ def test_a_direct_save_writes_into_the_other_executor():
     assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
 
     consumer.close()
-    (refused,) = producer.execute(step(saves=[save])).transfers
+    refused = settled(DirectMemoryConnector.start_save, writing.connector, save)
     assert (refused.num_blocks_ok, refused.error, refused.digests) == (0, "transfer", ())
     producer.close()

@@ -3,14 +3,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.engine.kv_cache import KVCacheManager
-from common.engine.request import Request
+from common.engine.scheduler.request import Request
 from common.types import SampledToken, hash_prompt, root_hash
 from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_request
 
 
 def make_request(request_id: str, prompt, **settings) -> Request:
     message = create_request(request_id, prompt, **settings)
-    return Request(message, added_at=0.0, order=(0, 0), max_model_len=64, eos=frozenset(), is_direct=False)
+    return Request(message, added_at=0.0, order=(0, 0), max_model_len=64, eos=frozenset())
 
 
 def make_manager(num_blocks: int = 17, *, enable_prefix_caching: bool = True) -> KVCacheManager:

@@ -78,7 +78,7 @@ class TestProducer:
         engine.assert_sound()
 
         engine.set_target("a", [7, 5, 6])
-        assert engine.scheduler.has_work
+        assert not engine.scheduler.has_work  # they are saved without a step
         (save,) = engine.step().saves
         assert save.destination == Destination(b"peer", (7, 5, 6))
         assert (len(save.block_ids), save.num_tokens_in_last) == (3, 2)
@@ -91,9 +91,11 @@ class TestProducer:
     def test_what_is_computed_is_sent_at_once_and_the_rest_as_it_comes(self):
         engine, _ = producer(prompt=14, max_num_batched_tokens=4)
         engine.step()
+        engine.step()
         engine.set_target("a", [10, 11, 12, 13])
-        saves = [engine.step().saves for _ in range(3)]
-        assert [[save.destination.block_ids for save in step] for step in saves] == [[(10, 11)], [(12,)], [(13,)]]
+        assert [transfer.destination.block_ids for _, transfer in engine.jobs.values()] == [(10, 11)]
+        saves = [engine.step().saves for _ in range(2)]
+        assert [[save.destination.block_ids for save in step] for step in saves] == [[(10, 11), (12,)], [(13,)]]
 
     def test_one_that_gets_no_tokens_in_a_step_still_starts_its_saves(self):
         engine = direct_engine(max_num_batched_tokens=4)
@@ -106,7 +108,6 @@ class TestProducer:
         blocked = create_request("b", 3)
         engine.add(blocked)
         engine.set_target("a", [10, 11])
-        assert engine.scheduler.has_work
         engine.run()
         engine.settle_all()
         engine.run()
@@ -206,14 +207,16 @@ class TestProducer:
         engine.set_target("a", [1, 2, 3])
         engine.assert_idle()
 
-    def test_abort_between_target_and_save(self):
-        engine, _ = producer(prompt=10)
+    def test_abort_between_target_and_the_end_of_the_save(self):
+        engine, request = producer(prompt=10)
         engine.run()
         engine.set_target("a", [1, 2, 3])
         engine.abort("a")
-        engine.run()
-        assert not engine.jobs
-        assert events(engine, KVSaved) == [KVSaved(num_tokens=0, failure="aborted")]
+        assert engine.cancelled == set(engine.jobs)
+        assert events(engine, KVSaved) == []  # it still writes
+        engine.settle(num_blocks_ok=1)
+        digests = prompt_digests(request)[:1]
+        assert events(engine, KVSaved) == [KVSaved(num_tokens=4, failure="aborted", digests=digests)]
         engine.assert_idle()
 
     def test_an_aborted_ones_last_word_waits_until_nothing_is_written(self):
@@ -239,15 +242,13 @@ class TestProducer:
         engine.set_target("a", [1, 2, 3, 4])
         jobs = [engine.step().saves[0].job_id for _ in range(2)]
         engine.settle(jobs[1], num_blocks_ok=0, error="transfer_timeout")
-        engine.step()
-        assert events(engine, KVSaved) == []
         assert engine.step().cancelled_job_ids[0] == jobs[0]
+        assert events(engine, KVSaved) == []
         engine.settle_all()
         engine.run()
         engine.step()
         assert events(engine, KVSaved) == [
-            KVSaved(num_tokens=4, digests=prompt_digests(request)[:1]),
-            KVSaved(num_tokens=4, failure="transfer_timeout"),
+            KVSaved(num_tokens=4, failure="transfer_timeout", digests=prompt_digests(request)[:1])
         ]
         engine.run()
         engine.assert_idle()
@@ -279,7 +280,7 @@ class TestConsumer:
         (load,) = engine.step().loads
         assert load.digests == (digests[0],)
         engine.update_transfer(
-            "a", 14, digests=digests[1:], final=True, first_token=first_token(request), is_quiet=True
+            "a", 14, digests=digests[1:], final=True, first_token=first_token(request), is_quiescent=True
         )
         engine.step()
         engine.settle_all()
@@ -293,12 +294,11 @@ class TestConsumer:
         engine, request = consumer(prompt=prompt)
         blocks, digests = reserved(engine), fill(engine, request)
         engine.update_transfer(
-            "a", prompt, final=True, first_token=first_token(request), digests=digests, is_quiet=True
+            "a", prompt, final=True, first_token=first_token(request), digests=digests, is_quiescent=True
         )
         (load,) = engine.step().loads
         assert (list(load.block_ids), list(load.digests)) == (blocks, digests)
         engine.settle_all()
-        engine.step()
         (new,) = engine.step().new_requests
         assert new.block_ids[: len(blocks)] == blocks
         engine.run()
@@ -313,7 +313,7 @@ class TestConsumer:
         engine.settle_all()
         engine.run()
         assert engine.outputs["a"] == []
-        engine.update_transfer("a", 10, is_quiet=True)
+        engine.update_transfer("a", 10, is_quiescent=True)
         engine.run()
         assert_answered(engine, request)
         engine.assert_idle()
@@ -323,7 +323,7 @@ class TestConsumer:
         digests = fill(engine, request)
         engine.update_transfer("a", 14, digests=digests[:2])
         assert [len(load.block_ids) for load in engine.step().loads] == [2]
-        engine.update_transfer("a", 14, digests=digests[2:3], final=True, is_quiet=True)
+        engine.update_transfer("a", 14, digests=digests[2:3], final=True, is_quiescent=True)
         assert [len(load.block_ids) for load in engine.step().loads] == [1]
         engine.settle_all()
         engine.run()
@@ -336,7 +336,9 @@ class TestConsumer:
         engine, request = consumer(prompt=10)
         digests = fill(engine, request)
         engine.write_block(reserved(engine)[1], [-5] * BLOCK_SIZE)
-        engine.update_transfer("a", 10, final=True, first_token=first_token(request), digests=digests, is_quiet=True)
+        engine.update_transfer(
+            "a", 10, final=True, first_token=first_token(request), digests=digests, is_quiescent=True
+        )
         engine.step()
         engine.settle_all()
         engine.run()
@@ -369,13 +371,13 @@ class TestConsumer:
         assert_answered(engine, request)
         assert engine.scheduler.check_integrity().num_transfers == 1
         assert engine.scheduler.has_unfinished
-        engine.update_transfer("a", 4, is_quiet=True)
+        engine.update_transfer("a", 4, is_quiescent=True)
         engine.assert_idle()
 
     def test_it_keeps_its_blocks_if_its_producer_is_quiet(self):
         engine, request = consumer(prompt=10)
         blocks = reserved(engine)
-        engine.update_transfer("a", 0, final=True, failure="prefill_gone", is_quiet=True)
+        engine.update_transfer("a", 0, final=True, failure="prefill_gone", is_quiescent=True)
         (new,) = engine.step().new_requests
         assert new.block_ids == blocks
         engine.run()
@@ -392,7 +394,7 @@ class TestConsumer:
         (event,) = events(engine, KVReceived)
         assert (event.num_tokens, event.recompute_reason) == (4, "block_corrupt")
         assert_answered(engine, request)
-        engine.update_transfer("a", 14, final=True, first_token=first_token(request), is_quiet=True)
+        engine.update_transfer("a", 14, final=True, first_token=first_token(request), is_quiescent=True)
         engine.assert_idle()
 
     def test_the_first_token_may_end_a_failed_one(self):
@@ -400,7 +402,7 @@ class TestConsumer:
         engine.update_transfer("a", 0, final=True, failure="lost", first_token=first_token(request))
         engine.run()
         assert_answered(engine, request)
-        engine.update_transfer("a", 0, is_quiet=True)
+        engine.update_transfer("a", 0, is_quiescent=True)
         engine.assert_idle()
 
     def test_it_starts_over_in_its_place_of_the_order(self):
@@ -412,7 +414,8 @@ class TestConsumer:
         engine.update_transfer("a", 0, final=True, failure="prefill_gone")
         engine.run()
         assert list(engine.finished) == ["a"]  # the others need what the window holds
-        engine.update_transfer("a", 0, is_quiet=True)
+        assert not engine.scheduler.has_work
+        engine.update_transfer("a", 0, is_quiescent=True)
         assert engine.scheduler.has_work
         engine.run()
         assert list(engine.finished) == ["a", "b", "c"]
@@ -420,13 +423,14 @@ class TestConsumer:
 
     def test_quiet_of_another_epoch_or_request_means_nothing(self):
         engine, _ = consumer(prompt=10, epoch=2)
-        engine.update_transfer("a", 0, epoch=1, is_quiet=True)
+        engine.update_transfer("a", 0, epoch=1, is_quiescent=True)
         engine.abort("a")
         engine.run()
-        engine.update_transfer("a", 0, epoch=1, is_quiet=True)
-        engine.update_transfer("a", 0, epoch=3, is_quiet=True)
+        engine.update_transfer("a", 0, epoch=1, is_quiescent=True)
+        engine.update_transfer("a", 0, epoch=3, is_quiescent=True)
+        engine.run()
         assert engine.scheduler.check_integrity().num_blocks_in_use == 3
-        engine.update_transfer("a", 0, epoch=2, is_quiet=True)
+        engine.update_transfer("a", 0, epoch=2, is_quiescent=True)
         engine.assert_idle()
 
     def test_blocks_of_an_aborted_one_stay_pinned_until_quiet(self):
@@ -441,25 +445,24 @@ class TestConsumer:
         assert (report.num_blocks_in_use, report.num_transfers) == (3, 1)
         with pytest.raises(InvalidRequestError, match="exists already"):
             engine.scheduler.add_request(create_request("a"), 0.0)
-        engine.update_transfer("a", 4, is_quiet=True)
+        engine.update_transfer("a", 4, is_quiescent=True)
         engine.assert_idle()
 
     @pytest.mark.parametrize("is_quiet", [False, True])
-    def test_nothing_is_reserved_if_the_handoff_has_failed_before(self, is_quiet):
+    def test_no_window_opens_if_the_handoff_has_failed_before(self, is_quiet):
         engine = direct_engine()
         request = create_request("a", 10, role="consumer")
         engine.add(request)
-        engine.update_transfer("a", 0, final=True, failure="prefill_failed", is_quiet=is_quiet)
+        engine.update_transfer("a", 0, final=True, failure="prefill_failed", is_quiescent=is_quiet)
         engine.run()
-        assert reserved(engine) == []
         assert_answered(engine, request)
         engine.assert_idle()
 
     def test_integrity_names_a_block_that_is_computed_into_under_a_window(self):
         engine, _ = consumer(prompt=10)
-        transfers, block = engine.scheduler._transfers, reserved(engine)[0]
-        engine.update_transfer("a", 0, final=True, failure="prefill_gone", is_quiet=True)
-        transfers.open_window(engine.scheduler._live["a"], 1, 0)
+        block = reserved(engine)[0]
+        engine.scheduler._leave(engine.scheduler._live["a"])
+        engine.scheduler._ready.append(engine.scheduler._live["a"])
         violations = engine.scheduler.check_integrity().violations
         assert any(f"computes into block {block}, which" in violation for violation in violations)
 
@@ -491,7 +494,7 @@ def test_prefill_pod_to_decode_pod(prompt, chunk, num_held):
             decode.update_transfer("a", event.num_tokens, digests=event.digests)
         if decode.scheduler.has_work:
             decode.step()
-    decode.update_transfer("a", prompt, final=True, first_token=first_token(produce), is_quiet=True)
+    decode.update_transfer("a", prompt, final=True, first_token=first_token(produce), is_quiescent=True)
     prefill.run()
     decode.run()
     assert_answered(decode, consume)

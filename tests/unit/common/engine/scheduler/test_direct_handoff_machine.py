@@ -1,16 +1,19 @@
 """A producer, a consumer that it writes to, and everything between them that may go wrong.
 
-Messages are lost, doubled and overtake each other; writes land late, damaged, or after their sender has died; either
-side gives up or ends at any time. Then: no block is free or another's while a write to it may be under way, no byte
-that was not checked is ever read, every request ends with the right tokens, and every block returns.
+Messages are lost, doubled and overtake each other, and arrive between two steps or in the middle of one; writes land
+late, damaged, or after their sender has died; either side gives up or ends at any time. Then: no block is free or
+another's while a write to it may be under way, no byte that was not checked is ever read, every request ends with the
+right tokens, and every block returns.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -45,12 +48,21 @@ class Attempt:
     request: AddRequest
     epoch: int
     incarnation: int  # of the producer
-    producer_ended: bool = False  # it has said its last word, or died: it starts no more writes
-    quiet_is_owed: bool = False  # the producer died: its consumer's pod waits until no write can arrive
+    is_over: bool = False  # as far as the decode pod knows: its producer is told nothing more
+    producer_ended: bool = False  # it has reported its end, or died: it starts no more writes
+    owes_quiescence: bool = False  # the producer died: its consumer's pod waits until no write can arrive
     num_saved: int = 0
     failure: str = ""
     has_first_token: bool = False
     consumer_events: list[object] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class News:
+    """What the consumer is told."""
+
+    update: TransferUpdate
+    is_quiescent: bool  # and before that, that its producer writes no more
 
 
 @dataclass(eq=False)
@@ -65,6 +77,18 @@ class Write:
     content: list[int]  # when it started
     is_orphan: bool = False  # its sender died
     has_landed: bool = False
+
+
+class Producer(FakeEngine):
+    """Whose saves are told of as they start."""
+
+    def __init__(self, on_save: Callable[[BlockTransfer], None], **settings: Any) -> None:
+        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings))
+        self._on_save = on_save
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        super().start_save(transfer)
+        self._on_save(transfer)
 
 
 def drawn(data, candidates: list[T]) -> list[T]:
@@ -97,18 +121,14 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         self.prefill = self.start_prefill()
         self.attempts: dict[RequestId, Attempt] = {}  # the latest of each request
         self.plain: dict[RequestId, AddRequest] = {}
-        self.to_decode: list[TransferUpdate] = []
+        self.to_decode: list[News] = []
         self.to_prefill: list[TransferTarget] = []
         self.writes: list[Write] = []
         self.num_seen: dict[tuple[str, RequestId], int] = {}  # events carried already, by side
 
-    def start_prefill(self) -> FakeEngine:
+    def start_prefill(self) -> Producer:
         self.incarnation += 1
-        return FakeEngine(
-            create_scheduler(
-                num_blocks=13, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=self.chunk, is_direct=True
-            )
-        )
+        return Producer(self._start_writes, num_blocks=13, max_num_batched_tokens=self.chunk)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -136,18 +156,16 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.retryable())
     @rule(data=st.data())
     def retry(self, data):
-        """Once both sides of an attempt have ended, the next one may have its id."""
+        """With an id of its own, as pods give each attempt in their engines."""
         attempt = data.draw(st.sampled_from(self.retryable()))
-        self._attempt(attempt.request, attempt.epoch + 1)
+        request_id = RequestId(f"{attempt.request.request_id}+")
+        self._attempt(msgspec.structs.replace(attempt.request, request_id=request_id), attempt.epoch + 1)
 
     def retryable(self) -> list[Attempt]:
-        scheduler = self.decode.scheduler
         return [
             attempt
             for request_id, attempt in self.attempts.items()
-            if attempt.producer_ended
-            and request_id in self.decode.finished
-            and not scheduler._transfers.has_window(request_id)
+            if attempt.producer_ended and request_id in self.decode.finished and f"{request_id}+" not in self.attempts
         ]
 
     def _attempt(self, plain: AddRequest, epoch: int) -> None:
@@ -176,16 +194,30 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def step_prefill(self):
-        known = set(self.prefill.jobs)
+        self._end_step(self.prefill)
         self.prefill.step()
-        for job_id in self.prefill.jobs.keys() - known:
-            self._start_writes(self.prefill.jobs[job_id][1])
         self._hear_producers()
 
     @rule()
     def step_decode(self):
+        self._end_step(self.decode)
         for load in self.decode.step().loads:
             assert len(load.digests) == len(load.block_ids), "blocks are used that nothing can be compared with"
+        self._hear_consumers()
+
+    @rule(data=st.data())
+    def begin_step(self, data):
+        """Whatever happens before its end happens while it runs."""
+        idle = [engine for engine in (self.prefill, self.decode) if not engine.is_stepping]
+        for engine in drawn(data, idle):
+            engine.begin_step()
+            self._hear_producers()
+            self._hear_consumers()
+
+    def _end_step(self, engine: FakeEngine) -> None:
+        if engine.is_stepping:
+            engine.end_step()
+        self._hear_producers()
         self._hear_consumers()
 
     @rule(num_moves=st.integers(1, 30))
@@ -210,12 +242,12 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     def _deliver_all_to_prefill(self) -> None:
         targets, self.to_prefill = self.to_prefill, []
         for target in targets:
-            self.prefill.scheduler.set_transfer_target(target)
+            self._aim(target)
 
     def _deliver_all_to_decode(self) -> None:
-        updates, self.to_decode = self.to_decode, []
-        for update in updates:
-            self._update_decode(update)
+        told, self.to_decode = self.to_decode, []
+        for news in told:
+            self._update_decode(news)
 
     def _settle_saves(self) -> None:
         for job_id in list(self.prefill.jobs):
@@ -239,24 +271,24 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         self._tell_consumer(attempt, digests=event.digests)
 
     def _conclude(self, attempt: Attempt) -> None:
-        """The last word of a producer is also the word that it is quiet."""
+        """A producer's last report also says that it writes no more."""
         request = attempt.request
         is_aborted = self.prefill.finished.get(request.request_id) is FinishReason.ABORT
         is_all = attempt.num_saved == len(request.prompt_token_ids)
         if attempt.failure or (is_all and (attempt.has_first_token or is_aborted)):
             assert not any(write.attempt is attempt for write in self.pending), (
-                "a producer that writes says it is quiet"
+                "a producer that writes says that it writes no more"
             )
             attempt.producer_ended = True
             failure = attempt.failure or ("" if attempt.has_first_token else "aborted")
             first = None if failure else first_token(request)
-            self._tell_consumer(attempt, final=True, failure=failure, first_token=first, is_quiet=True)
+            self._tell_consumer(attempt, final=True, failure=failure, first_token=first, is_quiescent=True)
 
     def _hear_consumers(self) -> None:
         for request_id, attempt in self.attempts.items():
             for event in self._news("consumer", self.decode, request_id):
                 attempt.consumer_events.append(event)
-                if isinstance(event, RequestStarted):
+                if isinstance(event, RequestStarted) and not attempt.is_over:
                     target = TransferTarget(
                         request_id=request_id,
                         epoch=attempt.epoch,
@@ -271,15 +303,14 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         self.num_seen[side, request_id] = len(engine.events[request_id])
         return list(engine.events[request_id][seen:])
 
-    def _tell_consumer(self, attempt: Attempt, **news) -> None:
-        self.to_decode.append(
-            TransferUpdate(
-                request_id=attempt.request.request_id,
-                epoch=attempt.epoch,
-                num_ready_tokens=attempt.num_saved,
-                **news,
-            )
+    def _tell_consumer(self, attempt: Attempt, *, is_quiescent: bool = False, **news) -> None:
+        update = TransferUpdate(
+            request_id=attempt.request.request_id,
+            epoch=attempt.epoch,
+            num_ready_tokens=attempt.num_saved,
+            **news,
         )
+        self.to_decode.append(News(update, is_quiescent))
 
     # -- the network ------------------------------------------------------------------------------------------------
 
@@ -287,12 +318,14 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9), stays=st.booleans())
     def deliver_to_decode(self, index, stays):
         """In any order, once or twice."""
-        update = self.to_decode[index % len(self.to_decode)]
+        news = self.to_decode[index % len(self.to_decode)]
         if not stays:
-            self.to_decode.remove(update)
-        self._update_decode(update)
+            self.to_decode.remove(news)
+        self._update_decode(news)
 
-    def _update_decode(self, update: TransferUpdate) -> None:
+    def _update_decode(self, news: News) -> None:
+        update = news.update
+        self.attempts[update.request_id].is_over |= update.final
         self.decode.update_transfer(
             update.request_id,
             update.num_ready_tokens,
@@ -301,7 +334,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
             failure=update.failure,
             first_token=update.first_token,
             digests=update.digests,
-            is_quiet=update.is_quiet,
+            is_quiescent=news.is_quiescent,
         )
 
     @precondition(lambda self: self.to_prefill)
@@ -310,7 +343,17 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         target = self.to_prefill[index % len(self.to_prefill)]
         if not stays:
             self.to_prefill.remove(target)
-        self.prefill.scheduler.set_transfer_target(target)
+        self._aim(target)
+
+    def _aim(self, target: TransferTarget) -> None:
+        self.prefill.set_target(
+            target.request_id,
+            target.block_ids,
+            held=target.num_held_tokens,
+            epoch=target.epoch,
+            address=target.address,
+        )
+        self._hear_producers()
 
     # -- the transport ----------------------------------------------------------------------------------------------
 
@@ -364,6 +407,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         error = "" if num_ok == len(writes) else "transfer_timeout"
         self.writes = [write for write in self.writes if write not in writes]
         self.prefill.settle_as(TransferResult(job_id, num_ok, error, digests))
+        self._hear_producers()
 
     @precondition(lambda self: self.decode.jobs)
     @rule(data=st.data(), num_blocks_ok=st.sampled_from([0, 1, 99, 99, 99]))
@@ -395,13 +439,12 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         mishap(data)
 
     def lose_on_the_way_to_decode(self, data):
-        """What is lost breaks the stream: a pod notices, and asks until it knows that the producer is quiet."""
-        for update in drawn(data, self.to_decode):
-            self.to_decode.remove(update)
-            attempt = self.attempts[update.request_id]
-            if attempt.epoch == update.epoch:
-                self._tell_consumer(attempt, final=True, failure="prefill_gone")
-                attempt.quiet_is_owed |= update.is_quiet
+        """What is lost breaks the stream: a pod notices, and asks until it knows that the producer writes no more."""
+        for news in drawn(data, self.to_decode):
+            self.to_decode.remove(news)
+            attempt = self.attempts[news.update.request_id]
+            self._tell_consumer(attempt, final=True, failure="prefill_gone")
+            attempt.owes_quiescence |= news.is_quiescent
 
     def lose_on_the_way_to_prefill(self, data):
         for target in drawn(data, self.to_prefill):
@@ -412,7 +455,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         for attempt in drawn(data, [*self.attempts.values()]):
             request, epoch = attempt.request, attempt.epoch - 1
             news = {"final": True, "failure": "stale"} if data.draw(st.booleans()) else {"digests": [b"stale"]}
-            self.decode.update_transfer(request.request_id, 0, epoch=epoch, is_quiet=True, **news)
+            self.decode.update_transfer(request.request_id, 0, epoch=epoch, is_quiescent=True, **news)
             num_blocks = -(-len(request.prompt_token_ids) // BLOCK_SIZE)
             self.prefill.set_target(request.request_id, range(1, 1 + num_blocks), epoch=epoch, address=b"stale")
 
@@ -430,6 +473,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     def expire_consumer(self, data):
         """The decode pod waits no longer for the KV; who knows what the producer does."""
         for attempt in drawn(data, self.alive(producers=False)):
+            attempt.is_over = True
             self.decode.update_transfer(
                 attempt.request.request_id, 0, epoch=attempt.epoch, final=True, failure="transfer_timeout"
             )
@@ -437,7 +481,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     def crash_prefill(self, data):
         """Its writes under way may still arrive, as whatever they are by then."""
         for attempt in self.alive(producers=True):
-            attempt.producer_ended = attempt.quiet_is_owed = True
+            attempt.producer_ended = attempt.owes_quiescence = True
             self._tell_consumer(attempt, final=True, failure="prefill_gone")
         for write in self.writes:
             write.is_orphan = True
@@ -445,8 +489,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         self.prefill = self.start_prefill()
 
     def reset_prefix_caches(self, data):
-        self.prefill.scheduler.reset_prefix_cache()
-        self.decode.scheduler.reset_prefix_cache()
+        for engine in (self.prefill, self.decode):
+            self._end_step(engine)
+            engine.scheduler.reset_prefix_cache()
 
     def spoil(self, data):
         """Something damages a block that was written and not read yet."""
@@ -457,22 +502,21 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     def retry_too_early(self, data):
         """While blocks of an attempt may still be written to, its id is taken."""
-        finished = self.decode.finished
-        names = [name for name in finished if self.decode.scheduler._transfers.has_window(name)]
+        names = [name for name in self.decode.finished if self.decode.scheduler.port.knows(name)]
         for name in drawn(data, names):
             with pytest.raises(InvalidRequestError):
                 self.decode.scheduler.add_request(self.attempts[name].request, self.decode.now)
 
     @precondition(lambda self: self.owing())
     @rule(data=st.data())
-    def learn_of_quiet(self, data):
+    def learn_of_quiescence(self, data):
         attempt = data.draw(st.sampled_from(self.owing()))
-        attempt.quiet_is_owed = False
-        self._tell_consumer(attempt, is_quiet=True)
+        attempt.owes_quiescence = False
+        self._tell_consumer(attempt, is_quiescent=True)
 
     def owing(self) -> list[Attempt]:
         writing = [write.attempt for write in self.writes]
-        return [attempt for attempt in self.attempts.values() if attempt.quiet_is_owed and attempt not in writing]
+        return [attempt for attempt in self.attempts.values() if attempt.owes_quiescence and attempt not in writing]
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 
@@ -483,29 +527,30 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_kept_while_they_may_be_written_to(self):
-        windows = self.decode.scheduler._transfers._windows
+        pinned = self.decode.scheduler.port._open
         for write in self.pending:
-            window = windows[write.attempt.request.request_id]
-            assert window.epoch == write.attempt.epoch
-            assert write.target in [block.block_id for block in window.blocks]
+            assert write.target in [block.block_id for block in pinned[write.attempt.request.request_id]]
 
     @invariant()
     def nobody_waits_for_nothing(self):
         decode, prefill = self.decode.scheduler, self.prefill.scheduler
-        if not decode.has_work and decode.has_unfinished and not self.decode.jobs and not self.decode._settled:
-            assert decode.stats().num_waiting_for_remote_kv or decode._transfers
-        if not prefill.has_work and prefill.has_unfinished and not self.prefill.jobs and not self.prefill._settled:
-            assert prefill._settling
-            assert all(request.outgoing.wants_target for request in prefill._settling.values())
+        if not (self.decode.is_stepping or decode.has_work or self.decode.jobs) and decode.has_unfinished:
+            assert decode.stats().num_waiting_for_remote_kv or list(decode.port.writable_blocks)
+        if not (self.prefill.is_stepping or prefill.has_work or self.prefill.jobs) and prefill.has_unfinished:
+            outgoing = prefill.actor.mover._outgoing.values()
+            assert outgoing
+            assert all(each.wants_target for each in outgoing)
 
     def teardown(self):
         if not hasattr(self, "decode"):
             return
+        for engine in (self.prefill, self.decode):
+            self._end_step(engine)
         for attempt in self.alive(producers=True):
             self.prefill.abort(attempt.request.request_id)
         self._hear_producers()
         for _ in range(MAX_STEPS):
-            if not (self.prefill.scheduler.has_unfinished or self.prefill.scheduler.has_work or self.prefill._settled):
+            if not (self.prefill.scheduler.has_unfinished or self.prefill.scheduler.has_work):
                 break
             for job_id in list(self.prefill.jobs):
                 self.prefill.settle_as(TransferResult(job_id, 0, "transfer_cancelled"))
@@ -516,9 +561,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         for attempt in self.alive(producers=True):
             raise AssertionError(f"{attempt} has not ended")
         for attempt in self.attempts.values():
-            self._tell_consumer(attempt, final=True, failure="prefill_gone", is_quiet=True)
-        for update in self.to_decode:
-            self._update_decode(update)
+            self._tell_consumer(attempt, final=True, failure="prefill_gone", is_quiescent=True)
+        for news in self.to_decode:
+            self._update_decode(news)
         self.decode.settle_at_once = True
         self.decode.settle_all()
         self.decode.run()

@@ -12,17 +12,11 @@ from common.types import BlockHash
 from tests.unit.common.engine.scheduler.test_direct_handoff_machine import (
     GARBAGE,
     MAX_ATTEMPTS,
-    MAX_MODEL_LEN,
     DirectHandoffMachine,
+    Producer,
     drawn,
 )
-from tests.unit.common.engine.scheduler_factories import (
-    BLOCK_SIZE,
-    FakeEngine,
-    create_request,
-    create_scheduler,
-    stored_prompt,
-)
+from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_request, stored_prompt
 
 Medium = dict[BlockHash, list[int]]
 
@@ -37,31 +31,26 @@ class DirectTiersMachine(DirectHandoffMachine):
         self.medium: Medium = {}
         self.offloads = offloads
         super().start(num_blocks, budget, chunk, prefix_caching=True)
-        self.decode = self.create_engine(num_blocks, budget)
+        self.decode = self.create_engine(lambda _: None, num_blocks, budget)
 
     def start_prefill(self):
         super().start_prefill()  # counts the incarnation
-        return self.create_engine(13, self.chunk)
+        return self.create_engine(self._start_writes, 13, self.chunk)
 
-    def create_engine(self, num_blocks: int, budget: int) -> FakeEngine:
-        scheduler = create_scheduler(
+    def create_engine(self, on_save, num_blocks: int, budget: int) -> Producer:
+        engine = Producer(
+            on_save,
             num_blocks=num_blocks,
-            max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=budget,
-            is_direct=True,
             keeps_blocks=True,
             wants_offloads=self.offloads,
         )
-        engine = FakeEngine(scheduler)
         engine.medium = self.medium
         return engine
 
-    def retryable(self):
-        """With tiers a producer whose handoff has failed already may wait much longer before it ends."""
-        return [each for each in super().retryable() if each.request.request_id not in self.prefill.scheduler._live]
-
     @rule()
     def step_decode(self):
+        self._end_step(self.decode)
         for load in self.decode.step().loads:
             assert load.is_for_tier or len(load.digests) == len(load.block_ids)
         self._hear_consumers()

@@ -327,7 +327,7 @@ class TestAdmission:
         engine.add(create_request("c"))
 
     def test_a_context_beyond_the_cache_is_a_wrong_setting(self):
-        with pytest.raises(ConfigError, match="max_model_len 41 needs more than the 10 KV blocks of 4 tokens"):
+        with pytest.raises(ConfigError, match="max_model_len 41 does not fit 10 KV blocks of 4 tokens"):
             create_scheduler(num_blocks=11, max_model_len=41)
 
 
@@ -364,7 +364,7 @@ class TestAbort:
         step = engine.scheduler.schedule(0.0)
         engine.abort("a")
         result = engine._execute(step)
-        assert engine.scheduler.update(step, result, 1.0) == []
+        assert engine.scheduler.update(step, result) == []
         engine.run()
         engine.assert_idle()
 

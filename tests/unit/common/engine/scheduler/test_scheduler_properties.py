@@ -82,9 +82,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if role == "consumer":
             self.open[request.request_id] = 0
 
+    @precondition(lambda self: not self.engine.is_stepping)
+    @rule()
+    def begin_step(self):
+        """Whatever happens before its end happens while it runs."""
+        self.engine.begin_step()
+
+    @precondition(lambda self: self.engine.is_stepping)
+    @rule()
+    def end_step(self):
+        self._check(self.engine.end_step())
+
     @rule()
     def step(self):
-        step = self.engine.step()
+        if self.engine.is_stepping:
+            self._check(self.engine.end_step())
+        self._check(self.engine.step())
+
+    def _check(self, step):
         assert step.total_num_scheduled_tokens <= self.budget
         assert len(step.num_scheduled_tokens) <= self.seats
 
@@ -92,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        was_live = request_id in self.engine.scheduler._live  # a first token may have ended it since the last step
+        was_live = request_id in self.engine.scheduler._live and not self.engine.is_stepping
         outputs = self.engine.abort(request_id)
         assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * was_live
         self.open.pop(request_id, None)
@@ -141,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_what_was_kept(self, data):
         del self.engine.medium[data.draw(st.sampled_from(list(self.engine.medium)))]
 
+    @precondition(lambda self: not self.engine.is_stepping)
     @rule()
     def reset_prefix_cache(self):
         self.engine.scheduler.reset_prefix_cache()
@@ -163,9 +179,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nobody_waits_for_nothing(self):
         """An engine that says that it has no work has none, and what is unfinished waits for a job or a handoff."""
         engine = self.engine
-        if engine.scheduler.has_work or engine._settled:
+        if engine.is_stepping or engine.scheduler.has_work:
             return
-        assert not engine.step().has_work
+        step = engine.step()
+        assert (step.num_scheduled_tokens, step.dropped_request_ids) == ({}, [])
         self.sound()
         if engine.scheduler.has_unfinished and not engine.jobs:
             assert engine.scheduler.stats().num_waiting_for_remote_kv
@@ -175,6 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
+        if engine.is_stepping:
+            engine.end_step()
         while self.open:
             request_id, num_ready = self.open.popitem()
             engine.update_transfer(request_id, num_ready, final=True, failure="prefill_gone")

@@ -4,7 +4,7 @@ import pytest
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.messages import KVReceived, RequestStarted
-from common.engine.scheduler.tiers import PINNED_SHARE
+from common.engine.transfers.port import PINNED_SHARE
 from common.errors import OverloadedError
 from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
@@ -86,8 +86,8 @@ class TestLookup:
 
     def test_it_asks_only_for_what_is_not_here(self):
         engine, prompt = create_engine(), list(range(3, 17))
-        engine.add(create_request("a", prompt[:9]))
         engine.settle_at_once = True
+        engine.add(create_request("a", prompt[:9]))
         engine.run()
         engine.settle_at_once = False
         request = create_request("b", prompt)
@@ -111,7 +111,6 @@ class TestLookup:
         lookups = jobs(engine, "lookup")
         engine.settle(lookups[1].job_id)
         engine.settle(lookups[0].job_id)
-        engine.step()
         assert list(engine.step().num_scheduled_tokens) == ["r0"]
 
     def test_those_who_ask_count_as_waiting(self):
@@ -129,9 +128,7 @@ class TestLookup:
         (output,) = engine.abort("a")
         assert output.finish_reason is FinishReason.ABORT
         engine.assert_sound()
-        step = engine.step()
-        assert not step.lookups
-        assert len(step.cancelled_job_ids) == num_steps
+        assert engine.cancelled == set(engine.jobs)
         engine.settle_all()
         engine.step()
         engine.assert_idle()
@@ -144,7 +141,7 @@ class TestLookup:
         engine.update_transfer("a", 0, final=True, failure="prefill_gone")  # who may still be writing
         assert len(engine.step().lookups) == 1
         engine.settle_all()
-        engine.update_transfer("a", 0, is_quiet=True)
+        engine.update_transfer("a", 0, is_quiescent=True)
         engine.run()
         assert_answered(engine, request)
         engine.assert_idle()
@@ -173,10 +170,9 @@ class TestRestore:
         assert not engine.scheduler.has_work
         assert started(engine) == []
         engine.settle()
-        engine.step()
         assert started(engine) == []
         assert engine.step().num_scheduled_tokens == {"a": 2}
-        assert started(engine) == [RequestStarted(queue_s=4.0, num_cached_tokens=8)]
+        assert started(engine) == [RequestStarted(queue_s=3.0, num_cached_tokens=8)]
         engine.run()
         assert_answered(engine, request)
         stats = engine.scheduler.stats()
@@ -188,7 +184,6 @@ class TestRestore:
     def test_what_does_not_come_is_computed(self, num_ok):
         engine, request = self.restoring()
         engine.settle(num_blocks_ok=num_ok, error="store_failed")
-        engine.step()
         assert engine.step().num_scheduled_tokens == {"a": 10 - num_ok * BLOCK_SIZE}
         engine.run()
         assert_answered(engine, request)
@@ -223,7 +218,6 @@ class TestRestore:
         engine.add(running, request)
         engine.step()
         engine.settle()
-        engine.step()
         assert len(engine.step().loads) == 1
         engine.settle()
         engine.step()
@@ -242,7 +236,6 @@ class TestRestore:
         engine.add(*requests)
         engine.step()
         engine.settle_all()
-        engine.step()
         assert len(engine.step().loads) == 5
         assert not engine.scheduler.has_work  # it does not spin
         engine.settle_at_once = True
@@ -265,7 +258,6 @@ class TestRestore:
         engine.step()
         engine.step()
         engine.settle(jobs(engine, "lookup")[0].job_id)
-        engine.step()
         (load,) = engine.step().loads
         assert load.block_hashes == tuple(stored_prompt(request))[2:3]
         engine.settle_all()
@@ -304,12 +296,10 @@ class TestRestore:
         assert len(engine.step().lookups[0].block_hashes) == 1
         engine.scheduler.reset_prefix_cache()
         engine.settle()
-        engine.step()
         (lookup,) = engine.step().lookups
         assert len(lookup.block_hashes) == 3
         engine.assert_sound()
         engine.settle()
-        engine.step()
         (load,) = engine.step().loads
         assert len(load.block_ids) == 3
         engine.settle()
@@ -343,7 +333,6 @@ class TestRestore:
         engine.step()
         assert started(engine) == []
         engine.settle()
-        engine.step()
         assert engine.step().num_scheduled_tokens == {"a": 2}
         assert len(started(engine)) == 1
         engine.set_target("a", [5, 6, 7])
@@ -362,7 +351,6 @@ class TestOffload:
         engine.add(*requests)
         engine.step()
         engine.settle_all()
-        engine.step()
         step = engine.step()
         (save,) = step.saves
         assert save.request_id == ""
@@ -417,7 +405,6 @@ class TestOffload:
         engine.step()
         engine.step()
         engine.settle()
-        engine.step()
         (save,) = engine.step().saves
         assert save.block_hashes == tuple(stored_prompt(request))[2:3]
         engine.settle()
@@ -432,7 +419,6 @@ class TestOffload:
         engine.add(create_request("a", 10, role="producer"))
         engine.step()
         engine.settle()
-        engine.step()
         (save,) = engine.step().saves
         assert not save.is_for_tier
 
@@ -441,7 +427,6 @@ class TestOffload:
         engine.add(create_request("a", 10, role="producer"))
         engine.step()
         engine.settle()
-        engine.step()
         (save,) = engine.step().saves
         assert save.is_for_tier
 
@@ -453,14 +438,12 @@ class TestOffload:
         for block_id, start in zip(engine.windows["a"], range(0, 10, BLOCK_SIZE), strict=True):
             engine.write_block(block_id, fingerprints(request.prompt_token_ids)[start : start + BLOCK_SIZE])
         engine.update_transfer(
-            "a", 10, final=True, first_token=first_token(request), digests=prompt_digests(request), is_quiet=True
+            "a", 10, final=True, first_token=first_token(request), digests=prompt_digests(request), is_quiescent=True
         )
-        engine.step()
         engine.settle()
-        engine.step()
+        (save,) = engine.step().saves
         assert [event for event in engine.events["a"] if isinstance(event, KVReceived)]
         assert engine.scheduler.check_integrity().violations == []
-        (save,) = engine.step().saves
         assert save.is_for_tier
         assert save.block_hashes == tuple(stored_prompt(request))[:2]
         engine.run()
@@ -476,9 +459,7 @@ class TestOffload:
         engine.add(request)
         engine.step()
         engine.update_transfer("a", 10, final=True, first_token=first_token(request))
-        engine.step()
         engine.settle()
-        engine.step()
         assert not engine.step().saves
         engine.run()
         assert_answered(engine, request)
@@ -490,12 +471,10 @@ class TestOffload:
         engine.add(request)
         engine.step()
         engine.settle()
-        engine.step()
         step = engine.step()
         assert len(step.saves[0].block_ids) == 2
         assert not engine.step().saves
         engine.settle()
-        engine.step()
         (save,) = engine.step().saves
         assert save.block_hashes == tuple(stored_prompt(request))[2:4]
         engine.run()

@@ -91,7 +91,7 @@ def worker_of(model):
         for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
             patch.setattr(packed_linear, limit, 0)  # these small layers are packed too, as those of real models are
         worker.load_model()
-    worker.initialize_kv_cache(NUM_BLOCKS, lambda: None)
+    worker.initialize_kv_cache(NUM_BLOCKS)
     return worker
 
 

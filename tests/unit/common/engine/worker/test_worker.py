@@ -50,7 +50,7 @@ def start():
         executor = InprocExecutor(config(**settings))
         executors.append(executor)
         facts = executor.load_model()
-        executor.initialize_kv_cache(32, lambda: None)
+        executor.initialize_kv_cache(32)
         return executor, facts
 
     yield start
@@ -115,15 +115,14 @@ def test_handoff_between_two_executors(start):
     full = hash_prompt(prompt, BLOCK_SIZE, root_hash())
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
-    save = BlockTransfer(1, request_id, (4, 5, 6), hashes, 3)
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
-    result = producer.execute(SchedulerOutput([new], [], {request_id: 19}, 19, saves=[save]))
-    assert [(r.job_id, r.num_blocks_ok) for r in result.transfers] == [(1, 3)]
+    result = producer.execute(SchedulerOutput([new], [], {request_id: 19}, 19))
     tokens = [result.sampled[request_id].token_id]
-
-    load = BlockTransfer(2, request_id, (9, 8, 7), hashes, 3)
-    result = consumer.execute(SchedulerOutput(loads=[load], cancelled_job_ids=[77]))
-    assert [(r.job_id, r.num_blocks_ok) for r in result.transfers] == [(2, 3)]
+    saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
+    saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
+    assert [(r.job_id, r.num_blocks_ok) for r in saving.poll()] == [(1, 3)]
+    loading.start_load(BlockTransfer(2, request_id, (9, 8, 7), hashes, 3))
+    assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
     for computed in range(19, 24):
         known = {"new_requests": [new]} if computed == 19 else {}
@@ -141,7 +140,6 @@ def test_connector_errors_are_setting_errors(start):
         start(connector=connector_config("nothing"))
 
 
-def test_a_transfer_without_a_connector_is_refused(start):
+def test_without_a_connector_none_is_opened(start):
     executor, _ = start()
-    with pytest.raises(ConfigError, match="no connector"):
-        executor.execute(SchedulerOutput(loads=[BlockTransfer(1, RequestId("r"), (1,), (b"h",), 8)]))
+    assert executor.open_connector(lambda: None) is None

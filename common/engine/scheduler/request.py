@@ -1,15 +1,13 @@
 """One request as the scheduler sees it.
 
 1. LOOKING_UP, with tiers below the device only: it asks what they keep of it before it waits.
-2. WAITING: for blocks and a seat in the batch.
+2. WAITING: for blocks and a slot in the batch.
 3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that is
-   over, well or badly, it is WAITING for a seat only and keeps its blocks; unless a handoff failed and somebody may
-   still write to them (see `common.engine.scheduler.transfers`): then it waits for others, back in 1 as an ordinary
-   request.
+   over, well or badly, it is WAITING for a slot only and keeps its blocks; unless a handoff failed and the producer may
+   still write to them: then it waits for others, back in 1 as an ordinary request.
 4. RUNNING: it gets tokens at each step.
 5. PREEMPTED: it lost its blocks and waits for its turn again, as in 2; with tiers it goes back to 1.
-6. FINISHED: from any state. A producer keeps its blocks until its saves have settled, one with a direct connector
-   also until it knows where to save to.
+6. FINISHED: from any state.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from __future__ import annotations
 import enum
 
 from common.engine.messages import AddRequest
-from common.engine.scheduler.tiers import Lookup, Restore
-from common.engine.scheduler.transfers import Incoming, Outgoing
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
 
 
@@ -30,31 +26,28 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
     RUNNING = enum.auto()  # in the batch
     PREEMPTED = enum.auto()  # lost its blocks; waits for its next turn
-    FINISHED = enum.auto()  # `finish_reason` says why; only its saves may go on
+    FINISHED = enum.auto()  # `finish_reason` says why
 
 
 class Request:
     """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
 
     __slots__ = (
-        "_peer_block_hashes",
         "_root_hash",
         "added_at",
+        "awaits_handoff",
         "block_hashes",
         "finish_reason",
-        "incoming",
         "is_in_batch",
+        "is_producer",
         "is_started",
-        "lookup",
         "max_num_tokens",
         "num_computed_tokens",
-        "num_offered_blocks",
+        "num_kept_blocks",
         "num_prompt_tokens",
         "num_restored_tokens",
         "order",
-        "outgoing",
         "request_id",
-        "restore",
         "sampling",
         "status",
         "stop_token_ids",
@@ -69,10 +62,8 @@ class Request:
         order: tuple[int, int],
         max_model_len: int,
         eos: frozenset[int],
-        is_direct: bool,
     ) -> None:
-        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated.
-        `is_direct`: the connector is one."""
+        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated."""
         sampling = message.sampling
         self.request_id = message.request_id
         self.sampling = sampling
@@ -92,20 +83,12 @@ class Request:
 
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
-        self._peer_block_hashes: list[BlockHash] = []  # of all blocks of the prompt, once asked for
 
-        self.lookup: Lookup | None = None  # the last one since it lost its blocks
-        self.restore: Restore | None = None  # while it is under way
-        self.num_restored_tokens = 0  # by the last one
-        self.num_offered_blocks = 0  # leading blocks that are or will be below, as far as the engine cares
-
-        transfer = message.transfer
-        self.incoming: Incoming | None = None
-        self.outgoing: Outgoing | None = None
-        if transfer is not None and transfer.role == "consumer":
-            self.incoming = Incoming(transfer.epoch, is_direct=is_direct, peer_block_size=transfer.peer_block_size)
-        elif transfer is not None:
-            self.outgoing = Outgoing(transfer.epoch, is_direct=is_direct)
+        role = message.transfer.role if message.transfer is not None else ""
+        self.is_producer = role == "producer"  # ends after its first token
+        self.awaits_handoff = role == "consumer"  # its KV comes from a producer; until that is over
+        self.num_kept_blocks = 0  # leading blocks that are kept below or were found here when it asked; 0: none below
+        self.num_restored_tokens = 0  # by the last restore
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
@@ -124,12 +107,6 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not here; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def num_kept_blocks(self) -> int:
-        """Leading blocks that are kept below or were found here when it asked; 0 if nothing is kept."""
-        lookup = self.lookup
-        return lookup.first + lookup.num_found if lookup is not None and lookup.num_found else 0
 
     @property
     def is_finished(self) -> bool:
@@ -167,16 +144,6 @@ class Request:
             prompt = self.token_ids[: self.num_prompt_tokens]
             hashes.append(hash_partial_block(prompt, block_size, self.block_hashes[:num_full], self._root_hash))
         return tuple(hashes)
-
-    def peer_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
-        """Hashes of prompt blocks [start, stop) in the producer's blocks, of `block_size` tokens."""
-        if not self._peer_block_hashes:
-            prompt = self.token_ids[: self.num_prompt_tokens]
-            full = hash_prompt(prompt, block_size, self._root_hash)
-            is_whole = len(full) * block_size == len(prompt)
-            last = [] if is_whole else [hash_partial_block(prompt, block_size, full, self._root_hash)]
-            self._peer_block_hashes = full + last
-        return tuple(self._peer_block_hashes[start:stop])
 
     def misfit_block_hash(self, block_size: int) -> int | None:
         """Index of the first given hash that is not that of its block, None if all are right.

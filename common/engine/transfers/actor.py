@@ -1,0 +1,115 @@
+"""The thread that moves KV beside the step loop.
+
+It owns the connector. Whatever concerns KV movement is put into its inbox: by the step loop, by whoever receives the
+commands of clients, by the connector when jobs have settled. It never waits for a step, and no step waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from common.engine.kv_connector import ConnectorFacts, WorkerConnector
+from common.engine.messages import RequestOutput
+from common.engine.transfers.messages import Message, Note
+from common.engine.transfers.mover import Mover
+
+_STOP_TIMEOUT_S = 5.0  # for the message at hand
+
+
+class _Settled:
+    """Jobs of the connector have settled."""
+
+
+class _Stop:
+    """End the thread."""
+
+
+_SETTLED = _Settled()
+_STOP = _Stop()
+
+
+class TransferActor:
+    """Runs a Mover. `put` and `note_settled` may be called from any thread; notes are read by the step loop.
+
+    The inbox has no bound of its own: each live request has a few messages, and the connector at most one.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_notes: Callable[[], None],
+        on_news: Callable[[list[RequestOutput]], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """All are called on the actor's thread: `on_notes` when there are new notes, `on_news` with what clients
+        should hear, `on_failure` with what has ended the thread."""
+        self._on_notes = on_notes
+        self._on_news = on_news
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Message | _Settled | _Stop] = queue.SimpleQueue()
+        self._notes: deque[Note] = deque()
+        self._is_settled = False  # the inbox holds a _Settled
+        self._mover: Mover | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_notes(self) -> bool:
+        """True if `take_notes` would return something."""
+        return bool(self._notes)
+
+    def start(self, connector: WorkerConnector, facts: ConnectorFacts, block_size: int) -> None:
+        """Begin to serve. The connector is called on the actor's thread from now on."""
+        self._mover = mover = Mover(connector, facts, block_size, time.monotonic)
+        self._thread = threading.Thread(target=self._run, args=(connector, mover), name="kv-transfers", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Deliver a message; those of one thread stay in order."""
+        self._inbox.put(message)
+
+    def note_settled(self) -> None:
+        """The connector has results."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._inbox.put(_SETTLED)
+
+    def take_notes(self) -> list[Note]:
+        """Notes since the last call, in order."""
+        notes = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        return notes
+
+    def stop(self) -> None:
+        """End the thread; the connector is no longer called. Idempotent."""
+        if self._thread is not None:
+            self._inbox.put(_STOP)
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self, connector: WorkerConnector, mover: Mover) -> None:
+        try:
+            while self._serve(connector, mover):
+                pass
+        except Exception as error:  # noqa: BLE001  whatever it is ends the engine, which tells its client
+            self._on_failure(error)
+
+    def _serve(self, connector: WorkerConnector, mover: Mover) -> bool:
+        """Handle one message. False: stop."""
+        message = self._inbox.get()
+        if isinstance(message, _Stop):
+            return False
+        if isinstance(message, _Settled):
+            self._is_settled = False  # before polling: what settles from here on is announced again
+            mover.settle(connector.poll())
+        else:
+            mover.handle(message)
+        if news := mover.take_news():
+            self._on_news(news)
+        if notes := mover.take_notes():
+            self._notes.extend(notes)
+            self._on_notes()
+        return True

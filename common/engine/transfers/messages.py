@@ -1,0 +1,116 @@
+"""What the step loop tells the transfers' thread, and what it hears. What clients say (TransferUpdate, TransferTarget,
+TransferQuiesced, AbortRequests) comes as it is.
+
+Blocks in a message are pinned. Those of a handoff are given back with Closed, others with the answer to their ticket.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from common.engine.messages import AbortRequests, TransferQuiesced, TransferTarget, TransferUpdate
+from common.engine.scheduler.kv_transfers import HandedOver
+from common.types import BlockHash, RequestId
+
+Fence = Any
+"""Point in the device's work before which blocks must not be touched, see `common.engine.kv_connector`."""
+
+
+class Announce(NamedTuple):
+    """A request that takes part in a handoff has come. Its id was never used before."""
+
+    request_id: RequestId
+    epoch: int
+    is_producer: bool
+    num_prompt_tokens: int
+
+
+class Blocks(NamedTuple):
+    """A run of blocks, [first, first + len(ids)) of their request."""
+
+    first: int
+    ids: tuple[int, ...]
+    hashes: tuple[BlockHash, ...]
+    fence: Fence
+
+
+class Receive(NamedTuple):
+    """A consumer has reserved `blocks`, the prompt's but for those found in the prefix cache, and waits for KV."""
+
+    request_id: RequestId
+    blocks: Blocks
+
+
+class Send(NamedTuple):
+    """A producer has computed further blocks of its prompt. The last block of all may be partial."""
+
+    request_id: RequestId
+    blocks: Blocks
+
+
+class LookUp(NamedTuple):
+    """How many leading blocks of these does a tier keep? Answered by Moved."""
+
+    ticket: int
+    request_id: RequestId  # for logs
+    hashes: tuple[BlockHash, ...]
+
+
+class Restore(NamedTuple):
+    """Fill these blocks from a tier. Answered by Moved."""
+
+    ticket: int
+    request_id: RequestId  # for logs
+    blocks: Blocks
+
+
+class Offload(NamedTuple):
+    """Save these full blocks, of several requests, to a tier. Answered by Moved."""
+
+    ticket: int
+    blocks: Blocks
+
+
+class Withdraw(NamedTuple):
+    """The answer to a ticket is not needed any more: hurry."""
+
+    ticket: int
+
+
+class End(NamedTuple):
+    """The request is gone. `is_aborted`: what is not saved need not be."""
+
+    request_id: RequestId
+    is_aborted: bool
+
+
+Message = (
+    Announce
+    | Receive
+    | Send
+    | Restore
+    | LookUp
+    | Offload
+    | Withdraw
+    | End
+    | TransferUpdate
+    | TransferTarget
+    | TransferQuiesced
+    | AbortRequests
+)
+
+
+class Moved(NamedTuple):
+    """A lookup, a restore or an offload is over."""
+
+    ticket: int
+    num_blocks: int  # leading blocks found, valid or saved
+
+
+class Closed(NamedTuple):
+    """Nothing of this producer or consumer is on the move any more, and no transport touches its blocks."""
+
+    request_id: RequestId
+
+
+Note = Moved | HandedOver | Closed
