@@ -8,6 +8,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   `-- UnprocessableError      422; a value of the right type that cannot be meant
 |-- UnknownModelError           404
 |-- UnauthenticatedError        401; no valid API key
+|-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
 |-- OverloadedError             429; `retry_after_s` says when to come back
 |-- UnavailableError            503; no pod can serve, or the pod is draining
@@ -53,6 +54,7 @@ class ErrorCode(enum.Enum):
     CANCELLED = CodeSpec(9, 499, "CANCELLED", "server_error")
     INCOMPATIBLE = CodeSpec(10, 500, "FAILED_PRECONDITION", "server_error")
     INTERNAL = CodeSpec(11, 500, "INTERNAL", "server_error")
+    PERMISSION_DENIED = CodeSpec(12, 403, "PERMISSION_DENIED", "permission_error")
 
     @property
     def label(self) -> str:
@@ -115,6 +117,12 @@ class UnauthenticatedError(BatonError):
     """Nobody has said who they are, or nobody knows them."""
 
     code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(BatonError):
+    """The API key is valid, but may not be used for this."""
+
+    code = ErrorCode.PERMISSION_DENIED
 
 
 class PayloadTooLargeError(BatonError):

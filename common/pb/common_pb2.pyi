@@ -93,6 +93,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_CANCELLED: _ErrorCode.ValueType  # 9
     ERROR_CODE_INCOMPATIBLE: _ErrorCode.ValueType  # 10
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 11
+    ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 12
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Class of a failure; each maps to one HTTP status, one gRPC status and one metric label (common/errors.py)."""
@@ -109,6 +110,7 @@ ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 8
 ERROR_CODE_CANCELLED: ErrorCode.ValueType  # 9
 ERROR_CODE_INCOMPATIBLE: ErrorCode.ValueType  # 10
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 11
+ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 12
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -101,6 +101,7 @@ class CompletionsEndpoint:
         terms = read_terms(exchange.header, exchange.tenant)
         account = self._gate.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
+            self._gate.check_operator(terms.tenant)
             with account.admit(1):
                 request_id = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}"
                 drafts = parsed.drafts(request_id, arrived_at, terms)

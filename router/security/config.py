@@ -19,7 +19,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = ""
     metrics_need_key: Annotated[
-        bool, Meta(description="Where there are API keys, /metrics needs one as well: it tells of all tenants.")
+        bool, Meta(description="Where there are API keys, /metrics needs an operator's: it tells of all tenants.")
     ] = True
     tls_cert: Annotated[
         str,
