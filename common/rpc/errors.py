@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import (
+    MAX_MESSAGE_CHARS,
     BatonError,
     DeadlineExceededError,
     ErrorCode,
@@ -34,6 +35,7 @@ from common.errors import (
     UnavailableError,
     UnknownModelError,
     UnprocessableError,
+    shortened,
 )
 from common.pb import common_pb2
 
@@ -42,7 +44,6 @@ logger = logging.getLogger(__name__)
 CODE_KEY = "baton-error-code"
 PARAM_KEY = "baton-error-param"
 RETRY_AFTER_KEY = "baton-retry-after-s"
-MAX_MESSAGE_CHARS = 500  # of an error's message
 
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -143,8 +144,7 @@ def error_from_pb(message: common_pb2.Error) -> BatonError:
 
 def _line(text: str) -> str:
     """One line, whatever the peer's words that it quotes, and short enough for the metadata that carries a status."""
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
+    return shortened(" ".join(text.split()), MAX_MESSAGE_CHARS)
 
 
 def _ascii(text: str) -> str:

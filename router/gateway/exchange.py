@@ -16,6 +16,7 @@ from common.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
     RequestCancelledError,
+    quoted,
 )
 from router.gateway.errors import error_headers, error_json
 from router.terms import Tenant
@@ -86,8 +87,8 @@ class Exchange:
         content_type = next((value for name, value in self._headers if name == b"content-type"), b"application/json")
         media_type = content_type.partition(b";")[0].strip().lower()
         if media_type != b"application/json":
-            shown = media_type.decode("ascii", "replace")
-            raise InvalidRequestError(f"the content type must be application/json, got {shown}", param="content-type")
+            problem = f"the content type must be application/json, got {quoted(media_type.decode('ascii', 'replace'))}"
+            raise InvalidRequestError(problem, param="content-type")
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, or cancel it and raise RequestCancelledError as soon as the client is gone.
