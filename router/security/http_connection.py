@@ -237,8 +237,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _hold_body(self) -> None:
         """Raises OverloadedError or UnavailableError if there is no memory for it."""
-        self.bodies.take(self._client, self._num_body_bytes - self._num_held_bytes)
-        self._num_held_bytes = self._num_body_bytes
+        if self._num_body_bytes > self._num_held_bytes:
+            self.bodies.take(self._client, self._num_body_bytes - self._num_held_bytes)
+            self._num_held_bytes = self._num_body_bytes
         if self._pace is None:
             limits, now = self.limits, self.loop.time()
             self._pace = BodyPace(limits.body_timeout_s, limits.min_body_rate, limits.body_grace_s, now)
