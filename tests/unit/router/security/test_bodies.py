@@ -82,13 +82,16 @@ async def test_beyond_what_all_clients_may_have_the_next_is_refused(small, conne
 async def test_what_has_ended_is_held_no_longer(small, connect, stream):
     body = b'{"prompt": [600], "max_tokens": 2, "stream": %b}' % stream.encode()
     body += b" " * (60 * KIB - len(body))
-    wire = await connect()
-    for _ in range(3):
+    wire, decode = await connect(), small.decode[0]
+    for number in range(1, 4):
+        decode.allowed = 1
         await wire.send(beginning(0, of=len(body)) + body[: 50 * KIB])
         await until(lambda: small.metric(HELD) == 50 * KIB)
         await wire.send(body[50 * KIB :])
+        await decode.until(lambda: len(decode.submits) == number)  # noqa: B023
+        assert small.metric(HELD) == 0, "while the answer is being generated"
+        await decode.allow(None)
         assert (await wire.receive()).status == 200
-        assert small.metric(HELD) == 0
     await small.until_quiet()
 
 

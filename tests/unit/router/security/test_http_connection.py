@@ -7,8 +7,15 @@ import json
 import socket
 
 import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from uvicorn.server import ServerState
 
+from router.security.bodies import BodyBudget
 from router.security.config import LimitsConfig
+from router.security.http_connection import bounded_connections
+from router.security.metrics import SecurityMetrics
+from router.security.refusals import Refusals
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.fuzz.raw_http import RawAnswer, Wire
 from tests.unit.router.security.conftest import ALICE
@@ -69,10 +76,14 @@ async def test_a_key_in_a_trailer_is_none(start_cluster, key_file):
 
 
 @pytest.mark.parametrize("line", [b"x: y\r\n" * 100, b"x: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
-async def test_trailers_that_never_end(wire, line):
+async def test_trailers_that_never_end(cluster, wire, line):
     await wire.send(CHUNKED + chunk(BODY) + b"0\r\n" + (b"x: " if b":" not in line else b""))
     assert error_of(await wire.receive_while_sending(line)) == (431, TOO_LARGE)
     assert await wire.is_closed()
+    await wire.send(line)
+    assert (await cluster.client.get("/version")).status_code == 200  # by then the router has read it
+    for reason, number in (("header_size", 1), ("malformed", 0)):
+        assert cluster.metric("baton_http_refused_total", reason=reason) == number
 
 
 async def test_trailers_that_never_end_of_a_request_without_a_key(start_cluster, key_file):
@@ -190,6 +201,46 @@ async def test_a_client_that_does_not_read_is_cut_off(start_cluster):
             await asyncio.sleep(0.01)
         await cluster.until_quiet()
     assert cluster.router._http.server_state.connections == set()
+
+
+async def test_the_end_of_an_answer_that_is_not_read_is_not_waited_for():
+    """What is left in the transport's buffer is too little for it to say that the client is slow."""
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    config = uvicorn.Config(answer, ws="none", lifespan="off", log_config=None)
+    config.load()
+    refusals = Refusals(SecurityMetrics(CollectorRegistry()))
+    protocol = bounded_connections(LimitsConfig(send_timeout_s=0.01), BodyBudget(1, 1), refusals)
+    connection = protocol(config, ServerState(), {})
+    transport = StuckTransport()
+    connection.connection_made(transport)
+    connection.data_received(b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+    await transport.aborted.wait()
+    assert transport.is_closing()
+
+
+class StuckTransport(asyncio.Transport):
+    """Whatever is written stays in its buffer, so that it never closes by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.aborted = asyncio.Event()
+        self._is_closing = False
+
+    def write(self, data):
+        pass
+
+    def close(self):
+        self._is_closing = True
+
+    def is_closing(self):
+        return self._is_closing
+
+    def abort(self):
+        self.aborted.set()
 
 
 # --- refusals while something is under way ---
