@@ -21,10 +21,14 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     new.add_argument("--name", required=True, help="Whose key it is, for logs and metrics.")
+    new.add_argument(
+        "--operator", action="store_true", help="It may also read /metrics, the state of pods, and routes of requests."
+    )
     args = parser.parse_args(argv)
     if not re.fullmatch(NAME_PATTERN, args.name):
         raise ConfigError("--name: expected up to 63 letters, digits, dots, dashes or underscores", param="name")
     key = generate_key()
     print(f"key, shown once: {key}")
-    print(f"- {{name: '{args.name}', hash: 'sha256:{digest_of(key).hex()}'}}")
+    more = ", operator: true" if args.operator else ""
+    print(f"- {{name: '{args.name}', hash: 'sha256:{digest_of(key).hex()}'{more}}}")
     return 0

@@ -8,6 +8,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   `-- UnprocessableError      422; a value of the right type that cannot be meant
 |-- UnknownModelError           404
 |-- UnauthenticatedError        401; no valid API key
+|-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
 |-- OverloadedError             429; `retry_after_s` says when to come back
 |-- UnavailableError            503; no pod can serve, or the pod is draining
@@ -54,6 +55,7 @@ class ErrorCode(enum.Enum):
     CANCELLED = CodeSpec(9, 499, "CANCELLED", "server_error")
     INCOMPATIBLE = CodeSpec(10, 500, "FAILED_PRECONDITION", "server_error")
     INTERNAL = CodeSpec(11, 500, "INTERNAL", "server_error")
+    PERMISSION_DENIED = CodeSpec(12, 403, "PERMISSION_DENIED", "permission_error")
     NON_FINITE = CodeSpec(13, 500, "INTERNAL", "server_error")
 
     @property
@@ -67,24 +69,47 @@ class ErrorCode(enum.Enum):
         return _BY_NUMBER.get(number, cls.INTERNAL)
 
 
+MAX_MESSAGE_CHARS = 500  # of an error, as clients and peers cause them
+MAX_QUOTED_CHARS = 200  # of a value in it
+
 _BY_NUMBER = {code.value.number: code for code in ErrorCode}
 
 
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its beginning and its end."""
+    if len(text) <= max_chars:
+        return text
+    num_last = max_chars // 4
+    return f"{text[: max_chars - num_last - 3]}...{text[-num_last:]}"
+
+
+def quoted(value: object) -> str:
+    """A value of a client or a peer, for an error message: as Python writes it, at most MAX_QUOTED_CHARS of it."""
+    if isinstance(value, str) and len(value) > 2 * MAX_QUOTED_CHARS:
+        value = value[:MAX_QUOTED_CHARS] + value[-MAX_QUOTED_CHARS:]
+    return shortened(repr(value), MAX_QUOTED_CHARS)
+
+
 class BatonError(Exception):
-    """Base of all errors. `message` is one line for a person, `param` the field or setting at fault."""
+    """Base of all errors. `message` is one line for a person, `param` the field or setting at fault. Both are
+    shortened, as they may quote a client or a peer."""
 
     code = ErrorCode.INTERNAL
+    is_for_terminal = False  # of this machine: the message may be long
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        if not self.is_for_terminal:
+            message = shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_QUOTED_CHARS)
 
 
 class ConfigError(BatonError):
     """A setting is wrong. Raised at start only; the process prints the message and exits with code 2."""
 
     code = ErrorCode.INVALID_ARGUMENT
+    is_for_terminal = True
 
 
 class ModelLoadError(ConfigError):
@@ -117,6 +142,12 @@ class UnauthenticatedError(BatonError):
     """Nobody has said who they are, or nobody knows them."""
 
     code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(BatonError):
+    """The API key is valid, but may not be used for this."""
+
+    code = ErrorCode.PERMISSION_DENIED
 
 
 class PayloadTooLargeError(BatonError):

@@ -37,6 +37,8 @@ from deploy.scratch import scratch_directory
 from deploy.terminal import Terminal
 from kv_store.nixl.installed import check_installed
 from kv_store.registry import CONNECTOR_NAMES
+from router.security.key_source import ENVIRONMENT
+from router.security.keys import digest_of, generate_key
 
 POD_ROLES = ("prefill", "decode")
 SECTIONS = ("cluster", *POD_ROLES, "router")
@@ -175,7 +177,10 @@ class LocalCluster:
         tls = _make_mtls(scratch) if config.mtls else None
         self._pods = [PodProcess(spec, grpc_probe(spec.address, tls), terminal) for spec in plan.pods]
         names = {spec.address: spec.name for spec in plan.pods}
-        self._router = PodProcess(plan.router, RouterProbe(self._probe_host, port, names), terminal)
+        key = generate_key()
+        env = {**plan.router.env, **operator_environment(config_file, os.environ, key)}
+        router = plan.router._replace(env=env)
+        self._router = PodProcess(router, RouterProbe(self._probe_host, port, names, key), terminal)
 
     async def run(self) -> int:
         """Starts everything and waits for a signal. Returns 0; raises ConfigError or PodStartError."""
@@ -389,6 +394,16 @@ def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]
     root = str(Path(__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, base.get("PYTHONPATH", "")]))
     return env
+
+
+def operator_environment(config_file: Path | None, env: Mapping[str, str], key: str) -> dict[str, str]:
+    """What makes `key` an operator's, to be added to the router's environment; empty if the router has no API keys."""
+    listed = env.get(ENVIRONMENT, "").strip()
+    in_file = config_file is not None and bool(load_yaml(str(config_file)).section("router").get("api_keys_file"))
+    if not listed and not in_file:
+        return {}
+    own = f"baton-up-probe:sha256:{digest_of(key).hex()}:operator"
+    return {ENVIRONMENT: f"{listed},{own}" if listed else own}
 
 
 def curl_line(url: str, model: str | None) -> str:

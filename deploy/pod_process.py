@@ -47,6 +47,8 @@ class PodSpec(NamedTuple):
 class PodStartError(BatonError):
     """A pod does not start, for a reason that is not a wrong setting."""
 
+    is_for_terminal = True
+
 
 class PodObserver(Protocol):
     """Hears what happens to pods; called on the event loop, must not block."""

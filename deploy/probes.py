@@ -15,6 +15,7 @@ from common.rpc.channel import ChannelOpener
 from common.rpc.tls import ClusterTls
 
 PROBE_TIMEOUT_S = 2.0
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 def grpc_probe(address: str, tls: ClusterTls | None = None) -> Callable[[], Awaitable[bool]]:
@@ -40,16 +41,17 @@ class RouterProbe:
     Raises ConfigError if the router refuses a pod because it does not fit the others.
     """
 
-    def __init__(self, host: str, port: int, pod_names: Mapping[str, str]) -> None:
-        """`pod_names` are the names of the pods by address."""
+    def __init__(self, host: str, port: int, pod_names: Mapping[str, str], operator_key: str = "") -> None:
+        """`pod_names` are the names of the pods by address. A router with API keys tells operators only of its pods."""
         self._host = host
         self._port = port
         self._pod_names = pod_names
+        self._headers = {"x-api-key": operator_key} if operator_key else {}
         self._was_complete = False
 
     async def __call__(self) -> bool:
         """Asks once."""
-        status, body = await asyncio.to_thread(_get, self._host, self._port, "/health")
+        status, body = await asyncio.to_thread(_get, self._host, self._port, "/health", self._headers)
         if self._was_complete or not body:
             return status == 200
         pods = json.loads(body)["pods"]
@@ -72,11 +74,11 @@ async def first_model(host: str, port: int) -> str | None:
     return str(models[0]["id"]) if models else ""
 
 
-def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+def _get(host: str, port: int, path: str, headers: Mapping[str, str] = _NO_HEADERS) -> tuple[int, bytes]:
     """Status and body; status 0 if nobody answers."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=dict(headers))
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException):

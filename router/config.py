@@ -90,7 +90,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Whether there are any, or some may join."""
         return bool(self.prefill or self.discovery.registry)
 
+    @property
+    def max_client_body_bytes(self) -> int:
+        """Most bytes held of the unfinished HTTP request bodies of one client."""
+        limits = self.limits
+        share = max(limits.max_unfinished_body_bytes // 4, self.max_body_bytes)
+        return limits.max_unfinished_body_bytes_per_client or share
+
     def __post_init__(self) -> None:
+        for setting in ("max_unfinished_body_bytes", "max_unfinished_body_bytes_per_client"):
+            limit = getattr(self.limits, setting)
+            if limit is not None and limit < self.max_body_bytes:
+                option = f"--{setting.replace('_', '-')}"
+                raise ValueError(f"{option}: must be at least max_body_bytes, {self.max_body_bytes}, got {limit}")
         for setting in ("prefill", "decode"):
             for address in getattr(self, setting):
                 _check_address(setting, address)

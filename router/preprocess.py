@@ -18,6 +18,7 @@ from common.errors import (
     PromptTooLongError,
     UnavailableError,
     UnknownModelError,
+    quoted,
 )
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
@@ -65,7 +66,9 @@ class Preprocessor:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is the served model or absent."""
         if name and name != self._model_name:
-            raise UnknownModelError(f"the model {name!r} is not served here; use {self._model_name!r}", param="model")
+            raise UnknownModelError(
+                f"the model {quoted(name)} is not served here; use {self._model_name!r}", param="model"
+            )
 
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """Raises InvalidRequestError or a subclass for what the client did wrong, UnknownModelError, and
@@ -119,7 +122,7 @@ class Preprocessor:
             case "recompute" | "fail" as policy:
                 return policy
             case other:
-                raise _invalid(f"kv_failure_policy must be recompute or fail, got {other!r}", "kv_failure_policy")
+                raise _invalid(f"kv_failure_policy must be recompute or fail, got {quoted(other)}", "kv_failure_policy")
 
     async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
         if isinstance(prompt, TokenPrompt):

@@ -28,8 +28,10 @@ from router.index import PrefixIndex
 from router.metrics import RouterMetrics
 from router.model_files import resolve_model
 from router.pods import Cluster
+from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor
 from router.security.http_connection import bounded_connections
+from router.security.refusals import Refusals
 from router.security.runtime import Security
 from router.service import InferenceService
 
@@ -162,9 +164,12 @@ def _grpc_limits(config: RouterConfig) -> Options:
 
 
 def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
+    limits, metrics = service.config.limits, security.metrics
+    bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
+    metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
         create_app(service, security.gate, security.open_paths),
-        http=bounded_connections(service.config.limits),
+        http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, quoted
 
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -75,5 +75,5 @@ def _seconds(header: Callable[[str], str], name: str) -> float | None:
         return None
     milliseconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < milliseconds < math.inf:
-        raise InvalidRequestError(f"{name} must be a positive number of milliseconds, got {text[:40]!r}", param=name)
+        raise InvalidRequestError(f"{name} must be a positive number of milliseconds, got {quoted(text)}", param=name)
     return milliseconds / 1000

@@ -7,9 +7,12 @@ import sys
 import time
 from typing import Literal, TextIO
 
+from common.observability.repeats import RepeatFilter
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _CHATTY = ("asyncio", "httpcore", "httpx", "filelock", "huggingface_hub", "urllib3")  # their INFO is our DEBUG
+_NO_DESCRIPTORS = "socket.accept() out of system resource"  # asyncio's, up to thousands of times a second
 
 
 class LineFormatter(logging.Formatter):
@@ -43,5 +46,13 @@ def setup_logging(level: LogLevel | int = "info", pod_id: str = "", *, stream: T
     root.setLevel(threshold)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(threshold if threshold <= logging.DEBUG else logging.WARNING)
+    _sum_up(logging.getLogger("asyncio"), _NO_DESCRIPTORS)
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)  # its DEBUG is a line per loop turn
     logging.captureWarnings(capture=True)
+
+
+def _sum_up(logger: logging.Logger, start: str) -> None:
+    for old in logger.filters[:]:
+        if isinstance(old, RepeatFilter):
+            logger.removeFilter(old)
+    logger.addFilter(RepeatFilter(logger, start))

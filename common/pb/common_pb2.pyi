@@ -93,6 +93,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_CANCELLED: _ErrorCode.ValueType  # 9
     ERROR_CODE_INCOMPATIBLE: _ErrorCode.ValueType  # 10
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 11
+    ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 12
     ERROR_CODE_NON_FINITE: _ErrorCode.ValueType  # 13
     """The model computed infinities or NaN for this request."""
 
@@ -111,6 +112,7 @@ ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 8
 ERROR_CODE_CANCELLED: ErrorCode.ValueType  # 9
 ERROR_CODE_INCOMPATIBLE: ErrorCode.ValueType  # 10
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 11
+ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 12
 ERROR_CODE_NON_FINITE: ErrorCode.ValueType  # 13
 """The model computed infinities or NaN for this request."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015

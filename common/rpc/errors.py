@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import (
+    MAX_MESSAGE_CHARS,
     BatonError,
     DeadlineExceededError,
     ErrorCode,
@@ -29,11 +30,13 @@ from common.errors import (
     NonFiniteError,
     OverloadedError,
     PayloadTooLargeError,
+    PermissionDeniedError,
     RequestCancelledError,
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
     UnprocessableError,
+    shortened,
 )
 from common.pb import common_pb2
 
@@ -42,12 +45,12 @@ logger = logging.getLogger(__name__)
 CODE_KEY = "baton-error-code"
 PARAM_KEY = "baton-error-param"
 RETRY_AFTER_KEY = "baton-retry-after-s"
-MAX_MESSAGE_CHARS = 500  # of an error's message
 
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
     ErrorCode.NOT_FOUND: UnknownModelError,
     ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
+    ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
     ErrorCode.TOO_LARGE: PayloadTooLargeError,
     ErrorCode.UNPROCESSABLE: UnprocessableError,
     ErrorCode.UNAVAILABLE: UnavailableError,
@@ -63,7 +66,7 @@ _CODES_BY_STATUS = {
     grpc.StatusCode.NOT_FOUND: ErrorCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,  # gRPC's word for a message over the size limit
     grpc.StatusCode.UNAUTHENTICATED: ErrorCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED: ErrorCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
@@ -143,8 +146,7 @@ def error_from_pb(message: common_pb2.Error) -> BatonError:
 
 def _line(text: str) -> str:
     """One line, whatever the peer's words that it quotes, and short enough for the metadata that carries a status."""
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
+    return shortened(" ".join(text.split()), MAX_MESSAGE_CHARS)
 
 
 def _ascii(text: str) -> str:

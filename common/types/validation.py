@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
 from common.types.generation import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -111,9 +111,11 @@ def _check_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param:
     limit = _TOKEN_ID_LIMIT if vocab_size is None else vocab_size
     if low < 0 or high >= limit:
         culprit = low if low < 0 else high
-        raise UnprocessableError(f"{param} has token id {culprit}, outside the vocabulary [0, {limit})", param=param)
+        raise UnprocessableError(
+            f"{param} has token id {quoted(culprit)}, outside the vocabulary [0, {limit})", param=param
+        )
 
 
 def _out_of_range(field: str, value: object, expected: str, names: Mapping[str, str]) -> InvalidRequestError:
     name = names.get(field, field)
-    return InvalidRequestError(f"{name} must be {expected}, got {value!r}", param=name)
+    return InvalidRequestError(f"{name} must be {expected}, got {quoted(value)}", param=name)

@@ -222,11 +222,11 @@ class PodHealth(_Answer):
 
 
 class Health(_Answer):
-    """Answer of GET /health."""
+    """Answer of GET /health. Where there are API keys, `pods` is for operators."""
 
     status: Literal["ok", "unavailable"]
     reason: str
-    pods: list[PodHealth]
+    pods: list[PodHealth] = []
 
 
 class Version(_Answer):

@@ -34,7 +34,7 @@ _JSON = "application/json"
 def create_app(service: InferenceService, gate: Gate, open_paths: frozenset[str] = OPEN_PATHS) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `gate` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status = _Status(service)
+    status = _Status(service, gate)
     endpoints = {
         "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, gate),
         "/v1/chat/completions": CompletionsEndpoint(CHAT, service, gate),
@@ -75,8 +75,9 @@ class _Shortcut:
 class _Status:
     """What does not generate."""
 
-    def __init__(self, service: InferenceService) -> None:
+    def __init__(self, service: InferenceService, gate: Gate) -> None:
         self._service = service
+        self._gate = gate
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -89,15 +90,16 @@ class _Status:
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
-        """200 only while a request can be served; the body says how each pod is."""
+        """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
         reason = self._service.unavailable_reason
+        status, told = (503, "unavailable") if reason else (200, "ok")
+        if not self._gate.is_operators(lambda name: request.headers.get(name, "")):
+            return _json({"status": told, "reason": reason.partition(":")[0]}, status)
         pods = [
             {"address": pod.address, "role": pod.role_name, "state": pod.state.value, "detail": pod.detail}
             for pod in self._service.cluster.pods
         ]
-        return _json(
-            {"status": "unavailable" if reason else "ok", "reason": reason, "pods": pods}, 503 if reason else 200
-        )
+        return _json({"status": told, "reason": reason, "pods": pods}, status)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""

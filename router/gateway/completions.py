@@ -117,6 +117,8 @@ class CompletionsEndpoint:
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.header, exchange.tenant)
         account = self._gate.account(terms.tenant)
+        if self._api.explains or parsed.dry_run:
+            self._gate.check_operator(terms.tenant)
         event_id = read_event_id(exchange.header(HEADER), parsed)
         if event_id is not None:
             request_id, seed = event_id.request_id, event_id.seed

@@ -7,12 +7,14 @@ import math
 import msgspec
 
 from common.errors import (
+    MAX_QUOTED_CHARS,
     BatonError,
     ErrorCode,
     OverloadedError,
     UnattainableError,
     UnauthenticatedError,
     UnavailableError,
+    shortened,
 )
 
 _UNAVAILABLE_RETRY_AFTER_S = 1.0
@@ -56,6 +58,7 @@ def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
 
 def route_error(status: int, method: str, path: str) -> tuple[int, bytes]:
     """Status and body for a request that no route takes."""
+    path = shortened(path, MAX_QUOTED_CHARS)
     if status == 405:
         message = f"{method} is not allowed on {path}"
     else:

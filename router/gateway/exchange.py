@@ -16,6 +16,7 @@ from common.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
     RequestCancelledError,
+    quoted,
 )
 from router.gateway.errors import error_headers, error_json
 from router.terms import Tenant
@@ -65,21 +66,19 @@ class Exchange:
         declared = next((value for name, value in self._headers if name == b"content-length"), b"")
         if declared.isdigit() and int(declared) > limit:
             raise _too_large(limit)
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()  # not a list of parts: each costs as much as 50 bytes, and they may be tiny
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise RequestCancelledError("the client went away while sending")
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
+                    part: bytes = message.get("body", b"")
+                    if len(body) + len(part) > limit:
                         raise _too_large(limit)
-                    parts.append(part)
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        return bytes(body + part) if body else part
+                    body += part
         except TimeoutError as error:
             raise DeadlineExceededError(f"the body did not arrive within {timeout_s:g} s") from error
 
@@ -88,8 +87,8 @@ class Exchange:
         content_type = next((value for name, value in self._headers if name == b"content-type"), b"application/json")
         media_type = content_type.partition(b";")[0].strip().lower()
         if media_type != b"application/json":
-            shown = media_type.decode("ascii", "replace")
-            raise InvalidRequestError(f"the content type must be application/json, got {shown}", param="content-type")
+            problem = f"the content type must be application/json, got {quoted(media_type.decode('ascii', 'replace'))}"
+            raise InvalidRequestError(problem, param="content-type")
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end, or cancel it and raise RequestCancelledError as soon as the client is gone.

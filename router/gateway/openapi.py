@@ -36,6 +36,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
 _ERRORS = {
     ErrorCode.INVALID_ARGUMENT: "The request is malformed or out of range; `param` names the field.",
     ErrorCode.UNAUTHENTICATED: "There is no valid API key.",
+    ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
     ErrorCode.NOT_FOUND: "There is no such model.",
     ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
     ErrorCode.UNPROCESSABLE: "A token id is outside the model's vocabulary.",
@@ -62,7 +63,8 @@ def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset
     document["paths"] = _paths()
     for operation, path in ((each, path) for path, item in document["paths"].items() for each in item.values()):
         if path in open_paths or not needs_key:
-            operation["responses"].pop("401", None)
+            for status in ("401", "403"):
+                operation["responses"].pop(status, None)
             operation["security"] = []
     if needs_key:
         document["components"]["securitySchemes"] = {
@@ -98,7 +100,11 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/metrics": {
-            "get": _page("Prometheus metrics.", {"text/plain": {"schema": {"type": "string"}}}, unauthenticated)
+            "get": _page(
+                "Prometheus metrics.",
+                {"text/plain": {"schema": {"type": "string"}}},
+                (*unauthenticated, ErrorCode.PERMISSION_DENIED),
+            )
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
     }

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw, field
 
-from common.errors import InvalidRequestError, PayloadTooLargeError
+from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import SamplingParams
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.bounds import (
@@ -242,7 +242,7 @@ class Message(msgspec.Struct, kw_only=True):
         if isinstance(self.content, list):
             for part in self.content:
                 if part.type != "text":
-                    problem = f"{where}.content has a part of type {part.type!r}; only text is supported"
+                    problem = f"{where}.content has a part of type {quoted(part.type)}; only text is supported"
                     raise InvalidRequestError(problem, param=f"{where}.content")
                 if part.text is None:
                     raise InvalidRequestError(f"{where}.content has a part without text", param=f"{where}.content")
@@ -407,7 +407,7 @@ def _validation_error(message: str, field: str) -> InvalidRequestError:
     problem = message[: where.start()] if where else message
     if unknown := _UNKNOWN.match(problem):
         param = f"{path}.{unknown['name']}".lstrip(".")
-        return InvalidRequestError(f"unknown field {param!r}", param=param)
+        return InvalidRequestError(f"unknown field {quoted(param)}", param=param)
     if missing := _MISSING.match(problem):
         param = f"{path}.{missing['name']}".lstrip(".")
         return InvalidRequestError(f"{param} is required", param=param)

@@ -19,7 +19,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = ""
     metrics_need_key: Annotated[
-        bool, Meta(description="Where there are API keys, /metrics needs one as well: it tells of all tenants.")
+        bool, Meta(description="Where there are API keys, /metrics needs an operator's: it tells of all tenants.")
     ] = True
     tls_cert: Annotated[
         str,
@@ -57,12 +57,33 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "context is longer. Parsing 250,000 holds up all other requests for about 15 ms.",
         ),
     ] = 2**18
+    max_connections: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Most HTTP connections at once; default: 128 fewer than the files that the process may open."),
+    ] = None
     max_header_bytes: Annotated[int, Meta(ge=1024, description="Most bytes of an HTTP request before its body.")] = (
         64 * 2**10
     )
     header_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds within which they must have come, once a client has connected.")
     ] = 30.0
+    max_unfinished_body_bytes: Annotated[
+        int, Meta(ge=1024, description="Most bytes held of HTTP request bodies that have not ended, of all clients.")
+    ] = 256 * 2**20
+    max_unfinished_body_bytes_per_client: Annotated[
+        Annotated[int, Meta(ge=1024)] | None,
+        Meta(description="The same of one client address; default: a quarter, or max_body_bytes if that is more."),
+    ] = None
+    body_timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which an HTTP request body must end.")] = (
+        120.0
+    )
+    min_body_rate: Annotated[
+        float, Meta(ge=0, description="Bytes per second that it must bring in each window of body_grace_s; 0: any.")
+    ] = 1024.0
+    body_grace_s: Annotated[float, Meta(gt=0, description="Seconds over which its rate is measured.")] = 10.0
+    send_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds after which a client that does not read its HTTP answer is cut off.")
+    ] = 60.0
     max_grpc_streams: Annotated[
         int, Meta(ge=1, description="Most calls at once over one gRPC connection; a client holds back the rest.")
     ] = 1024

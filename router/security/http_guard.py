@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from common.errors import BatonError, UnauthenticatedError
+from common.errors import BatonError, PermissionDeniedError, UnauthenticatedError
 from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
 from router.security.gate import Gate
 
 OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+OPERATOR_PATHS = frozenset({"/metrics"})
 
 
 class ApiKeyGuard:
-    """Refuses what has no valid key, before a byte of its body is read. What is not known to be open needs one."""
+    """Refuses what has no valid key, before a byte of its body is read. What is not known to be open needs one, and
+    what concerns all tenants needs an operator's."""
 
     def __init__(
         self, app: Any, gate: Gate, open_paths: frozenset[str], on_error: Callable[[BatonError], None]
@@ -28,8 +30,10 @@ class ApiKeyGuard:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             exchange = Exchange(scope, receive, send)
             try:
-                scope[TENANT] = self._gate.authenticate(exchange.header)
-            except UnauthenticatedError as error:
+                scope[TENANT] = tenant = self._gate.authenticate(exchange.header)
+                if scope["path"] in OPERATOR_PATHS:
+                    self._gate.check_operator(tenant)
+            except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._on_error(error)
                 await exchange.send_error(error)
                 return

@@ -6,6 +6,7 @@
       requests_per_minute: 600
       tokens_per_minute: 1000000        # prompt and output
       max_concurrent: 32                # generations at once
+      operator: true                    # may see what concerns all tenants; default false
       min_priority: -5                  # the most urgent that its requests may ask for; default 0
       share_cache: true                 # with all others that say so; or
       cache_salt: team                  # with all others that name the same
@@ -33,7 +34,7 @@ from router.terms import Tenant
 MIN_KEY_CHARS = 16
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
-_NAMED_HASH = re.compile(rf"({NAME_PATTERN}):sha256:([0-9a-f]{{64}})")
+_NAMED_HASH = re.compile(rf"({NAME_PATTERN}):sha256:([0-9a-f]{{64}})(:operator)?")
 _SALT_CHARS = 32
 
 Name = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z")]
@@ -59,6 +60,7 @@ class ApiKey:
     digest: bytes  # SHA-256 of the key
     tenant: Tenant
     quota: Quota
+    is_operator: bool = False  # may see what concerns all tenants
 
 
 class KeyTable:
@@ -98,6 +100,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Positive | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     min_priority: Priority = _DEFAULT_MIN_PRIORITY
+    operator: bool = False
     share_cache: bool = False
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
@@ -127,19 +130,21 @@ def parse_key_file(text: str) -> list[ApiKey]:
 
 
 def parse_key_list(text: str) -> list[ApiKey]:
-    """The keys of BATON_API_KEYS: name:sha256:<hex> or plain ones, separated by commas. Raises ConfigError."""
+    """The keys of BATON_API_KEYS, separated by commas: name:sha256:<hex>, name:sha256:<hex>:operator, or plain ones.
+    Raises ConfigError."""
     keys = []
     for number, word in enumerate((word.strip() for word in text.split(",")), 1):
         if named := _NAMED_HASH.fullmatch(word):
-            name, digest = named[1], bytes.fromhex(named[2])
+            name, digest, is_operator = named[1], bytes.fromhex(named[2]), named[3] is not None
         elif "sha256:" in word:
-            raise ConfigError(f"key {number}: expected name:sha256:<64 lower-case hexadecimal digits>")
+            expected = "name:sha256:<64 lower-case hexadecimal digits>, with or without :operator"
+            raise ConfigError(f"key {number}: expected {expected}")
         elif len(word) < MIN_KEY_CHARS:
             raise ConfigError(f"key {number}: shorter than {MIN_KEY_CHARS} characters")
         else:
-            name, digest = f"env-{number}", digest_of(word)
+            name, digest, is_operator = f"env-{number}", digest_of(word), False
         tenant = Tenant(name, _salt("key", digest.hex()), min_priority=_DEFAULT_MIN_PRIORITY)
-        keys.append(ApiKey(digest, tenant, Quota()))
+        keys.append(ApiKey(digest, tenant, Quota(), is_operator))
     return keys
 
 
@@ -166,7 +171,7 @@ def _parse_entry(where: str, entry: object) -> ApiKey:
     else:
         salt = _salt("key", digest.hex())
     quota = Quota(parsed.requests_per_minute, parsed.tokens_per_minute, parsed.max_concurrent)
-    return ApiKey(digest, Tenant(parsed.name, salt, parsed.weight, parsed.min_priority), quota)
+    return ApiKey(digest, Tenant(parsed.name, salt, parsed.weight, parsed.min_priority), quota, parsed.operator)
 
 
 def _refuse(where: str, problem: str) -> NoReturn:

@@ -1,8 +1,11 @@
-"""What is counted of keys. Tenants are labelled by name: there are as many as keys."""
+"""What is counted of keys and refused connections. Tenants are labelled by name: there are as many as keys."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+HTTP_REFUSALS = ("connections", "malformed", "header_size", "header_time", "body_memory", "body_time", "send_time")
+"""Why an HTTP connection is closed."""
 
 
 class SecurityMetrics:
@@ -16,5 +19,13 @@ class SecurityMetrics:
             "baton_tenant_refused", "Requests over a limit of their key.", ["tenant", "limit"], registry=registry
         )
         self.tokens = Counter("baton_tenant_tokens", "Prompt and output tokens, by key.", ["tenant"], registry=registry)
+        self.http_refused = Counter(
+            "baton_http_refused", "HTTP connections that were closed, by reason.", ["reason"], registry=registry
+        )
+        self.unfinished_body_bytes = Gauge(
+            "baton_http_unfinished_body_bytes", "Bytes of request bodies that have not ended.", registry=registry
+        )
         for reason in ("missing", "unknown"):
             self.unauthenticated.labels(reason)
+        for reason in HTTP_REFUSALS:
+            self.http_refused.labels(reason)

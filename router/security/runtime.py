@@ -31,7 +31,8 @@ class Security:
         """Raises ConfigError."""
         self._config = config
         keys = load_keys(config.api_keys_file, os.environ)
-        self.gate = Gate(keys, SecurityMetrics(registry))
+        self.metrics = SecurityMetrics(registry)
+        self.gate = Gate(keys, self.metrics)
         self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
         self.http_tls: ssl.SSLContext | None = None  # None: plain text
         self.grpc_tls: grpc.ServerCredentials | None = None

@@ -23,7 +23,7 @@ PROMPT = "The capital of Italy is"
 
 def test_only_who_has_a_key_or_a_certificate_gets_an_answer(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text(yaml.safe_dump([{"name": "a", "hash": f"sha256:{digest_of(KEY).hex()}"}]))
+    keys.write_text(yaml.safe_dump([{"name": "a", "hash": f"sha256:{digest_of(KEY).hex()}", "operator": True}]))
     config = tmp_path / "baton.yaml"
     config.write_text(f"router: {{api_keys_file: {keys}, remote_prefill: prefer}}\n")
     cluster = Cluster("--mtls", "--config", str(config))

@@ -150,6 +150,7 @@ class Call:
     headers: tuple[tuple[str, str], ...]
     body: bytes
     chunk_sizes: tuple[int, ...] = ()  # how the body is cut into chunks; none: it has a length
+    trailers: tuple[tuple[str, str], ...] = ()  # behind the last chunk
 
     def encode(self) -> bytes:
         """On the wire."""
@@ -166,7 +167,8 @@ class Call:
             chunk, rest = rest[:size], rest[size:]
             chunks += [chunk] if chunk else []
         chunks += [rest] if rest else []
-        return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+        trailers = "".join(f"{name}: {value}\r\n" for name, value in self.trailers).encode("utf-8")
+        return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n" + trailers + b"\r\n"
 
 
 _posts = st.builds(
@@ -176,6 +178,7 @@ _posts = st.builds(
     headers=headers.map(tuple),
     body=bodies,
     chunk_sizes=st.just(()) | st.lists(st.integers(1, 50), min_size=1, max_size=4).map(tuple),
+    trailers=headers.map(tuple),
 )
 _OTHERS = [
     "/health",

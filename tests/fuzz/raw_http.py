@@ -7,12 +7,13 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import h11
 
+_ENDLESS = 2**20  # bytes
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 
@@ -30,6 +31,65 @@ class RawAnswer:
         return json.loads(self.body)
 
 
+class Wire:
+    """A connection on which anything can be sent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._parser = h11.Connection(h11.CLIENT)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def to(cls, port: int, *, client: str = "127.0.0.1") -> AsyncIterator[Wire]:
+        """Connected from an address; closed when it is left."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(client, 0))
+        try:
+            yield cls(reader, writer)
+        finally:
+            await _close(writer)
+
+    async def send(self, *pieces: bytes) -> None:
+        """Each on its own."""
+        await _send(self._writer, pieces)
+
+    async def receive(self) -> RawAnswer:
+        """The next answer."""
+        if self._parser.our_state is self._parser.their_state is h11.DONE:
+            self._parser.start_next_cycle()
+        answer = await _receive(self._reader, self._parser, is_head=False)
+        assert answer is not None, "the server hung up without an answer"
+        return answer
+
+    async def receive_while_sending(self, piece: bytes) -> RawAnswer:
+        """The next answer, which must come however often `piece` is sent."""
+        sending = asyncio.create_task(self.send_until_closed(piece))
+        try:
+            return await self.receive()
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def send_until_closed(self, piece: bytes) -> None:
+        """Returns when the server has closed the connection; fails if it takes far more than it should."""
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while not self._writer.is_closing():
+                assert (num_bytes := num_bytes + len(piece)) <= _ENDLESS, "the server takes whatever comes"
+                await self.send(piece)
+
+    async def receive_until(self, text: bytes) -> None:
+        """Reads the beginning of an answer, up to this text."""
+        begun = await self._reader.readuntil(text)
+        if self._parser.our_state is h11.IDLE:
+            _expect_answer(self._parser, is_head=False)
+        self._parser.receive_data(begun)
+
+    async def is_closed(self) -> bool:
+        """Waits for the end of what the server sends; False if there is more before it."""
+        return not self._parser.trailing_data[0] and not await _read(self._reader)
+
+
 async def exchange(port: int, pieces: Sequence[bytes]) -> RawAnswer | None:
     """Sends the pieces and reads one answer; None: the server hung up without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -37,7 +97,7 @@ async def exchange(port: int, pieces: Sequence[bytes]) -> RawAnswer | None:
         is_head = b"".join(pieces).lstrip(b"\r\n").startswith(b"HEAD ")
         sending = asyncio.create_task(_send(writer, pieces))
         try:
-            return await _receive(reader, is_head=is_head)
+            return await _receive(reader, h11.Connection(h11.CLIENT), is_head=is_head)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -67,10 +127,14 @@ async def _send(writer: asyncio.StreamWriter, pieces: Sequence[bytes]) -> None:
         await asyncio.sleep(0)  # the server may see each piece on its own
 
 
-async def _receive(reader: asyncio.StreamReader, *, is_head: bool) -> RawAnswer | None:
-    parser = h11.Connection(h11.CLIENT)
+def _expect_answer(parser: h11.Connection, *, is_head: bool) -> None:
     parser.send(h11.Request(method="HEAD" if is_head else "GET", target="/", headers=[("host", "test")]))
     parser.send(h11.EndOfMessage())
+
+
+async def _receive(reader: asyncio.StreamReader, parser: h11.Connection, *, is_head: bool) -> RawAnswer | None:
+    if parser.our_state is h11.IDLE:
+        _expect_answer(parser, is_head=is_head)
     head, body = None, b""
     while True:
         event = parser.next_event()

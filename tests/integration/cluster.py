@@ -97,8 +97,6 @@ async def running_cluster(
     prefill_blocks: int = 256,
     decode_blocks: int = 256,
     prefix_caching: bool = True,
-    prefill_block_size: int = BLOCK_SIZE,
-    decode_block_size: int = BLOCK_SIZE,
     tls: ClusterTlsConfig | None = None,
     security: SecurityConfig | None = None,
 ) -> AsyncIterator[Cluster]:
@@ -116,11 +114,11 @@ async def running_cluster(
             engine = AsyncInprocClient(config.engine_config(), InprocExecutor)
             return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
 
-        def cache(num_blocks: int, block_size: int) -> CacheConfig:
-            return CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
+        def cache(num_blocks: int) -> CacheConfig:
+            return CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
 
-        prefill_config = PrefillConfig(cache=cache(prefill_blocks, prefill_block_size), **settings)  # type: ignore[arg-type]
-        decode_config = DecodeConfig(cache=cache(decode_blocks, decode_block_size), **settings)  # type: ignore[arg-type]
+        prefill_config = PrefillConfig(cache=cache(prefill_blocks), **settings)  # type: ignore[arg-type]
+        decode_config = DecodeConfig(cache=cache(decode_blocks), **settings)  # type: ignore[arg-type]
         prefill = [
             await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
             for _ in range(num_prefill)

@@ -28,19 +28,6 @@ async def test_greedy_tokens_equal_generate(tmp_path, model):
         assert cluster.recomputed() == 0
 
 
-@pytest.mark.parametrize(("prefill_block_size", "decode_block_size"), [(16, 64), (64, 16), (8, 24)])
-async def test_pods_with_blocks_of_different_sizes(tmp_path, prefill_block_size, decode_block_size):
-    sizes = {"prefill_block_size": prefill_block_size, "decode_block_size": decode_block_size}
-    prompts = [prompt_of(length) for length in (*LENGTHS, 64, 65, 150)]
-    expected = reference("llama", prompts)
-    async with running_cluster(tmp_path, "llama", **sizes) as cluster:
-        assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == expected
-        longer = [prompt + prompt_of(30, seed=1) for prompt in prompts]  # decode has some whole blocks of theirs
-        assert await cluster.tokens(longer, max_tokens=MAX_TOKENS) == reference("llama", longer)
-        assert cluster.recomputed() == 0
-        assert cluster.decode[0].context.stats.latest.num_prompt_tokens == 0  # it computed none
-
-
 async def test_tokens_of_two_by_two_pods_in_a_batch_without_prefix_caching(tmp_path):
     prompts = [prompt_of(length, seed=seed) for seed in range(3) for length in LENGTHS]
     async with running_cluster(tmp_path, "llama", num_prefill=2, num_decode=2, prefix_caching=False) as cluster:

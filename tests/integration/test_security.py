@@ -18,7 +18,7 @@ from router.security.config import SecurityConfig
 from router.security.keys import digest_of
 from tests.integration.cluster import BLOCK_SIZE, Cluster, running_cluster
 
-KEYS = {"alice": "alice-distinctive-key-1", "bob": "bob-distinctive-key-2"}
+KEYS = {"alice": "alice-distinctive-key-1", "bob": "bob-distinctive-key-2", "operator": "operator-distinctive-key-4"}
 WRONG_KEY = "nobodys-distinctive-key-3"
 SECRET = "the distinctive words of a prompt"  # of a byte per token, four blocks
 SECRET_TOKENS = [211, 212, 213, 214] * 8
@@ -33,9 +33,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         cluster_key=str(tmp_path / "certs/decode.key"),
     )
     keys = tmp_path / "keys.yaml"
-    keys.write_text(
-        yaml.safe_dump([{"name": name, "hash": f"sha256:{digest_of(key).hex()}"} for name, key in KEYS.items()])
-    )
+    entries = [{"name": name, "hash": f"sha256:{digest_of(key).hex()}"} for name, key in KEYS.items()]
+    keys.write_text(yaml.safe_dump([{**entry, "operator": entry["name"] == "operator"} for entry in entries]))
     security = SecurityConfig(api_keys_file=str(keys))
     async with running_cluster(tmp_path, "llama", tls=tls, security=security) as cluster:
         yield cluster
@@ -101,7 +100,7 @@ async def test_nobody_learns_keys_or_prompts_from_logs_errors_or_metrics(
         assert response.status_code in (400, 401)
         shown.append(response.text)
     await break_off(client)
-    shown.append((await client.get("/metrics", headers=asked_by(KEYS["alice"]))).text)
+    shown.append((await client.get("/metrics", headers=asked_by(KEYS["operator"]))).text)
     shown += [pod_metrics(cluster), caplog.text]
     assert len(shown) > 20
     for secret in (*KEYS.values(), WRONG_KEY, SECRET, "distinctive", "211, 212, 213", digest_of(KEYS["bob"]).hex()):

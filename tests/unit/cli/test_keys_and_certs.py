@@ -23,6 +23,12 @@ def test_a_fresh_key_fits_the_entry_printed_with_it(capsys: pytest.CaptureFixtur
     assert key not in entry
 
 
+def test_a_key_of_an_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "new", "--name", "ops", "--operator"]) == 0
+    (key,) = parse_key_file(capsys.readouterr().out.splitlines()[1])
+    assert key.is_operator
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -19,12 +19,14 @@ from deploy.local_cluster import (
     ClusterPlan,
     curl_line,
     main,
+    operator_environment,
     plan_cluster,
     pod_environment,
     write_private,
 )
 from deploy.ports import check_free, pick_ports
 from router.config import RouterConfig
+from router.security.key_source import ENVIRONMENT, load_keys
 
 
 def plan(config: ClusterConfig, config_file: Path | None = None) -> ClusterPlan:
@@ -225,3 +227,21 @@ def test_yaml_and_options_meet() -> None:
     assert built.prefill == 2
     assert built.engine.cache.block_size == 4
     assert built.engine.model.model == "m"
+
+
+def test_a_router_with_api_keys_has_one_for_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert operator_environment(None, {}, "the-key") == {}
+    config = tmp_path / "baton.yaml"
+    config.write_text("router: {log_level: info}")
+    assert operator_environment(config, {}, "the-key") == {}
+    config.write_text("router: {api_keys_file: keys.yaml}")
+    listed = "team:sha256:" + "0" * 64
+    for file, env, num_keys in ((config, {}, 1), (None, {ENVIRONMENT: listed}, 2), (config, {ENVIRONMENT: listed}, 2)):
+        added = operator_environment(file, env, "the-key")
+        keys = load_keys("", added)
+        assert keys is not None
+        assert len(keys) == num_keys
+        found = keys.find("the-key")
+        assert found is not None
+        assert found.is_operator

@@ -21,9 +21,10 @@ class FakeRouter:
 
     status = 200
     body: object = {}
+    asked = b""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        self.asked = await reader.readuntil(b"\r\n\r\n")
         content = json.dumps(self.body).encode()
         head = f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + content)
@@ -56,6 +57,13 @@ async def test_the_router_is_ready_when_it_reaches_every_pod() -> None:
         assert await probe()
         router.status, router.body = 503, pods(a="ready", b="down")
         assert not await probe()
+
+
+async def test_a_router_with_api_keys_is_asked_with_one_of_an_operator() -> None:
+    async with fake_router() as (router, port):
+        router.body = pods(a="ready")
+        assert await RouterProbe("127.0.0.1", port, {"a": "prefill-0"}, "the-key")()
+        assert b"\r\nx-api-key: the-key\r\n" in router.asked
 
 
 async def test_a_pod_that_does_not_fit_is_a_config_error() -> None:

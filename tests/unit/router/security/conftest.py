@@ -13,7 +13,8 @@ from router.security.keys import digest_of
 
 ALICE = "alice-secret-key-0123456789"
 BOB = "bob-secret-key-0123456789"
-KEYS = {"alice": ALICE, "bob": BOB}
+OPERATOR = "operator-secret-key-0123456789"
+KEYS = {"alice": ALICE, "bob": BOB, "operator": OPERATOR}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -39,5 +40,5 @@ class KeyFile:
 @pytest.fixture
 def key_file(tmp_path: Path) -> KeyFile:
     file = KeyFile(tmp_path / "keys.yaml")
-    file.write(alice={}, bob={})
+    file.write(alice={}, bob={}, operator={"operator": True})
     return file

@@ -159,7 +159,10 @@ async def test_a_client_cannot_talk_itself_into_the_salt_of_another(cluster):
     assert alice.block_hashes not in [(await hashes(BOB, salt)).block_hashes for salt in salts]
 
 
-async def test_the_route_of_one_tenant_knows_nothing_of_anothers_prompts(cluster):
+async def test_the_route_of_one_tenant_knows_nothing_of_anothers_prompts(start_cluster, key_file):
+    key_file.write(alice={"operator": True}, bob={"operator": True})
+    cluster = await start_cluster(security=key_file.security)
+
     async def cached(key):
         body = {"prompt": PROMPT, "max_tokens": 1}
         response = await cluster.client.post("/v1/route/explain", json=body, headers=bearer(key))

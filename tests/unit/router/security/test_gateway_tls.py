@@ -87,3 +87,9 @@ def test_a_file_that_cannot_be_used_is_named(security, certificates):
     (certificates / "router.key").unlink()
     with pytest.raises(ConfigError, match=r"--tls-key: cannot read .*router.key"):
         Router(RouterConfig(decode=["a:1"], security=security))
+
+
+async def test_a_refusal_arrives_over_tls(cluster, certificates):
+    context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, verify=context, timeout=30) as client:
+        assert (await client.get("/version", headers={"x": "x" * 100_000})).status_code == 431

@@ -32,6 +32,14 @@ def test_an_entry_has_all_that_is_known_of_a_tenant():
         assert KeyTable([key]).find(wrong) is None
 
 
+def test_an_operator_is_one_whose_entry_says_so():
+    file = f"[{{name: a, hash: '{HASH}', operator: true}}, {{name: b, hash: '{OTHER}'}}]"
+    assert [key.is_operator for key in parse_key_file(file)] == [True, False]
+    listed = parse_key_list(f"a:{HASH}:operator,b:{OTHER},another-secret-key")
+    assert [key.is_operator for key in listed] == [True, False, False]
+    assert listed[0].tenant.name == "a"
+
+
 def test_tenants_share_no_salt_unless_they_say_so():
     own = salts(f"[{{name: a, hash: '{HASH}'}}, {{name: b, hash: '{OTHER}'}}]")
     shared = salts(f"[{{name: a, hash: '{HASH}', share_cache: true}}, {{name: b, hash: '{OTHER}', share_cache: true}}]")
@@ -57,6 +65,7 @@ def test_tenants_share_no_salt_unless_they_say_so():
         (f"- {{name: {KEY * 4}, hash: '{HASH}'}}", "key 1: Expected `str` matching regex"),
         (f"- {{name: 'a b', hash: '{HASH}'}}", "key 1: Expected `str` matching regex"),
         (f"- {{hash: '{HASH}'}}", "key 1: Object missing required field `name`"),
+        (f"- {{name: a, hash: '{HASH}', operator: 1}}", "key 1: Expected `bool`, got `int` - at `operator`"),
         (f"- {{name: a, hash: '{HASH}', weight: 0}}", "key 1: Expected `float` > 0.0 - at `weight`"),
         (f"- {{name: a, hash: '{HASH}', max_concurrent: 0}}", "at `max_concurrent`"),
         (f"- {{name: a, hash: '{HASH}', min_priority: high}}", "at `min_priority`"),
@@ -102,6 +111,7 @@ def test_keys_of_the_environment():
         ("too-few-chars", "key 1: shorter than 16"),
         (f"team:{HASH},", "key 2: shorter"),
         (f"team:{HASH}0", "key 1: expected name:"),
+        (f"team:{HASH}:admin", "key 1: expected name:"),
     ],
 )
 def test_an_environment_that_cannot_be_used_says_why(text, problem):

@@ -11,7 +11,7 @@ import pytest
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.survival.config import SurvivalConfig
 from router.testing import FakeDecodePod, FakePrefillPod
-from tests.unit.router.security.conftest import ALICE, bearer
+from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer
 
 SECRET = "distinctive words of a prompt that nobody may see"
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,7 @@ def everything_logged(caplog):
 
 
 async def assert_untold(cluster, caplog, *shown):
-    metrics = await cluster.client.get("/metrics", headers=bearer(ALICE))
+    metrics = await cluster.client.get("/metrics", headers=bearer(OPERATOR))
     assert caplog.records
     for text in (metrics.text, caplog.text, *shown):
         assert "distinctive" not in text
