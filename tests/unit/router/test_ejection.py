@@ -119,7 +119,7 @@ async def test_an_idle_pod_gets_a_canary_that_nobody_counts(start_cluster):
 
 
 async def test_a_step_that_a_pod_reports_is_a_sign_of_work(start_cluster, monkeypatch):
-    """Which puts the next canary off, see test_pod_breaker."""
+    """Which puts the next canary off, see test_pod_health."""
     pod = FakeDecodePod()
     cluster = await start_cluster([], [pod], pod_health=HealthConfig(canary_interval_s=600.0))
     has_worked = asyncio.Event()
