@@ -22,6 +22,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
     |-- BlockMissingError       the store has no such block
     |-- BlockCorruptError       length, header or digest is wrong
     |-- StoreError              the medium failed: full, unreachable, unwritable
+    |   `-- StoreUnavailableError  its circuit breaker is open: the medium was not asked
     |-- TransferTimeoutError    the transfer did not end within its deadline
     `-- TransferCancelledError  nobody wants the blocks any more
 """
@@ -226,6 +227,10 @@ class StoreError(TransferError):
     """The medium failed."""
 
     reason = "store_failed"
+
+
+class StoreUnavailableError(StoreError):
+    """The medium failed before and is left alone until a probe succeeds. What opened the breaker has been logged."""
 
 
 class TransferTimeoutError(TransferError):

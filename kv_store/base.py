@@ -54,14 +54,15 @@ class BlockStore(Protocol):
     """A medium. A stored block is a frame: header and payload, opaque to the store (see `kv_store.block_format`).
 
     `open` comes first; `touch`, `write`, `read_into` and `discard` are then called from several threads at once and may
-    block; the first three raise StoreError if the medium fails. Each takes a batch, which is one round trip where the
-    medium has such a thing. The same key always means the same content, so of two writers the last wins, and a
-    reader sees the frame of one of them, never a mixture.
+    block; the first three raise StoreError if the medium fails. A store whose medium can make callers wait refuses them
+    with StoreUnavailableError while it is known to fail, and finds out by itself when it works again. Each takes a
+    batch, which is one round trip where the medium has such a thing. The same key always means the same content, so of
+    two writers the last wins, and a reader sees the frame of one of them, never a mixture.
     """
 
     def open(self, namespace: str, frame_bytes: int) -> None:
         """Make ready to hold frames of `frame_bytes` bytes. Keys of different namespaces (safe as a file name) never
-        meet. Raises ConfigError naming the setting if the medium cannot be used."""
+        meet. Raises ConfigError naming the setting if the medium cannot be used as it is configured."""
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """Which of the blocks are there; marks those as recently used."""

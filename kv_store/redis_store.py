@@ -7,8 +7,19 @@ servers the blocks are spread by rendezvous hashing: each block lives on the ser
 with its hash. So all pods agree, whatever the order in which they name the servers, and with one server more or less
 only the blocks move that it gains or takes along.
 
-A server that does not answer is put aside for a while, and its blocks go to the servers that score next. Each pod does
-so by itself; where two disagree for a moment, a block is not found and is computed again.
+Each server has two circuit breakers (`kv_store.guard`):
+
+1. One for all operations. It opens when the server does not answer (refused, reset, timed out), is loading its data, or
+   refuses reads. Its blocks then go to the servers that score next.
+2. One for writes. It opens when the server refuses these alone: it is full and may not evict, or read-only. What it
+   holds is still read; new blocks go to the servers that score next.
+
+Where no server is left, operations fail at once, with the reason.
+
+Each pod finds this out by itself, and pods may disagree for a while. A load therefore asks on where a block is not
+found: it may have been written to the next server by a pod that could not write to this one. A lookup does so only
+while this pod itself cannot write there, since most blocks of a new prompt are on no server. A block that is not found
+is computed again.
 """
 
 from __future__ import annotations
@@ -17,23 +28,26 @@ import logging
 import re
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from functools import partial
+from typing import Annotated, NoReturn, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
 import xxhash
 from msgspec import Meta
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthorizationError, OutOfMemoryError
 from redis.retry import Retry
 
-from common.errors import ConfigError, StoreError
+from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
+from kv_store.guard import DEFAULT_BACKOFF, READ_ONLY, UNAVAILABLE, Backoff, Guard
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +55,8 @@ _T = TypeVar("_T")
 
 _DEFAULT_PORT = 6379
 _SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
-_COOL_DOWN_S = 5.0  # between two attempts at a server that does not answer, while there are others
+_PROBE_KEY = b"baton:probe"  # never exists
+_FAILURES = (redis.RedisError, OSError)  # some of the socket's own come through
 
 
 class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
@@ -97,10 +112,12 @@ def parse_nodes(urls: str) -> list[RedisNode]:
 def _node_of(url: SplitResult) -> RedisNode:
     if url.scheme not in ("redis", "rediss") or not url.hostname or url.query or url.fragment:
         raise ValueError("not a Redis URL")
+    if (db := int(url.path.removeprefix("/") or 0)) < 0:
+        raise ValueError("not a database")
     return RedisNode(
         host=url.hostname,
         port=url.port or _DEFAULT_PORT,
-        db=int(url.path.removeprefix("/") or 0),
+        db=db,
         username=unquote(url.username) if url.username else None,
         password=unquote(url.password) if url.password else None,
         tls=url.scheme == "rediss",
@@ -111,71 +128,87 @@ _Command = tuple[bytes | memoryview, ...]
 
 
 class _Server:
-    """A client of one server. Threads take connections of its pool."""
+    """A client of one server, and what is known of the server's state. Threads take connections of its pool."""
 
-    def __init__(self, node: RedisNode, options: RedisOptions, clock: Callable[[], float]) -> None:
-        timeout_s = min(_SOCKET_TIMEOUT_S, options.timeout_s)
-        tls = {"ssl": True, "ssl_ca_certs": options.tls_ca_file or None} if node.tls else {}
+    def __init__(self, node: RedisNode, options: RedisOptions, frame_bytes: int, backoff: Backoff) -> None:
         self.name = node.name
-        self.client = redis.Redis(
-            host=node.host,
-            port=node.port,
-            db=node.db,
-            username=node.username,
-            password=node.password,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            socket_read_size=1 << 18,
-            retry=Retry(NoBackoff(), 0),  # the pool replaces connections that a restart broke; more is not for us
-            protocol=2,
-            **tls,
-        )
+        self._frame_bytes = frame_bytes
+        self._client = _create_client(node, options)
         self._seed = xxhash.xxh3_64_intdigest(node.name.encode())
-        self._clock = clock
-        self._lock = threading.Lock()  # guards all below
-        self._retry_at: float | None = None  # by the clock; None: it answers
+        medium = f"Redis at {node.name}"
+        self.operations = Guard(medium, UNAVAILABLE, partial(self._probe, is_write=False), backoff)
+        self.writes = Guard(medium, READ_ONLY, partial(self._probe, is_write=True), backoff)
 
     def score(self, key: BlockHash) -> int:
         """The server with the highest score has the block."""
         return xxhash.xxh3_64_intdigest(key, self._seed)
 
-    @property
-    def is_aside(self) -> bool:
-        """It did not answer, and it is not yet time to try again."""
-        with self._lock:
-            return self._retry_at is not None and self._clock() < self._retry_at
+    def check(self, is_write: bool) -> None:
+        """Raises StoreUnavailableError if the server is not to be asked."""
+        self.operations.check()
+        if is_write:
+            self.writes.check()
 
-    def note_attempt(self) -> None:
-        """Keep others from waiting for a server that may still not answer."""
-        with self._lock:
-            if self._retry_at is not None:
-                self._retry_at = self._clock() + _COOL_DOWN_S
+    def is_usable(self, is_write: bool) -> bool:
+        """Whether it may be asked."""
+        return self.operations.is_closed and (self.writes.is_closed or not is_write)
 
-    def note_failure(self, error: Exception) -> None:
-        """Put it aside."""
-        with self._lock:
-            was_aside, self._retry_at = self._retry_at is not None, self._clock() + _COOL_DOWN_S
-        if not was_aside:
-            logger.warning("Redis at %s is put aside, others take its blocks: %s", self.name, _one_line(error))
+    def try_out(self) -> None:
+        """Find out at the start of the store whether the server can be read and written. Raises ConfigError if its
+        answer says that the settings are wrong."""
+        for is_write in (False, True):
+            try:
+                self._ask_for_nothing(is_write)
+            except _FAILURES as error:
+                if _is_setting_error(error):
+                    raise _unusable(self.name, error) from error
+                self.note_failure(error, is_write=is_write)
+                return
 
-    def note_answer(self) -> None:
-        """It is as good as the others."""
-        with self._lock:
-            was_aside, self._retry_at = self._retry_at is not None, None
-        if was_aside:
-            logger.warning("Redis at %s answers again and gets its blocks back", self.name)
+    def note_failure(self, error: Exception, *, is_write: bool) -> bool:
+        """Open a breaker. False: the failure is of this operation only, such as a key of another type."""
+        reason = _one_line(error)
+        if _is_refusal(error) and is_write:
+            self.writes.open(reason)
+        elif _is_refusal(error) or not isinstance(error, redis.ResponseError):
+            self.operations.open(reason)
+            self._client.connection_pool.disconnect(inuse_connections=False)  # idle ones are broken, too, or may be
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the probes and close all connections."""
+        self.operations.stop()
+        self.writes.stop()
+        self._client.close()
+
+    def _probe(self, *, is_write: bool) -> None:
+        try:
+            self._ask_for_nothing(is_write)
+        except _FAILURES as error:
+            raise StoreError(_one_line(error)) from error
+
+    def _ask_for_nothing(self, is_write: bool) -> None:
+        """Read or write as for a block, but without effect. The value to write is as long as a block, because a server
+        that is almost full takes shorter ones."""
+        command: _Command = (b"EXPIRE", _PROBE_KEY, b"1")
+        if is_write:
+            command = (b"SET", _PROBE_KEY, memoryview(bytes(self._frame_bytes)), b"XX")
+        with self.send([command]) as connection:
+            connection.read_response()
 
     @contextmanager
     def send(self, commands: Sequence[_Command]) -> Iterator[redis.Connection]:
         """Send commands without waiting in between; inside, all their replies are to be read from the connection."""
-        pool = self.client.connection_pool
+        pool = self._client.connection_pool
         connection = pool.get_connection()
         try:
             # Not through a pipeline of the client, which copies each frame three times.
             connection.send_packed_command(list(_pack(commands)))
             yield connection
         except BaseException:
-            connection.disconnect()  # nobody else may get what is still under way on it
+            connection.disconnect()  # replies that are still under way on it belong to no other operation
             raise
         finally:
             pool.release(connection)
@@ -211,8 +244,7 @@ class _FrameReader:
         """Copy the next reply into `buffer`, what does not fit left out. Its size in bytes, None if there is none."""
         line = self._take_line()
         if line.startswith(b"-"):
-            is_loading = line.startswith(b"-LOADING ")
-            raise (redis.BusyLoadingError if is_loading else redis.ResponseError)(line[1:].decode(errors="replace"))
+            raise _reply_error(line[1:].decode(errors="replace"))
         if not re.fullmatch(rb"\$(-1|\d+)", line):
             raise redis.InvalidResponse(f"not the length of a string: {line!r}")
         if (size := int(line[1:])) < 0:
@@ -259,36 +291,42 @@ class _FrameReader:
 class RedisStore:
     """A BlockStore on one or more Redis servers."""
 
-    def __init__(self, options: RedisOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, options: RedisOptions, *, clock: Callable[[], float] = time.monotonic, backoff: Backoff = DEFAULT_BACKOFF
+    ) -> None:
         self._options = options
         self._clock = clock  # seconds
+        self._backoff = backoff
         self._ttl_s = b"%d" % options.ttl_s
         self._prefix = b""
         self._servers: list[_Server] = []
 
     def open(self, namespace: str, frame_bytes: int) -> None:
-        """See BlockStore."""
-        nodes = parse_nodes(self._options.url)
-        _check_tls(nodes, self._options.tls_ca_file)
+        """See BlockStore. A server that is down does not prevent it; one that refuses the settings does."""
+        nodes = _checked_nodes(self._options)
         self._prefix = _prefix_of(namespace)
-        self._servers = [_Server(node, self._options, self._clock) for node in nodes]
-        for server in self._servers:
-            try:
-                server.client.ping()
-            except redis.RedisError as error:
-                self.close()
-                raise ConfigError(f"url: cannot use Redis at {server.name}: {_one_line(error)}", param="url") from error
+        self._servers = [_Server(node, self._options, frame_bytes, self._backoff) for node in nodes]
+        try:
+            with ThreadPoolExecutor(len(nodes)) as pool:  # hung servers take their time-outs side by side
+                list(pool.map(_Server.try_out, self._servers))
+        except ConfigError:
+            self.close()
+            raise
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
+
+        def may_be_on_the_next(server: _Server, is_there: bool) -> bool:
+            return not is_there and not server.writes.is_closed
+
         commands = [(b"EXPIRE", self._name_of(key), self._ttl_s) for key in keys]
-        return self._ask(keys, commands, lambda connection: lambda _: connection.read_response() == 1)
+        return self._ask(keys, commands, _flag_reader, may_be_on_the_next)
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
         named = zip(map(self._name_of, keys), frames, strict=True)
         commands = [(b"SET", name, frame, b"EX", self._ttl_s) for name, frame in named]
-        self._ask(keys, commands, lambda connection: lambda _: connection.read_response())
+        self._ask(keys, commands, _reply_reader, is_write=True)
 
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
@@ -298,12 +336,13 @@ class RedisStore:
             return lambda index: frames.read_into(buffers[index])
 
         commands = [(b"GETEX", self._name_of(key), b"EX", self._ttl_s) for key in keys]
-        return self._ask(keys, commands, reader)
+        return self._ask(keys, commands, reader, lambda _, size: size is None)
 
     def discard(self, key: BlockHash) -> None:
-        """See BlockStore."""
+        """See BlockStore. From all servers, since a load may have found it on any."""
+        command = (b"UNLINK", self._name_of(key))
         try:
-            self._ask([key], [(b"UNLINK", self._name_of(key))], lambda connection: lambda _: connection.read_response())
+            self._ask([key], [command], _reply_reader, lambda *_: True)
         except StoreError as error:
             logger.warning("cannot delete a corrupt block: %s", error)
 
@@ -311,64 +350,122 @@ class RedisStore:
         """See BlockStore."""
         servers, self._servers = self._servers, []
         for server in servers:
-            server.client.close()
+            server.close()
 
     def _ask(
         self,
         keys: Sequence[BlockHash],
         commands: Sequence[_Command],
         reader: Callable[[redis.Connection], Callable[[int], _T]],
+        goes_on: Callable[[_Server, _T], bool] = lambda *_: False,
+        *,
+        is_write: bool = False,
     ) -> list[_T]:
-        """Send each key's command to the server that has it, and what a server leaves unanswered to the next. `reader`
-        makes of a connection what takes the next reply from it, given the key's index."""
-        taken: dict[int, _T] = {}
-        failed: set[_Server] = set()
+        """Send each key's command to the server that has it; what a server leaves unanswered, and what `goes_on` says
+        of a reply, to the next. `reader` makes of a connection what takes the next reply from it, given the key's
+        index. Raises StoreError if no server answers."""
+        routes = [self._route_of(key) for key in keys]
+        replies: dict[int, _T] = {}
+        left: Sequence[int] = range(len(keys))
         give_up_at = self._clock() + self._options.timeout_s
-        while left := [index for index in range(len(keys)) if index not in taken]:
-            servers = self._servers_but(failed)
-            shares: dict[_Server, list[int]] = {}
-            for index in left:
-                shares.setdefault(_home_of(keys[index], servers), []).append(index)
+        while shares := self._shares_of(left, routes, replies, is_write):
+            left = []
             for server, indices in shares.items():
-                server.note_attempt()
+                num_answered = 0
                 try:
                     with server.send([commands[index] for index in indices]) as connection:
                         take = reader(connection)
                         for index in indices:
-                            taken[index] = take(index)
-                except (redis.RedisError, OSError) as error:  # some of the socket's own come through
-                    failed.add(server)
-                    if not self._can_do_without(server, error, failed) or self._clock() >= give_up_at:
-                        raise StoreError(f"Redis at {server.name} failed: {_one_line(error)}") from error
-                else:
-                    server.note_answer()
-        return [taken[index] for index in range(len(keys))]
+                            reply = replies[index] = take(index)
+                            num_answered += 1
+                            if goes_on(server, reply):
+                                left.append(index)
+                except _FAILURES as error:
+                    problem = f"Redis at {server.name} failed: {_one_line(error)}"
+                    if not server.note_failure(error, is_write=is_write):
+                        raise StoreError(problem) from error
+                    if self._clock() >= give_up_at:
+                        raise StoreUnavailableError(problem) from error
+                    left += indices[num_answered:]
+        return [replies[index] for index in range(len(keys))]
 
-    def _servers_but(self, failed: set[_Server]) -> list[_Server]:
-        """The others that may answer; if all are aside, all others. Raises StoreError if there are none."""
-        others = [server for server in self._servers if server not in failed]
-        if not others:
-            raise StoreError("the store is closed")  # else the last one's failure was raised
-        return [server for server in others if not server.is_aside] or others
+    def _shares_of(
+        self, indices: Sequence[int], routes: Sequence[Iterator[_Server]], replied: Container[int], is_write: bool
+    ) -> dict[_Server, list[int]]:
+        """The keys to ask each server for: the next usable one on a key's route. A key that has a reply may have no
+        further server. Raises StoreError for one that has none."""
+        shares: dict[_Server, list[int]] = {}
+        for index in indices:
+            server = next((server for server in routes[index] if server.is_usable(is_write)), None)
+            if server is not None:
+                shares.setdefault(server, []).append(index)
+            elif index not in replied:
+                self._refuse(is_write)
+        return shares
 
-    def _can_do_without(self, server: _Server, error: Exception, failed: set[_Server]) -> bool:
-        """Put a server aside that does not answer; whether another one is left to ask. A refusal is an answer: other
-        pods get the same, or go on finding blocks there."""
-        if isinstance(error, redis.ResponseError) or len(self._servers) < 2:
-            return False
-        server.note_failure(error)
-        return any(other not in failed and not other.is_aside for other in self._servers)
+    def _route_of(self, key: BlockHash) -> Iterator[_Server]:
+        """The servers in the order in which they get the block."""
+        return iter(sorted(self._servers, key=lambda server: server.score(key), reverse=True))
+
+    def _refuse(self, is_write: bool) -> NoReturn:
+        """Raise why no server can be asked."""
+        if not self._servers:
+            raise StoreError("the store is closed")
+        for server in self._servers:
+            server.check(is_write)
+        raise StoreUnavailableError("no Redis server has answered")  # one is available again since
 
     def _name_of(self, key: BlockHash) -> bytes:
         return self._prefix + key.hex().encode()
 
 
-def _home_of(key: BlockHash, servers: Sequence[_Server]) -> _Server:
-    return max(servers, key=lambda server: server.score(key))
+def _flag_reader(connection: redis.Connection) -> Callable[[int], bool]:
+    return lambda _: connection.read_response() == 1
+
+
+def _reply_reader(connection: redis.Connection) -> Callable[[int], object]:
+    return lambda _: connection.read_response()
 
 
 def _prefix_of(namespace: str) -> bytes:
     return f"baton:{namespace}:".encode()
+
+
+def check_servers(options: RedisOptions) -> None:
+    """Raises ConfigError unless every server answers."""
+    for node in _checked_nodes(options):
+        client = _create_client(node, options)
+        try:
+            client.ping()
+        except redis.RedisError as error:
+            raise _unusable(node.name, error) from error
+        finally:
+            client.close()
+
+
+def _create_client(node: RedisNode, options: RedisOptions) -> redis.Redis:
+    timeout_s = min(_SOCKET_TIMEOUT_S, options.timeout_s)
+    tls = {"ssl": True, "ssl_ca_certs": options.tls_ca_file or None} if node.tls else {}
+    return redis.Redis(
+        host=node.host,
+        port=node.port,
+        db=node.db,
+        username=node.username,
+        password=node.password,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        socket_read_size=1 << 18,
+        retry=Retry(NoBackoff(), 0),  # the pool replaces connections that a restart broke; more is not for us
+        protocol=2,
+        **tls,
+    )
+
+
+def _checked_nodes(options: RedisOptions) -> list[RedisNode]:
+    """The servers. Raises ConfigError for what is wrong with the options by themselves."""
+    nodes = parse_nodes(options.url)
+    _check_tls(nodes, options.tls_ca_file)
+    return nodes
 
 
 def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
@@ -385,6 +482,36 @@ def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
         raise ConfigError(
             f"tls_ca_file: cannot read certificates from {ca_file}: {error}", param="tls_ca_file"
         ) from error
+
+
+def _unusable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"url: cannot use Redis at {name}: {_one_line(error)}", param="url")
+
+
+def _reply_error(line: str) -> redis.RedisError:
+    """An error reply as the client would raise it, as far as it matters here."""
+    return _REPLY_ERRORS.get(line.partition(" ")[0], redis.ResponseError)(line)
+
+
+_REPLY_ERRORS = {"LOADING": redis.BusyLoadingError, "READONLY": redis.ReadOnlyError}
+_REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # of which the client has no classes
+
+
+def _is_refusal(error: Exception) -> bool:
+    """The server answers, but refuses all operations of this kind for now: it is full, read-only, or cannot persist."""
+    return isinstance(error, (OutOfMemoryError, redis.ReadOnlyError)) or (
+        isinstance(error, redis.ResponseError) and str(error).startswith(_REFUSALS)
+    )
+
+
+def _is_setting_error(error: Exception) -> bool:
+    """Waiting does not help: the login, the rights, the database or TLS is wrong."""
+    if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
+        return True
+    if isinstance(error, redis.ResponseError):
+        return not _is_refusal(error)
+    cause = error.__context__  # what the client made a ConnectionError of
+    return isinstance(cause, ssl.SSLError) and not isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
 
 
 def _one_line(error: Exception) -> str:

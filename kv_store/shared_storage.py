@@ -16,6 +16,10 @@ written another sixteenth of that part's bound to it. If less than that is left,
 used files, whatever their model and writer, until an eighth is free. So n writers may together exceed the bound by n/16
 of it.
 
+Errors that concern the whole medium, such as a full disk or a mount that is gone, open a circuit breaker
+(`kv_store.guard`), one for reads and one for writes. A call that never returns, as on a dead hard mount, raises no
+error; the connector notices it, since it holds the connector's threads.
+
 Files are read, not mapped. A mapped file that is cut short, or on a network file system deleted elsewhere, kills the
 process that touches it (SIGBUS), and its bytes may change between their digest and their use. Measured on tmpfs, one
 thread, from open file to verified bytes in the KV cache: blocks of 64 KiB 2.9 GB/s read and 2.1 mapped, of 1 MiB 3.7
@@ -39,9 +43,10 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from common.errors import ConfigError, StoreError
+from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
+from kv_store.guard import DEFAULT_BACKOFF, READ_ONLY, UNAVAILABLE, Backoff, Guard
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,17 @@ _STALE_TEMP_S = 3600.0  # the longest timeout_s: whoever writes such a file has 
 _MEMORY = "/dev/shm"  # noqa: S108 - what we use below it is checked for owner and mode
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE)
+_MEDIUM_FAILS = (  # for all files; other errors are of one file
+    *_FULL,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ENODEV,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+)
 _NUM_DIRECTORIES = 256  # of each model
 _MIN_BLOCKS_PER_PART = 64  # of the bound; with fewer, chance would make parts too uneven
 
@@ -81,10 +97,14 @@ class _StoredFile(NamedTuple):
 class SharedStorageStore:
     """A BlockStore in a directory."""
 
-    def __init__(self, options: SharedStorageOptions) -> None:
+    def __init__(self, options: SharedStorageOptions, *, backoff: Backoff = DEFAULT_BACKOFF) -> None:
         self._options = options
+        medium = f"shared storage in {options.path or 'the default directory'}"
+        self._reads = Guard(medium, UNAVAILABLE, self._probe_reads, backoff)
+        self._writes = Guard(medium, READ_ONLY, self._probe_writes, backoff)
         self._root = ""
         self._blocks = ""  # this model's part
+        self._frame_bytes = 0
         self._num_parts = 1
         self._max_bytes = 0  # of a part, as are the next two
         self._look_after = 0  # bytes written between two looks
@@ -99,10 +119,8 @@ class SharedStorageStore:
         try:
             self._root = os.path.expanduser(self._options.path) if self._options.path else _default_path()
             self._blocks = f"{self._root}/{namespace}"
-            os.makedirs(self._root, mode=0o700, exist_ok=True)
-            os.makedirs(self._blocks, mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._blocks) as probe:
-                probe.write(b"\0")
+            self._frame_bytes = frame_bytes
+            self._try_to_write(1)
             self._set_bound(self._options.max_bytes or self._half_of_available(), frame_bytes)
             for part in range(self._num_parts):
                 self._keep_bound(part)
@@ -111,18 +129,18 @@ class SharedStorageStore:
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
-        with _medium_errors():
+        with _guarded(self._reads):
             return [_mark_used(self._file_of(key)) for key in keys]
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
-        with _medium_errors():
+        with _guarded(self._writes):
             for key, frame in zip(keys, frames, strict=True):
                 self._write_one(key, frame)
 
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
-        with _medium_errors():
+        with _guarded(self._reads):
             return [_read_file(self._file_of(key), buffer) for key, buffer in zip(keys, buffers, strict=True)]
 
     def discard(self, key: BlockHash) -> None:
@@ -135,6 +153,28 @@ class SharedStorageStore:
 
     def close(self) -> None:
         """See BlockStore."""
+        self._reads.stop()
+        self._writes.stop()
+
+    def _probe_reads(self) -> None:
+        with _probing(), _gone_is_fine(), os.scandir(self._blocks) as entries:
+            next(entries, None)
+
+    def _probe_writes(self) -> None:
+        """Write as much as a block has. On a full medium, old blocks make room before the next probe."""
+        with _probing():
+            try:
+                self._try_to_write(self._frame_bytes)
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._free_an_eighth()
+                raise
+
+    def _try_to_write(self, num_bytes: int) -> None:
+        for directory in (self._root, self._blocks):
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._blocks) as file:
+            file.write(bytes(num_bytes))
 
     def _file_of(self, key: BlockHash) -> str:
         name = key.hex()
@@ -310,9 +350,28 @@ def _gone_is_fine() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _medium_errors() -> Iterator[None]:
-    """Raise what the operating system reports as StoreError."""
+def _guarded(guard: Guard) -> Iterator[None]:
+    """Raise what the operating system reports as StoreError, and open `guard` if it concerns the whole medium."""
+    guard.check()
     try:
         yield
     except OSError as error:
-        raise StoreError(f"shared storage failed: {error}") from error
+        problem = f"shared storage failed: {error}"
+        if error.errno not in _MEDIUM_FAILS:
+            raise StoreError(problem) from error
+        guard.open(_reason(error))
+        raise StoreUnavailableError(problem) from error
+
+
+@contextlib.contextmanager
+def _probing() -> Iterator[None]:
+    """Raise what the operating system reports as a guard wants it."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(_reason(error)) from error
+
+
+def _reason(error: OSError) -> str:
+    """Without the file's name, which differs each time."""
+    return error.strerror or type(error).__name__

@@ -13,6 +13,10 @@ The life of a job:
    cache exclude each other: a thread that returns from a hanging medium finds its job settled and leaves the cache
    alone.
 4. Its result can be polled, then `on_settled` is called.
+
+While its circuit breaker is open, a store raises StoreUnavailableError at once. A medium that hangs without an error,
+such as a dead network mount, holds the threads instead: once each of them has been in one batch for `stall_s`, jobs
+that no thread has begun fail at once, until one of the threads returns.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferRe
 from common.errors import (
     BlockCorruptError,
     BlockMissingError,
+    StoreError,
+    StoreUnavailableError,
     TransferCancelledError,
     TransferError,
     TransferTimeoutError,
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
+_STALL_S = 10.0  # of a batch, which takes milliseconds; a Redis server is given up within half of it
 
 
 JobKind = Literal["load", "save", "lookup"]
@@ -126,11 +133,17 @@ class StoreWorkerConnector:
     `for_handoffs`, if there is such a part of the store."""
 
     def __init__(
-        self, store: BlockStore, options: StoreConnectorOptions, *, for_handoffs: BlockSink | None = None
+        self,
+        store: BlockStore,
+        options: StoreConnectorOptions,
+        *,
+        for_handoffs: BlockSink | None = None,
+        stall_s: float = _STALL_S,
     ) -> None:
         self._store = store
         self._for_handoffs = for_handoffs or store
         self._options = options
+        self._stall_s = stall_s
         self._kv_cache: torch.Tensor | None = None
         self._threads: list[threading.Thread] = []
         lock = threading.Lock()  # guards all below
@@ -143,6 +156,8 @@ class StoreWorkerConnector:
         self._queued: list[OrderedDict[int, _Job]] = [OrderedDict() for _ in range(_NUM_URGENCIES)]
         self._watching_until = math.inf  # monotonic seconds; the first deadline, as far as its watcher knows
         self._results: list[TransferResult] = []
+        self._begun_at: dict[int, float] = {}  # monotonic seconds, of the batch that each busy thread is in
+        self._stalled = False
         self._closed = False
 
     def register_kv_cache(
@@ -221,6 +236,19 @@ class StoreWorkerConnector:
                 self._deadlines.notify()
             self._unsettled[transfer.job_id] = self._queued[job.urgency][transfer.job_id] = job
             self._work.notify(job.num_batches)
+            stuck = self._jobs_behind_a_stall()
+        for job in stuck:
+            self._settle(job, StoreError.reason)
+
+    def _jobs_behind_a_stall(self) -> list[_Job]:
+        """The jobs that no thread has begun, if none will: all threads are stuck in the store."""
+        begun_at = self._begun_at.values()
+        if len(begun_at) < self._options.threads or time.monotonic() - max(begun_at) < self._stall_s:
+            return []
+        if not self._stalled:
+            self._stalled = True
+            logger.warning("the block store hangs, requests go on without it: no call returned for %g s", self._stall_s)
+        return [job for job in self._unsettled.values() if job.num_taken == 0]
 
     def _settle(self, job: _Job, error: str = "") -> bool:
         """End the job with what it moved so far; False if it has ended before."""
@@ -265,6 +293,7 @@ class StoreWorkerConnector:
             self._work.wait_for(lambda: any(self._queued) or self._closed)
             if self._closed:
                 return None
+            self._begun_at[threading.get_ident()] = time.monotonic()
             queued = next(filter(None, self._queued))
             job = next(iter(queued.values()))
             index = job.num_taken
@@ -277,15 +306,22 @@ class StoreWorkerConnector:
         run = {"load": self._load, "save": self._save, "lookup": self._look_up}[job.kind]
         try:
             run(job, batch, staging)
+        except StoreUnavailableError as error:  # logged once for all requests, when the breaker opened
+            logger.debug("%s of request %s stopped: %s", job.kind, job.transfer.request_id, error)
+            batch.error = error.reason
         except TransferError as error:
             logger.warning("%s of request %s stopped: %s", job.kind, job.transfer.request_id, error)
             batch.error = error.reason
         except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
             logger.exception("%s of request %s failed", job.kind, job.transfer.request_id)
             batch.error = TransferError.reason
-        if batch.error:
-            with self._lock:
+        with self._lock:
+            del self._begun_at[threading.get_ident()]
+            was_stalled, self._stalled = self._stalled, False
+            if batch.error:
                 self._queued[job.urgency].pop(job.transfer.job_id, None)
+        if was_stalled:
+            logger.warning("a call to the block store that hung has returned, the store is used again")
         with job.lock:
             outcome = None if job.settled else job.count(batch)
         if outcome is not None:

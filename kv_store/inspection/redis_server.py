@@ -13,7 +13,7 @@ import redis
 
 from common.errors import ConfigError
 from kv_store.inspection.base import HASH_PATTERN, NAMESPACE_PATTERN, StoredBlock
-from kv_store.redis_store import RedisNode, RedisOptions, RedisStore, parse_nodes
+from kv_store.redis_store import RedisNode, RedisOptions, check_servers, parse_nodes
 
 _KEY = re.compile(rf"baton:({NAMESPACE_PATTERN}):({HASH_PATTERN})".encode())
 _SCAN_COUNT = 1000  # keys looked at in one round trip
@@ -31,8 +31,7 @@ class RedisInspector:
         """Raises ConfigError naming the option, `prefix` before it, if a server cannot be used."""
         self._prefix = prefix
         try:
-            with contextlib.closing(RedisStore(options)) as store:
-                store.open("", 0)  # finds what is wrong with the options and says it as the pods do
+            check_servers(options)
         except ConfigError as error:
             raise ConfigError(f"{prefix}{error.message}", param=f"{prefix}{error.param}") from error
         self._clients = {node.name: _client(node, options) for node in parse_nodes(options.url)}

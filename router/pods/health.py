@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Literal, Protocol, get_args
 
+from common.breaker import Breaker
 from common.errors import BatonError, ErrorCode
 from router.health_config import HealthConfig
-from router.pods.breaker import Breaker
 from router.pods.suspicion import Cause, Suspicion
 
 Reason = Literal["prefill", "decode", "canary", "lie", "stall"]
@@ -43,7 +43,7 @@ class PodHealth:
         self.config = config
         self._owner = owner
         self._clock = clock
-        self._breaker = Breaker(config, clock)
+        self._breaker = Breaker(clock, base_s=config.eject_base_s, max_s=config.eject_max_s)
         self._suspicion = Suspicion(config.eject_after_failures, clock)
         self._worked_at = clock()
         self._ejected_for = ""

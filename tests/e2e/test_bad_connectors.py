@@ -27,7 +27,6 @@ def locked_server() -> Iterator[RedisServer]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([*REDIS, "url=redis://127.0.0.1:1"], "url: cannot use Redis at 127.0.0.1:1/0: "),
         ([*REDIS, "url=redis://:w0rd@{redis}"], "url: cannot use Redis at {redis}/0: invalid username-password pair"),
         (["--connector-path", "{tmp}/file"], "connector_path: cannot use it as shared storage: "),
     ],

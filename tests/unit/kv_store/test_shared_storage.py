@@ -7,16 +7,22 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import kv_store.shared_storage
-from common.errors import ConfigError, StoreError
+from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
+from kv_store.guard import Backoff
 from kv_store.shared_storage import SharedStorageOptions, SharedStorageStore
 
 FRAME_BYTES = 1000
@@ -309,6 +315,97 @@ def test_a_medium_that_stays_full_is_an_error_and_leaves_nothing_behind(tmp_path
     with pytest.raises(StoreError, match="No space left"):
         store.write([key(1)], [frame(1)])
     assert block_files(tmp_path) == []
+    store.close()
+
+
+class FailingMedium:
+    """Makes calls of the operating system fail with one error, and counts the attempts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0  # of the error; 0: none
+        self.attempts: Counter[str] = Counter()
+        for owner, name in ((os, "utime"), (os, "replace"), (os, "scandir"), (tempfile, "TemporaryFile")):
+            monkeypatch.setattr(owner, name, partial(self._call, name, getattr(owner, name)))
+
+    def _call(self, name: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if self.number:
+            self.attempts[name] += 1
+            raise OSError(self.number, os.strerror(self.number), "a file")
+        return function(*args, **named)
+
+
+@pytest.fixture
+def failing(monkeypatch) -> FailingMedium:
+    return FailingMedium(monkeypatch)
+
+
+def open_with(tmp_path: Path, backoff: Backoff) -> SharedStorageStore:
+    store = SharedStorageStore(SharedStorageOptions(path=str(tmp_path), max_bytes=1 << 30), backoff=backoff)
+    store.open("model", FRAME_BYTES)
+    return store
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "kv_store.guard"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE])
+def test_a_medium_that_cannot_be_written_is_read_and_left_alone(tmp_path, failing, caplog, number):
+    store = open_with(tmp_path, Backoff(base_s=3600.0, max_s=3600.0))
+    store.write([key(1)], [frame(1)])
+    failing.number = number
+    with pytest.raises(StoreUnavailableError, match=os.strerror(number)):
+        store.write([key(2)], [frame(2)])
+    before = failing.attempts.total()
+    for _ in range(5):
+        with pytest.raises(StoreUnavailableError, match=f"takes no writes: {os.strerror(number)}"):
+            store.write([key(2)], [frame(2)])
+    assert failing.attempts.total() == before
+    failing.number = 0
+    assert store.touch([key(1), key(2)]) == [True, False]
+    (line,) = logged(caplog)
+    assert f"shared storage in {tmp_path} takes no writes, blocks that it holds can still be read" in line
+    store.close()
+
+
+@pytest.mark.parametrize("read", ["touch", "read_into"])
+def test_a_medium_that_cannot_be_read_is_left_alone(tmp_path, failing, read):
+    store = open_with(tmp_path, Backoff(base_s=3600.0, max_s=3600.0))
+    store.write([key(1)], [frame(1)])
+    attempt = {
+        "touch": lambda: store.touch([key(1)]),
+        "read_into": lambda: store.read_into([key(1)], [memoryview(bytearray(FRAME_BYTES))]),
+    }[read]
+    failing.number = errno.EIO
+    for _ in range(5):
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            attempt()
+    assert failing.attempts == {"utime": 1}
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_medium_is_used_again_when_a_probe_succeeds(tmp_path, failing, caplog, number):
+    store = open_with(tmp_path, Backoff(base_s=0.01, max_s=0.01))
+    failing.number = errno.EIO
+    with pytest.raises(StoreUnavailableError):
+        store.touch([key(1)])
+    with pytest.raises(StoreUnavailableError):
+        store.write([key(1)], [frame(1)])
+    failing.number = number
+    deadline = time.monotonic() + 30.0
+    while not all(failing.attempts[probe] >= 3 for probe in ("scandir", "TemporaryFile")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    failing.number = 0
+    while not (store._reads.is_closed and store._writes.is_closed):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    store.write([key(1)], [frame(1)])
+    assert store.touch([key(1)]) == [True]
+    assert not any(record.exc_info for record in caplog.records)
+    assert len(block_files(tmp_path)) == 1
+    store.close()
 
 
 @pytest.mark.parametrize("path", ["{tmp}/file", "{tmp}/file/below", "/proc/baton"])
@@ -329,6 +426,8 @@ def test_an_unreadable_block_is_a_store_error(tmp_path):
     with pytest.raises(StoreError):
         store.write([key(1)], [frame(1)])
     store.discard(key(1))  # cannot, and says so in the log only
+    store.write([key(2)], [frame(2)])  # the others are not concerned
+    assert store.touch([key(2)]) == [True]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from common.pb import pods_pb2
 from router.health_config import HealthConfig
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
-from tests.unit.router.test_pod_breaker import Request
+from tests.unit.router.test_pod_health import Request
 
 NEVER = HealthConfig(canary_interval_s=0, eject_base_s=3600, eject_max_s=3600)
 SOON = HealthConfig(canary_interval_s=0.05, canary_timeout_s=0.2, eject_base_s=0.05)
@@ -120,7 +120,7 @@ async def test_an_idle_pod_gets_a_canary_that_nobody_counts(start_cluster):
 
 
 async def test_a_step_that_a_pod_reports_is_a_sign_of_work(start_cluster, monkeypatch):
-    """Which puts the next canary off, see test_pod_breaker."""
+    """Which puts the next canary off, see test_pod_health."""
     pod = FakeDecodePod()
     cluster = await start_cluster([], [pod], pod_health=HealthConfig(canary_interval_s=600.0))
     has_worked = asyncio.Event()

@@ -10,7 +10,7 @@ from common.errors import UnavailableError
 from router.health_config import HealthConfig
 from router.pods.health import PodHealth
 from router.pods.stall import StallWatch
-from tests.unit.router.test_pod_breaker import Clock, Owner
+from tests.unit.router.test_pod_health import Clock, Owner
 
 
 class Engine:

@@ -13,7 +13,6 @@ from common.errors import (
     UnavailableError,
 )
 from router.health_config import HealthConfig
-from router.pods.breaker import Breaker
 from router.pods.health import PodHealth
 
 CONFIG = HealthConfig(eject_after_failures=5, eject_base_s=10, eject_max_s=100)
@@ -29,49 +28,6 @@ class Clock:
 @pytest.fixture
 def clock():
     return Clock()
-
-
-@pytest.fixture
-def breaker(clock):
-    return Breaker(CONFIG, clock)
-
-
-def test_each_ejection_is_twice_as_long_up_to_the_most(breaker, clock):
-    spans = []
-    for _ in range(6):
-        breaker.trip()
-        spans.append(breaker.remaining_s)
-        assert not breaker.is_closed
-        clock.now += spans[-1]
-        assert breaker.remaining_s == 0
-    assert spans == [10, 20, 40, 80, 100, 100]
-
-
-def test_a_pod_that_stays_well_is_forgiven(breaker, clock):
-    for _ in range(3):
-        breaker.trip()
-        breaker.close()
-    assert breaker.is_closed
-    clock.now += 100
-    breaker.trip()
-    assert breaker.remaining_s == 40, "one less"
-    breaker.close()
-    clock.now += 10_000
-    breaker.trip()
-    assert breaker.remaining_s == 10
-
-
-def test_a_pod_that_never_recovers_overflows_nothing(breaker):
-    for _ in range(5000):
-        breaker.trip()
-    assert breaker.remaining_s == 100
-
-
-def test_a_pod_that_was_started_anew_is_probed_at_once(breaker):
-    breaker.trip()
-    breaker.probe_now()
-    assert breaker.remaining_s == 0
-    assert not breaker.is_closed
 
 
 class Request:
