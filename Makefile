@@ -12,9 +12,9 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 up: $(RUNTIME)
 	@exec $(BIN)/baton up $(ARGS)
 
-## The checks and tests that CI runs. make test ARGS="tests/unit -x"
+## The checks and tests that CI runs, in two processes. make test ARGS="tests/unit -x"
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 ## Long suites: more fault repetitions, bigger property tests.
 test-slow: $(DEV)

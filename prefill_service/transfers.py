@@ -155,9 +155,10 @@ class TransferRegistry:
         transfer.changed.set()
 
     def note_ready(self, transfer: Transfer, num_tokens: int, digests: Sequence[bytes] = ()) -> None:
-        """The KV of the first `num_tokens` prompt tokens is in the connector. `digests`: of the blocks that this adds,
-        direct connectors only."""
+        """The KV of the first `num_tokens` prompt tokens is in the connector; the engine may say so before it says that
+        the producer was scheduled. `digests`: of the blocks that this adds, direct connectors only."""
         if not transfer.is_settled and num_tokens > transfer.num_ready_tokens:
+            transfer.is_computing = True
             transfer.num_ready_tokens = num_tokens
             transfer.digests += digests
             transfer.changed.set()

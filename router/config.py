@@ -48,8 +48,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     remote_prefill: Annotated[
         RemotePrefill,
         Meta(
-            description="Prefill on prefill pods: auto, where that gives the first token sooner or keeps "
-            "target_itl_ms on the decode pods; prefer, if one is ready; always, and refuse requests while none is; "
+            description="Prefill on prefill pods: auto, where that gives the first token sooner or keeps the "
+            "decode pods' target_itl_ms; prefer, if one is ready; always, and refuse requests while none is; "
             "never."
         ),
     ] = "auto"
@@ -57,10 +57,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=0, description="With auto, prompts of which fewer tokens are to be computed stay on the decode pod."),
     ] = 0
-    target_itl_ms: Annotated[
-        float,
-        Meta(gt=0, description="With auto, milliseconds between tokens that a prompt on a decode pod must not exceed."),
-    ] = 50.0
     max_index_blocks: Annotated[
         int,
         Meta(ge=0, description="Most cached blocks of all pods that are remembered, about 200 bytes each."),

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Collection, Iterator
@@ -75,7 +76,6 @@ class Dispatcher:
             decode_policy=config.decode_policy,
             remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
             min_remote_prefill_tokens=config.min_remote_prefill_tokens,
-            target_itl_s=config.target_itl_ms / 1000,
             seed=secrets.randbits(32),
         )
         self._remote_wait_s = 0.0
@@ -142,6 +142,7 @@ class Dispatcher:
             resumed=resumed,
             avoid="" if avoid is None else avoid.address,
             remote_wait_s=self._remote_wait_s,
+            target_itl_s=request.terms.itl_slo_s or math.inf,
         )
 
     def route(self, request: GenerationRequest, *, resumed: bool, avoid: Pod | None) -> Route:

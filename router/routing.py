@@ -5,11 +5,12 @@
 3. A decode pod is chosen to do both.
 4. `remote_prefill` auto: the prompt goes away, unless the first token would come from the decode pod in half the time,
    since it holds the conversation so far, or since the prefill pods are busy. Less is not worth it, as whoever prefills
-   keeps the prompt for the next one. And a decode pod on which others wait for tokens must keep the target ITL.
+   keeps the prompt for the next one. And a decode pod on which others wait for tokens must keep its target ITL.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from router.policies import (
 NO_PREFILL_POD = "no prefill pod is ready that fits a decode pod, and remote_prefill is always"
 _REMOTE_OVERHEAD_S = 0.002  # for one more pod to be asked
 _CLEARLY_SOONER = 0.5  # of the time that it takes with a prefill pod
+_CLEARLY_ABOVE = 1.01  # times a target, which a pod meets exactly where it can
 
 
 class Query(NamedTuple):
@@ -49,6 +51,7 @@ class Query(NamedTuple):
     remote_wait_s: float = (
         0.0  # seconds in the router's queue before a prefill pod gets it, which a decode pod need not
     )
+    target_itl_s: float = math.inf  # seconds between its tokens that prompts beside it must not exceed
 
 
 class Placement(NamedTuple):
@@ -107,7 +110,6 @@ class Planner:
         decode_policy: str = "kv_aware",
         remote_prefill: RemotePrefill = "auto",
         min_remote_prefill_tokens: int = 0,
-        target_itl_s: float = 0.05,
         seed: int | None = None,
     ) -> None:
         """The tables and the index belong to the caller, who keeps them up to date. `seed` of the order in which equal
@@ -119,7 +121,6 @@ class Planner:
         self._decode_policy = create_policy(decode_policy, seed)
         self.remote_prefill = remote_prefill
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
-        self._target_itl_s = target_itl_s
 
     @property
     def can_serve(self) -> bool:
@@ -179,7 +180,7 @@ class Planner:
             return local._replace(reason="short_prompt", others=(remote.decode, there))
         if here.ttft_s > _CLEARLY_SOONER * (remote_wait_s + there.ttft_s + _REMOTE_OVERHEAD_S):
             return remote._replace(reason="lower_ttft", others=(here,))
-        if here.itl_s > self._target_itl_s and here.num_requests > 0:
+        if here.itl_s > _CLEARLY_ABOVE * here.facts.target_itl_s and here.num_requests > 0:
             return remote._replace(reason="itl_target", others=(here,))
         return local._replace(others=(remote.decode, there))
 
@@ -207,6 +208,7 @@ class Planner:
             expected_output_tokens=query.expected_output_tokens,
             handoff_token_s=query.handoff_token_s,
             session=query.session,
+            target_itl_s=query.target_itl_s,
         )
         candidates = Candidates(request, leg, pods, held.arriving if leg is Leg.DECODE else held.computed)
         judgement = policy.judge(candidates)

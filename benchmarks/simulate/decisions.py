@@ -94,7 +94,7 @@ def _add_pod(
 ) -> int:
     slot = index.join(capacity=10**7)
     index.apply(slot, 1, shared + os.urandom(num_blocks * HASH_BYTES), b"", is_snapshot=True)
-    facts = PodFacts(f"10.0.0.{number}:7000", slot, "nixl", 30_000, 256, 2048, 131_072)
+    facts = PodFacts(f"10.0.0.{number}:7000", slot, "nixl", 30_000, 256, 2048, 131_072, 0.05, 64)
     load = Load(
         choices.randrange(200),
         choices.randrange(20_000),

@@ -1,4 +1,5 @@
-"""A simulated pod: continuous batching under a token budget, chunked prefill, prefix caching, preemption by recompute.
+"""A simulated pod: continuous batching, chunked prefill, prefix caching, preemption by recompute. What a step takes of
+prompts is what the engine would take, by what the pod has learned of its own steps.
 
 Nothing happens between the ends of steps but arrivals. While all that runs decodes and nothing waits, many steps are
 taken as one stretch, which an arrival cuts short at the end of the step that it falls into.
@@ -9,12 +10,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from typing import Protocol
 
 from benchmarks.simulate.cache import BlockCache
-from benchmarks.simulate.timing import Hardware
+from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
+from common.step_budget import PromptRoom, prefill_work
+from common.step_times import StepTimes
 
 _LONGEST_STRETCH_S = 0.25
 
@@ -81,6 +84,12 @@ class Job:
         self.held: list[bytes] = []  # cached blocks in use
         self.num_private = 0
         self.started = False
+        self.order = 0.0  # the lowest is computed first
+
+    @property
+    def is_stream(self) -> bool:
+        """Its next token is waited for."""
+        return self.started and self.num_uncomputed == 1 and self.num_left > 0
 
     @property
     def num_uncomputed(self) -> int:
@@ -94,8 +103,9 @@ class SimulatedPod:
     def __init__(self, hardware: Hardware, clock: Clock, on_change: Callable[[SimulatedPod], None]) -> None:
         self.hardware = hardware
         self.cache = BlockCache(hardware.num_blocks)
-        self.waiting: deque[Job] = deque()
+        self.waiting: list[Job] = []  # in order
         self.running: list[Job] = []
+        self._step_times = StepTimes(hardware.max_num_batched_tokens)
         self.last_step_s = 0.0
         self.last_step_tokens = 0
         self.num_preemptions = 0
@@ -115,7 +125,12 @@ class SimulatedPod:
 
     def submit(self, job: Job) -> None:
         """Take a job."""
-        self.waiting.append(job)
+        job.order = self._clock.now
+        if not job.handed_over:
+            num_cached = self.cache.match(job.hashes[: job.num_tokens // self.hardware.block_size])
+            num_cached *= self.hardware.block_size
+            job.order += self._step_times.line.token_s * prefill_work(job.num_tokens - num_cached, num_cached)
+        insort(self.waiting, job, key=_order)
         self._on_change(self)
         if self._stretch is None:
             self._start()
@@ -127,28 +142,49 @@ class SimulatedPod:
 
     def _start(self) -> None:
         self._make_room()
+        self._admit_handed_over()
         hardware = self.hardware
-        room = hardware.max_num_batched_tokens
-        self._admit(room - sum(job.num_uncomputed for job in self.running))
-        chunks: list[tuple[Job, int]] = []
-        tokens = context = 0
-        attended = 0.0
-        for job in self.running:
-            if (chunk := min(job.num_uncomputed, room)) <= 0:
-                continue
-            room -= chunk
-            tokens += chunk
-            if job.num_uncomputed == 1:
-                context += job.num_tokens
-            else:
+        chunks = [(job, 1) for job in self.running if job.num_uncomputed == 1]
+        context = sum(job.num_tokens for job, _ in chunks)
+        num_decoding, attended, work = len(chunks), 0.0, float(len(chunks))
+        room = self._room_for_prompts(sum(job.is_stream for job, _ in chunks), num_decoding, context)
+        budget = hardware.max_num_batched_tokens - num_decoding
+        prompts = sorted((job for job in self.running if job.num_uncomputed > 1), key=_order, reverse=True)
+        while budget > 0 and (job := self._next_prompt(prompts, room)) is not None:
+            chunk = min(room.chunk(job.num_uncomputed, job.num_computed), budget)
+            if chunk:
+                room.take(chunk, job.num_computed)
+                budget -= chunk
                 attended += chunk * (job.num_computed + chunk / 2)
-            chunks.append((job, chunk))
+                work += prefill_work(chunk, job.num_computed)
+                chunks.append((job, chunk))
         if not chunks:
             return
         self._chunks = chunks
+        tokens = sum(chunk for _, chunk in chunks)
         step_s = hardware.step_s(tokens, len(chunks), context, attended)
         self.last_step_s, self.last_step_tokens = step_s, tokens
+        self._step_times.observe(step_s, work, context)
         self._run(self._clock.now, step_s, self._stretch_steps(step_s))
+
+    def _room_for_prompts(self, num_streams: int, num_decoding: int, context: int) -> PromptRoom:
+        times = self._step_times
+        if not num_streams:
+            return PromptRoom.alone(times.line)
+        if not times.is_known:
+            return PromptRoom.least(MIN_PREFILL_TOKENS)
+        return PromptRoom.beside_streams(
+            times.line, step_s=times.predict(num_decoding, context), target_s=TARGET_ITL_S, least=MIN_PREFILL_TOKENS
+        )
+
+    def _next_prompt(self, prompts: list[Job], room: PromptRoom) -> Job | None:
+        """The next in order: one of those that are under way, the first last, or the first that waits, if it can be
+        admitted."""
+        if room.is_full:
+            return None
+        if self.waiting and not (prompts and prompts[-1].order < self.waiting[0].order) and self._admit():
+            return self.running[-1]
+        return prompts.pop() if prompts else None
 
     def _stretch_steps(self, step_s: float) -> int:
         """How many equal steps follow, if nothing arrives."""
@@ -196,33 +232,40 @@ class SimulatedPod:
         self._grow(job)
         self._fill(job)
 
-    def _admit(self, room: int) -> None:
-        """Take waiting jobs in order, as long as there are seats, blocks, and tokens of the step's budget."""
-        block_size = self.hardware.block_size
-        while self.waiting and room > 0 and len(self.running) < self.hardware.max_num_seqs:
-            job = self.waiting[0]
-            whole = job.hashes[: (job.num_tokens - 1) // block_size]  # one token is computed in any case
-            num_cached = self.cache.match(whole)
-            num_new = -(-job.num_tokens // block_size) - num_cached
-            watermark = self.hardware.num_blocks // 100 if self.running else 0
-            if num_new + self.cache.num_idle(whole[:num_cached]) + watermark > self.cache.num_free:
+    def _admit_handed_over(self) -> None:
+        """Prompts that were computed elsewhere pass those that wait to be computed here."""
+        for job in [job for job in self.waiting if job.handed_over]:
+            if not self._admit(job):
                 return
-            self.waiting.popleft()
-            job.held = whole[:num_cached]
-            self.cache.share(job.held)
-            self.cache.allocate(num_new)
-            job.num_private = num_new
-            job.num_filled = num_cached
-            job.num_computed = num_cached * block_size
-            if job.handed_over:
-                job.num_computed = job.num_tokens - 1
-                job.handed_over = False
-                self._fill(job)
-            if not job.started:
-                job.started = True
-                job.listener.on_scheduled(num_cached * block_size)
-            self.running.append(job)
-            room -= job.num_uncomputed
+            self._fill(job)
+
+    def _admit(self, job: Job | None = None) -> bool:
+        """Take a waiting job, the first unless one is named, if there is a slot and blocks."""
+        if len(self.running) >= self.hardware.max_num_seqs:
+            return False
+        job = job or self.waiting[0]
+        block_size = self.hardware.block_size
+        whole = job.hashes[: (job.num_tokens - 1) // block_size]  # one token is computed in any case
+        num_cached = self.cache.match(whole)
+        num_new = -(-job.num_tokens // block_size) - num_cached
+        watermark = self.hardware.num_blocks // 100 if self.running else 0
+        if num_new + self.cache.num_idle(whole[:num_cached]) + watermark > self.cache.num_free:
+            return False
+        self.waiting.remove(job)
+        job.held = whole[:num_cached]
+        self.cache.share(job.held)
+        self.cache.allocate(num_new)
+        job.num_private = num_new
+        job.num_filled = num_cached
+        job.num_computed = num_cached * block_size
+        if job.handed_over:
+            job.num_computed = job.num_tokens - 1
+            job.handed_over = False
+        if not job.started:
+            job.started = True
+            job.listener.on_scheduled(num_cached * block_size)
+        self.running.append(job)
+        return True
 
     def _make_room(self) -> None:
         """Preempt the latest jobs until all others can grow by a block."""
@@ -230,10 +273,11 @@ class SimulatedPod:
             needed = sum(self._lacks(job) for job in self.running)
             if needed <= self.cache.num_free:
                 return
-            job = self.running.pop()
+            job = max(self.running, key=_order)
+            self.running.remove(job)
             self._release(job)
             job.num_computed = 0
-            self.waiting.appendleft(job)
+            insort(self.waiting, job, key=_order)
             self.num_preemptions += 1
 
     def _lacks(self, job: Job) -> int:
@@ -260,3 +304,7 @@ class SimulatedPod:
     def _release(self, job: Job) -> None:
         self.cache.release(job.held, job.num_private)
         job.held, job.num_private, job.num_filled = [], 0, 0
+
+
+def _order(job: Job) -> float:
+    return job.order

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, SimulatedPod
-from benchmarks.simulate.timing import Hardware
+from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
 from common.pb import pods_pb2
 from router.admission.config import AdmissionConfig
 from router.admission.limits import Limits
@@ -32,7 +32,6 @@ class Setting(NamedTuple):
     num_decode: int
     policy: str
     remote_prefill: str = "prefer"
-    target_itl_s: float = 0.05
     num_routers: int = 1
     admission: AdmissionConfig | None = None  # None: all that comes is sent to the pods at once
     limits: Limits = Limits(_NO_LIMIT_S)  # that each request names
@@ -85,7 +84,6 @@ class SimulatedRouter:
             prefill_policy=setting.policy,
             decode_policy=setting.policy,
             remote_prefill=setting.remote_prefill if setting.num_prefill else "never",  # type: ignore[arg-type]
-            target_itl_s=setting.target_itl_s,
             seed=seed,
         )
 
@@ -181,6 +179,8 @@ class SimulatedRouter:
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             max_model_len=2**30,
+            target_itl_s=TARGET_ITL_S,
+            min_prefill_tokens=MIN_PREFILL_TOKENS,
         )
         seat = _Seat(pod, load, facts)
         self._index.apply(facts.slot, seat.sequence, b"", b"", is_snapshot=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+TARGET_ITL_S = 0.05  # the pods' defaults
+MIN_PREFILL_TOKENS = 64
+
 
 class Hardware(NamedTuple):
     """One kind of pod. A step takes its overheads, and the longer of moving its data and computing its tokens."""

@@ -60,6 +60,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """What fits in a step."""
 
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of a step.")] = 2048
+    target_itl_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Milliseconds between tokens of running streams: a step takes no more of prompts than keeps it "
+            "so short. null: steps are as large as max_num_batched_tokens."
+        ),
+    ] = 50.0
+    min_prefill_tokens: Annotated[
+        int, Meta(ge=1, description="Least prompt tokens of a step, whatever target_itl_ms is.")
+    ] = 64
     max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests running at once.")] = 256
     max_num_waiting: Annotated[int, Meta(ge=1, description="Most requests queued; more are refused.")] = 4096
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"

@@ -173,9 +173,10 @@ class EngineCore:
         finished = self._clock()
         if self._port is not None:
             self._port.fence = result.fence
-        outputs = self._take_unsent() + self._scheduler.update(step, result)
+        step_s = finished - started
+        outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         if step.total_num_scheduled_tokens:  # one without tokens says nothing of the model's speed
-            self._last_step_s = finished - started
+            self._last_step_s = step_s
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
 

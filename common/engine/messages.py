@@ -37,6 +37,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_hashes: list[BlockHash] = []  # of the prompt's full blocks; empty: the engine computes them
     cache_salt: str = ""
     priority: int = 0  # lower runs first under the priority policy
+    target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     transfer: KVTransferParams | None = None
 
 

@@ -288,6 +288,7 @@ class EngineRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     block_hashes: _builtins.bytes
@@ -296,6 +297,8 @@ class EngineRequest(_message.Message):
     """Separates tenants: part of every block hash. May be empty."""
     priority: _builtins.int
     """Lower runs first under the priority policy; 0 is normal."""
+    target_itl_ms: _builtins.float
+    """Milliseconds between its tokens that prompts beside it must not exceed; 0: the pod's."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, tokenised once by the router; at least one token."""
@@ -318,10 +321,11 @@ class EngineRequest(_message.Message):
         block_hashes: _builtins.bytes = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        target_itl_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

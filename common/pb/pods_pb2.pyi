@@ -749,6 +749,8 @@ class PodInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
+    MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
     incarnation: _builtins.int
@@ -774,6 +776,10 @@ class PodInfo(_message.Message):
     """Connector name; empty: none."""
     version: _builtins.str
     """Version of Baton."""
+    target_itl_ms: _builtins.float
+    """Beside streams, steps take no more of prompts than keeps them so short; 0: no limit."""
+    min_prefill_tokens: _builtins.int
+    """But so many prompt tokens in any case."""
     def __init__(
         self,
         *,
@@ -790,10 +796,12 @@ class PodInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         connector: _builtins.str = ...,
         version: _builtins.str = ...,
+        target_itl_ms: _builtins.float = ...,
+        min_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

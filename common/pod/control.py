@@ -57,6 +57,8 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             max_num_batched_tokens=spec.max_num_batched_tokens,
             connector=pod.config.connector or "",
             version=__version__,
+            target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
+            min_prefill_tokens=pod.config.scheduler.min_prefill_tokens,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)

@@ -3,6 +3,8 @@ model that this pod serves; inside, nothing checks them again."""
 
 from __future__ import annotations
 
+import math
+
 from common.engine.messages import AddRequest, EngineSpec, KVTransferParams
 from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
 from common.pb import common_pb2
@@ -45,6 +47,7 @@ def add_request_from_pb(
         block_hashes=_block_hashes(message, len(prompt), spec.block_size),
         cache_salt=message.cache_salt,
         priority=message.priority,
+        target_itl_s=_target_itl_s(message.target_itl_ms),
         transfer=transfer,
     )
 
@@ -52,6 +55,12 @@ def add_request_from_pb(
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
     """A token with its log probabilities, if it has any."""
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
+
+
+def _target_itl_s(target_ms: float) -> float:
+    if not 0 <= target_ms < math.inf:
+        raise InvalidRequestError(f"target_itl_ms must be a number from 0 on, got {target_ms}", param="target_itl_ms")
+    return target_ms / 1000
 
 
 def _block_hashes(message: common_pb2.EngineRequest, num_prompt_tokens: int, block_size: int) -> list[BlockHash]:

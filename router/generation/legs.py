@@ -88,6 +88,7 @@ def open_legs(
         block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),
     )
     session = route.decode.session
     try:

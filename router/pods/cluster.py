@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -287,6 +288,8 @@ def _nonsense(info: pods_pb2.PodInfo) -> str:
     for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if getattr(info, name) < 1:
             return f"it says that its {name} is {getattr(info, name)}, which cannot be true"
+    if not 0 <= info.target_itl_ms < math.inf:
+        return f"it says that its target_itl_ms is {info.target_itl_ms}, which cannot be true"
     return ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Protocol
@@ -156,6 +157,8 @@ class Pod:
             max_num_seqs=max(1, self.info.max_num_seqs),
             max_num_batched_tokens=max(1, self.info.max_num_batched_tokens),
             max_model_len=self.info.max_model_len,
+            target_itl_s=self.info.target_itl_ms / 1000 or math.inf,
+            min_prefill_tokens=max(1, self.info.min_prefill_tokens),
         )
 
     def on_kv_events(self, sequence: int, stored: bytes, removed: bytes, *, is_snapshot: bool) -> bool:

@@ -1,9 +1,10 @@
 """Which pod gets a request: Filter -> Scorer -> Picker over columns of the ready pods."""
 
+from common.step_budget import prefill_work
+from common.step_times import Line, Slowness, StepTimes, can_be
 from router.policies.base import Candidates, Judgement, Leg, Policy, RequestFacts
-from router.policies.prediction import Prediction, prefill_work
+from router.policies.prediction import Prediction
 from router.policies.registry import create_policy
-from router.policies.step_times import Line, Slowness, StepTimes, can_be
 from router.policies.table import Column, Load, PodColumns, PodFacts, PodRow, PodTable, connector_number
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ class RequestFacts:
     expected_output_tokens: float
     handoff_token_s: float = 0.0  # seconds that moving one token's KV between pods takes
     session: str = ""  # whose requests should stay together; empty: nobody's
+    target_itl_s: float = math.inf  # seconds between its tokens that prompts beside it must not exceed
 
 
 class Candidates:
@@ -70,6 +72,7 @@ class Candidates:
             context_tokens=self.context_tokens,
             handoff_token_s=request.handoff_token_s,
             block_size=request.block_size,
+            target_itl_s=request.target_itl_s,
             computes=self.computes,
             decodes=self.leg is not Leg.PREFILL,
             pods=pods,

@@ -4,11 +4,10 @@ A step takes `base_s + tokens * token_s + context * context_s`, times the pod's 
 (`step_times`). From that:
 
 - queue: the prompt tokens before this request's, computed at the pod's pace;
-- prefill: the prompt's own tokens that are not cached, in steps of at most the token budget. Attention makes a token
-  after c others dearer by c / _ATTENTION_PARITY;
-- wait: for a seat or for KV blocks on a pod that decodes, if it is full;
+- prefill: the prompt's own tokens that are not cached, in steps as large as the pod makes them: `common.step_budget`;
+- wait: for a slot or for KV blocks on a pod that decodes, if it is full;
 - transfer: the KV that the decode pod lacks;
-- ITL: a step with all that decodes there plus this request, and the chunk of a prompt that shares it.
+- ITL: a step with all that decodes there plus this request, and what of prompts shares it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.step_budget import knee_tokens, prefill_work
 from router.policies.table import Column, PodColumns
 
-_ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
 _QUEUE_WEIGHT = 1.1  # waiting is a little dearer than computing: a queue may hold surprises, a second copy is of use
 _ANSWER_WEIGHT = 0.25  # a second until the first token is felt more than one that is spread over the answer
 _CROWDING = 4.0  # answers' times that a request waits for KV on a pod that lacks all of its blocks
@@ -37,11 +36,6 @@ class Prediction(NamedTuple):
     cost_s: Column  # what the request takes here; of the answer only what it takes longer than on the best pod
 
 
-def prefill_work(num_tokens: Column | float, num_context_tokens: Column | float) -> Column | float:
-    """The work of computing tokens after a context, in tokens that have none before them."""
-    return num_tokens * (1 + (num_context_tokens + num_tokens / 2) / _ATTENTION_PARITY)
-
-
 def predict(
     *,
     num_prompt_tokens: int,
@@ -50,6 +44,7 @@ def predict(
     context_tokens: float,
     handoff_token_s: float,
     block_size: int,
+    target_itl_s: float,
     computes: bool,
     decodes: bool,
     pods: PodColumns,
@@ -66,16 +61,19 @@ def predict(
     chunk: Column = pods.queued_tokens
     # What a step costs before any of its prompt tokens.
     step_s = line.base_s * pods.slowness + token_s * num_requests + line.context_s * pods.slowness * pods.context_tokens
+    room = np.clip(knee_tokens(line), 1, budget)
+    if decodes:
+        room = np.where(num_requests > 0, _room_beside(pods, step_s, token_s, pods.target_itl_s), room)
     if computes:
         work = prefill_work(uncached, cached_tokens)
-        room = np.maximum(budget - num_requests, 1)
         queue_s = pods.queued_tokens * (token_s + step_s / room)
         prefill_s = np.ceil(work / room) * step_s + work * token_s
         chunk = chunk + uncached
     itl_s = cost_s = nothing
     if decodes:
-        chunk = np.minimum(chunk, np.maximum(budget - num_requests, 0))
         pure_itl_s = step_s + token_s + line.context_s * pods.slowness * context_tokens
+        target_s = np.minimum(pods.target_itl_s, target_itl_s)
+        chunk = np.minimum(chunk, _room_beside(pods, pure_itl_s, token_s, target_s))
         itl_s = pure_itl_s + token_s * chunk
         answer_s = expected_output_tokens * pure_itl_s
         lacking = (uncached + expected_output_tokens) / block_size - pods.free_blocks
@@ -90,3 +88,10 @@ def predict(
     if computes:
         cost_s = cost_s + _QUEUE_WEIGHT * queue_s + prefill_s
     return Prediction(queue_s, prefill_s, wait_s, transfer_s, ttft_s, itl_s, cost_s)
+
+
+def _room_beside(pods: PodColumns, step_s: Column, token_s: Column, target_s: Column) -> Column:
+    """Prompt tokens of a step beside streams, which without them takes `step_s`. See `common.step_budget`."""
+    most = np.maximum(pods.max_num_batched_tokens - pods.num_requests, 1)
+    allowed = np.maximum((target_s - step_s) / token_s, pods.min_prefill_tokens)
+    return np.minimum(allowed, most)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.policies.step_times import StepTimes
+from common.step_times import StepTimes
 
 Column = NDArray[np.float64]
 
-_NUM_FIELDS = 9  # first those of Load, then the numbers of PodFacts
+_NUM_FIELDS = 11  # first those of Load, then the numbers of PodFacts
 _FIRST_CAPACITY = 8
 _TYPICAL_BUDGET = 2048  # tokens of a step
 
@@ -32,6 +32,8 @@ class PodFacts(NamedTuple):
     max_num_seqs: int  # most requests running at once, at least 1
     max_num_batched_tokens: int  # token budget of a step, at least 1
     max_model_len: int  # most tokens of prompt and answer
+    target_itl_s: float  # of a step beside streams, as far as prompts make it longer
+    min_prefill_tokens: int  # prompt tokens of a step in any case
 
 
 class Load(NamedTuple):
@@ -72,6 +74,8 @@ class PodColumns:
         self.max_num_seqs = next(rows)
         self.max_num_batched_tokens = next(rows)
         self.max_model_len = next(rows)
+        self.target_itl_s = next(rows)
+        self.min_prefill_tokens = next(rows)
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -138,6 +142,8 @@ class PodTable:
             facts.max_num_seqs,
             facts.max_num_batched_tokens,
             facts.max_model_len,
+            facts.target_itl_s,
+            facts.min_prefill_tokens,
         )
         self.write(number, load)
         return row

@@ -45,7 +45,8 @@ def test_one_line_names_the_setting(command, options, says, locked_server, tmp_p
         check=False,
     )
     assert result.returncode == 2, result.stderr
-    (line,) = result.stderr.splitlines()
+    line, *others = result.stderr.splitlines()
+    assert not others
     assert line.startswith("baton: error: ")
     assert says.format(**fit) in line
     assert "w0rd" not in line

@@ -5,22 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from common.engine.kv_cache import Block
-from common.engine.scheduler.request import Request, RequestStatus
-from common.types import RequestId
-
-
-def misplaced(places: Mapping[RequestStatus, Sequence[Request]], expected: Sequence[RequestId]) -> list[str]:
-    """Every one of the `expected` requests is in exactly one place, that of its status."""
-    violations = [
-        f"{request} is kept with the {status.name}"
-        for status, requests in places.items()
-        for request in requests
-        if request.status is not status
-    ]
-    placed = [request.request_id for requests in places.values() for request in requests]
-    if sorted(placed) != sorted(expected):
-        violations.append(f"requests {sorted(expected)} are in places {sorted(placed)}")
-    return violations
+from common.engine.scheduler.request import Request
 
 
 def overwritten(computing: Mapping[Request, Sequence[Block]], windowed: Iterable[Block]) -> list[str]:

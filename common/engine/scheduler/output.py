@@ -37,6 +37,8 @@ class SchedulerOutput:
     continued_requests: list[ContinuedRequest] = field(default_factory=list)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)  # in batch order
     total_num_scheduled_tokens: int = 0
+    work: float = 0.0  # the same, prompts weighed by what their attention takes; see `common.step_budget`
+    num_context_tokens: int = 0  # whose KV is read by the requests that compute one token
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
 
 

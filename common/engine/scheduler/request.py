@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 from common.engine.messages import AddRequest
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
@@ -51,6 +52,7 @@ class Request:
         "sampling",
         "status",
         "stop_token_ids",
+        "target_itl_s",
         "token_ids",
     )
 
@@ -59,11 +61,10 @@ class Request:
         message: AddRequest,
         *,
         added_at: float,
-        order: tuple[int, int],
         max_model_len: int,
         eos: frozenset[int],
     ) -> None:
-        """`order` ranks requests: the lowest is scheduled first and preempted last. `message` was validated."""
+        """`message` was validated. Its owner sets the order."""
         sampling = message.sampling
         self.request_id = message.request_id
         self.sampling = sampling
@@ -74,7 +75,8 @@ class Request:
         self.stop_token_ids = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
 
         self.added_at = added_at
-        self.order = order
+        self.order: tuple[int, float, int] = (0, added_at, 0)  # the lowest is scheduled first and preempted last
+        self.target_itl_s = message.target_itl_s or math.inf  # seconds between tokens that it was promised
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.is_started = False  # RequestStarted was said

@@ -8,45 +8,48 @@ other numbers.
 A step:
 
 1. requests whose blocks are filled already, by a handoff or from a tier below, take a slot in the batch;
-2. running requests get tokens, those that decode first, so that no prefill chunk delays a token. One that finds no free
-   block preempts the last in order, itself at worst;
-3. waiting requests are admitted in order while blocks for all their tokens, slots and budget last. A consumer needs
-   neither slot nor budget: it reserves blocks and waits for its KV; nor does a request of which a tier below keeps more
-   than is here.
+2. requests that decode get a token each. One that finds no free block preempts the last in order, itself at worst;
+3. consumers reserve blocks for their prompts. They need neither slot nor budget, and wait for their KV;
+4. prompts get what `PromptRoom` leaves: beside streams as much as keeps the step within its time, else one after the
+   other. Those under way and those that wait for blocks and a slot take turns by order. A request of which a tier below
+   keeps more than is here takes blocks and waits until they are restored.
 
-How KV gets into and out of blocks is for KVTransfers to know. Requests whose KV is on its way are in `_remote`, and go
-on when it has arrived.
+The order is the priority, then the time of arrival plus the time that the prompt takes: a short prompt passes a longer
+one that came before it, but only within the time that the longer one takes itself. So each request is passed by a
+finite number of others, whatever comes.
+
+How KV gets into and out of blocks is for KVTransfers to know.
 
 No deadlock: the first request in order can preempt all others of the batch; what else holds blocks depends on no other
-request's blocks and ends by itself: handoffs, restores, and pinned blocks. No starvation: admission is strictly in
-order, and a step's budget is never smaller than the batch.
+request's blocks and ends by itself: handoffs, restores, and pinned blocks. No starvation: blocks are given in order (a
+consumer may pass the first waiting prompt, but leaves it the blocks that it needs), and a step's budget is never
+smaller than the batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 
 from common.engine.config import SchedulerConfig
-from common.engine.kv_cache import Block, CacheChange, KVCacheManager
+from common.engine.kv_cache import CacheChange, KVCacheManager
 from common.engine.messages import (
     AddRequest,
     EngineStats,
     IntegrityReport,
-    KVReceived,
     RequestOutput,
-    RequestStarted,
 )
-from common.engine.scheduler.integrity import misplaced, overwritten
+from common.engine.scheduler.admissible import Limits
+from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
-from common.engine.scheduler.outbox import Outbox
+from common.engine.scheduler.lifecycle import Lifecycle
 from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.plan import Plan
 from common.engine.scheduler.request import Request, RequestStatus
-from common.engine.scheduler.totals import Totals
-from common.engine.scheduler.waiting_queue import WaitingQueue
-from common.errors import ConfigError, InvalidRequestError, NonFiniteError, OverloadedError, PromptTooLongError
-from common.types import HASH_BYTES, FinishReason, RequestId, SampledToken, SamplingParams
+from common.errors import ConfigError, InvalidRequestError, OverloadedError
+from common.step_budget import PromptRoom, prefill_work
+from common.step_times import StepTimes
+from common.types import RequestId
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
@@ -54,9 +57,8 @@ AHEAD_SHARE = 4
 
 
 class Scheduler:
-    """Owns the requests of an engine and their place in life. Called by EngineCore on its one thread:
-    any number of `add_request` and `abort_requests`, then `schedule` and, with the runner's answer, `update`. Times are
-    monotonic seconds."""
+    """Owns the requests of an engine. Called by EngineCore on its one thread: any number of `add_request` and
+    `abort_requests`, then `schedule` and, with the runner's answer, `update`. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -77,112 +79,53 @@ class Scheduler:
         self._config = config
         self._kv = kv
         self._block_size = kv.block_size
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._limits = Limits(kv.block_size, max_model_len, vocab_size, eos_token_ids)
         self._transfers = NoTransfers() if transfers is None else transfers
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(config.watermark * kv.num_blocks)
+        self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
-        # Every live request is in exactly one of these places.
-        self._live: dict[RequestId, Request] = {}
-        self._looking_up: dict[RequestId, Request] = {}  # no blocks; waits for an answer of the tiers
-        self._waiting = WaitingQueue()  # no blocks
-        self._remote: dict[RequestId, Request] = {}  # blocks reserved, KV in flight
-        self._ready: deque[Request] = deque()  # its KV has arrived; has blocks, wants a slot
-        self._running: list[Request] = []  # the batch
-
-        self._outbox = Outbox()
-        self._has_urgent_news = False  # the other side of a handoff can go on while the step runs
-        self._dropped: list[RequestId] = []  # the runner is to forget them
-        self._is_stalled = False  # the head of the queue was refused, and nothing happened since that may change it
+        self._lifecycle = Lifecycle(kv, self._transfers)
+        self._places = self._lifecycle.places
+        self._running = self._places.running
+        self._step_times = StepTimes(config.max_num_batched_tokens)
         self._num_arrivals = 0
-
-        self._totals = Totals()
         self._last_step_tokens = 0
 
     # ---------------------------------------------------------------- from the client
 
     def add_request(self, message: AddRequest, now: float) -> None:
         """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing happened."""
-        self._check_admissible(message)
-        priority = message.priority if self._config.policy == "priority" else 0
+        if message.request_id in self._places.live or self._transfers.knows(message.request_id):
+            raise InvalidRequestError(f"request {message.request_id} exists already", param="request_id")
+        self._limits.check(message)
+        if self._places.num_waiting >= self._config.max_num_waiting:
+            raise OverloadedError(f"{self._places.num_waiting} requests are waiting already")
         request = Request(
-            message,
-            added_at=now,
-            order=(priority, self._num_arrivals),
-            max_model_len=self._max_model_len,
-            eos=self._eos_token_ids,
+            message, added_at=now, max_model_len=self._limits.max_model_len, eos=self._limits.eos_token_ids
         )
-        misfit = request.misfit_block_hash(self._block_size)
-        if misfit is not None:
-            raise InvalidRequestError(
-                f"block_hashes[{misfit}] is not the hash of that block of {self._block_size} prompt tokens",
-                param="block_hashes",
-            )
+        self._limits.check_hashes(request)
+        request.order = (
+            message.priority if self._config.policy == "priority" else 0,
+            now + self._prompt_s(request),
+            self._num_arrivals,
+        )
         self._num_arrivals += 1
-        self._live[request.request_id] = request
-        if message.transfer is not None:
-            self._transfers.begin(request)
-        self._enqueue(request)
+        self._lifecycle.add(request)
 
-    def _enqueue(self, request: Request) -> None:
-        """Queue a request that has no blocks, or first ask what is kept of it."""
-        self._is_stalled = False
-        request.num_kept_blocks = 0
-        if self._transfers.ask(request):
-            self._look_up(request)
-        else:
-            self._waiting.push(request)
-
-    def _look_up(self, request: Request) -> None:
-        """It waits for the answer beside the queue, so that no request waits behind it."""
-        request.status = RequestStatus.LOOKING_UP
-        self._looking_up[request.request_id] = request
-
-    def _check_admissible(self, message: AddRequest) -> None:
-        request_id, num_outputs = message.request_id, len(message.output_token_ids)
-        num_tokens = len(message.prompt_token_ids) + num_outputs
-        if request_id in self._live or self._transfers.knows(request_id):
-            raise InvalidRequestError(f"request {request_id} exists already", param="request_id")
-        if not message.prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
-        if num_tokens >= self._max_model_len:
-            raise PromptTooLongError(
-                f"{num_tokens} tokens leave no room for another one in a context of {self._max_model_len}",
-                param="prompt_token_ids",
-            )
-        if message.sampling.max_tokens <= num_outputs:
-            raise InvalidRequestError(
-                f"max_tokens {message.sampling.max_tokens} leaves nothing to generate after {num_outputs} tokens",
-                param="max_tokens",
-            )
-        self._check_stop_tokens(message.sampling)
-        if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
-            raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
-        num_waiting = len(self._waiting) + len(self._looking_up)
-        if num_waiting >= self._config.max_num_waiting:
-            raise OverloadedError(f"{num_waiting} requests are waiting already")
-
-    def _check_stop_tokens(self, sampling: SamplingParams) -> None:
-        if sampling.min_tokens and len(sampling.stop_token_ids) + len(self._eos_token_ids) >= self._vocab_size:
-            stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
-            if len(stops) >= self._vocab_size:
-                raise InvalidRequestError(
-                    "stop_token_ids names every token, which leaves none for the first min_tokens", param="min_tokens"
-                )
+    def _prompt_s(self, request: Request) -> float:
+        """Seconds that what is not cached of the prompt takes to compute here."""
+        if request.awaits_handoff:
+            return 0.0
+        num_cached = len(self._kv.find_cached_prefix(request)) * self._block_size
+        return self._step_times.line.token_s * prefill_work(request.num_tokens - num_cached, num_cached)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
         """End requests now; one output with FinishReason.ABORT for each that was live. Blocks that are on the move stay
         pinned until the transport no longer touches them."""
-        outputs = []
-        for request_id in request_ids:
-            request = self._live.get(request_id)
-            if request is not None:
-                self._finish(request, FinishReason.ABORT)
-                outputs.append(self._outbox.take(request))
-        return outputs
+        live = [self._places.live.get(request_id) for request_id in request_ids]
+        return [self._lifecycle.abort(request) for request in live if request is not None and not request.is_finished]
 
     # ---------------------------------------------------------------- the step
 
@@ -191,159 +134,158 @@ class Scheduler:
         plan = Plan(self._config.max_num_batched_tokens)
         self._collect(now)
         self._start_ready(now)
-        self._schedule_running(plan)
-        self._admit_waiting(plan, now)
+        prompts = self._schedule_decoding(plan)
+        if prompts or self._places.has_waiting:
+            self._lifecycle.is_stalled = False
+            last = self._admit_consumers(now)
+            self._schedule_prompts(prompts, last, plan, now)
         return self._build(plan)
 
     def _collect(self, now: float) -> None:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
         if not self._transfers.has_notes:
             return
-        self._is_stalled = False  # blocks may have become free
+        self._lifecycle.is_stalled = False  # blocks may have become free
         for arrival in self._transfers.collect():
             match arrival:
                 case Kept(request):
                     if not request.is_finished:
-                        self._take_answer(request, arrival)
+                        self._lifecycle.take_answer(arrival)
                 case Restored(request):
                     if not request.is_finished:
-                        self._take_restored(request, arrival)
+                        self._lifecycle.take_restored(request, arrival)
                 case HandedOver(request_id):
-                    if request_id in self._live:
-                        self._take_handoff(self._live[request_id], arrival, now)
+                    if request_id in self._places.live:
+                        self._lifecycle.take_handoff(self._places.live[request_id], arrival, now)
 
     def _start_ready(self, now: float) -> None:
-        while self._ready and len(self._running) < self._max_num_running:
-            self._start(self._ready.popleft(), now)
+        ready = self._places.ready
+        while ready and len(self._running) < self._max_num_running:
+            self._lifecycle.start(ready.popleft(), now)
 
-    def _schedule_running(self, plan: Plan) -> None:
-        prefilling: list[Request] = []
+    def _schedule_decoding(self, plan: Plan) -> list[Request]:
+        """A token for each request that decodes. The others of the batch, whose prompts are under way."""
+        prompts: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
             if request.num_uncomputed_tokens > 1:
-                prefilling.append(request)
+                prompts.append(request)
             elif request.status is RequestStatus.RUNNING and self._grow(request, 1, plan):
-                plan.give(request, 1)
-        for request in prefilling:
-            num_tokens = min(request.num_uncomputed_tokens, plan.budget)
-            if num_tokens and request.status is RequestStatus.RUNNING and self._grow(request, num_tokens, plan):
-                plan.give(request, num_tokens)
+                plan.decode(request)
+        return prompts
+
+    def _admit_consumers(self, now: float) -> Request | None:
+        """Reserve blocks for consumers, in order; those that come after the first waiting prompt leave it what it
+        needs. The one that was refused, which prompts that come after it must not pass."""
+        consumers, waiting = self._places.consumers, self._places.waiting
+        while consumers:
+            request = consumers.head
+            prefix = self._kv.find_cached_prefix(request)
+            held_back = self._num_held_back
+            if waiting and waiting.head.order < request.order:
+                held_back += self._kv.num_blocks_for(waiting.head.num_tokens)
+            if not self._kv.can_allocate(request, prefix, held_back):
+                self._lifecycle.is_stalled = True
+                return request
+            consumers.pop()
+            self._lifecycle.reserve(request, prefix, now)
+        return None
+
+    def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: Plan, now: float) -> None:
+        """Share out what the step has left for prompts: to `prompts`, which are under way, and to those that wait and
+        come before `last`, in order."""
+        room = self._room_for_prompts(plan)
+        prompts.sort(key=_order, reverse=True)
+        waiting = self._places.waiting
+        may_admit = True
+        while True:
+            may_admit = may_admit and bool(waiting) and (last is None or waiting.head.order < last.order)
+            if prompts and not (may_admit and waiting.head.order < prompts[-1].order):
+                self._continue_prompt(prompts.pop(), room, plan)
+            elif may_admit:
+                may_admit = self._admit(waiting.head, room, plan, now)
+            else:
+                return
+
+    def _room_for_prompts(self, plan: Plan) -> PromptRoom:
+        times, config = self._step_times, self._config
+        if self._target_s == math.inf:
+            return PromptRoom.unlimited()
+        if not plan.num_streams:
+            return PromptRoom.alone(times.line)
+        if not times.is_known:
+            return PromptRoom.least(config.min_prefill_tokens)
+        return PromptRoom.beside_streams(
+            times.line,
+            step_s=times.predict(len(plan.scheduled), plan.num_context_tokens),
+            target_s=min(self._target_s, plan.target_s),
+            least=config.min_prefill_tokens,
+        )
+
+    def _continue_prompt(self, request: Request, room: PromptRoom, plan: Plan) -> None:
+        if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
+            return  # preempted in this step, and perhaps admitted again
+        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.budget)
+        if num_tokens and self._grow(request, num_tokens, plan):
+            room.take(num_tokens, request.num_computed_tokens)
+            plan.give(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Make room for the next `num_tokens` of `request`, preempting from the end of the order. False: itself."""
         while (added := self._kv.grow(request, request.num_computed_tokens + num_tokens)) is None:
-            victim = max(self._running, key=lambda running: running.order)
-            self._preempt(victim, plan)
+            victim = max(self._running, key=_order)
+            plan.take_back(victim)
+            self._lifecycle.preempt(victim)
             if victim is request:
                 return False
         if added:
             plan.new_block_ids[request] = added
         return True
 
-    def _preempt(self, request: Request, plan: Plan) -> None:
-        plan.take_back(request)
-        self._running.remove(request)
-        self._forget(request)
-        self._release_blocks(request)
-        request.status = RequestStatus.PREEMPTED
-        self._enqueue(request)
-        self._totals.num_preemptions += 1
-
-    def _admit_waiting(self, plan: Plan, now: float) -> None:
-        self._is_stalled = False
-        while self._waiting and self._admit(self._waiting.head, plan, now):
-            pass
-
-    def _admit(self, request: Request, plan: Plan, now: float) -> bool:
-        """Take the head of the queue out, if its turn has come. False: not now."""
-        has_slot = plan.budget > 0 and len(self._running) < self._max_num_running
-        if not has_slot and not request.awaits_handoff and not request.num_kept_blocks:
+    def _admit(self, request: Request, room: PromptRoom, plan: Plan, now: float) -> bool:
+        """Take the first waiting prompt out of the queue, if its turn has come. False: not now."""
+        has_slot = len(self._running) < self._max_num_running and not room.is_full
+        if not has_slot and not request.num_kept_blocks:
             return False
         prefix = self._kv.find_cached_prefix(request)
+        num_cached = len(prefix) * self._block_size
         is_kept = request.num_kept_blocks > len(prefix)
-        if not has_slot and not request.awaits_handoff and not is_kept:
+        num_tokens = min(room.chunk(request.num_tokens - num_cached, num_cached), plan.budget) if has_slot else 0
+        if not num_tokens and not is_kept:
             return False
         if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
-            self._is_stalled = True
+            self._lifecycle.is_stalled = True
             return False
-        self._waiting.pop()
-        if self._transfers.ask_again(request, len(prefix)):
-            self._look_up(request)
+        self._places.waiting.pop()
+        if self._lifecycle.ask_again(request, prefix):
             return True
-        self._claim_blocks(request, prefix)
-        if request.awaits_handoff:
-            self._reserve(request, now)
-        elif is_kept:
-            self._restore(request)
+        if is_kept:
+            self._lifecycle.restore(request, prefix)
         else:
-            self._start(request, now)
-            plan.give(request, min(request.num_uncomputed_tokens, plan.budget))
+            self._lifecycle.admit(request, prefix, now)
+            room.take(num_tokens, num_cached)
+            plan.give(request, num_tokens)
         return True
-
-    def _start(self, request: Request, now: float) -> None:
-        if not request.is_started:
-            self._announce_start(request, now)
-        request.status = RequestStatus.RUNNING
-        self._running.append(request)
-
-    def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
-        self._kv.allocate(request, prefix)
-        request.num_computed_tokens = len(prefix) * self._block_size
-        self._transfers.admitted(request)
-
-    def _release_blocks(self, request: Request) -> None:
-        self._transfers.released(request)
-        self._kv.free(request)
-        request.num_computed_tokens = 0
-
-    def _reserve(self, request: Request, now: float) -> None:
-        """The consumer holds blocks for its whole prompt; from now on KV may come."""
-        self._await_kv(request)
-        self._announce_start(request, now, self._transfers.receive(request))
-
-    def _restore(self, request: Request) -> None:
-        """The request holds blocks for all its tokens; those that a tier keeps come from there."""
-        self._await_kv(request)
-        self._transfers.restore(request)
-
-    def _await_kv(self, request: Request) -> None:
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-        self._remote[request.request_id] = request
 
     @property
     def _num_held_back(self) -> int:
         """Blocks that admission leaves free for growth: one for each request that holds blocks, and at least the
         watermark. None if there is no such request, or a large one might never be admitted."""
-        num_holders = len(self._running) + len(self._ready) + len(self._remote)
-        return max(num_holders, self._watermark_blocks) if num_holders else 0
+        num_holding = self._places.num_holding
+        return max(num_holding, self._watermark_blocks) if num_holding else 0
 
     @property
     def _may_restore(self) -> bool:
-        num_restoring = sum(not request.awaits_handoff for request in self._remote.values())
-        num_taken = len(self._running) + len(self._ready) + num_restoring
+        num_taken = len(self._running) + len(self._places.ready) + self._places.num_restoring
         return num_taken < self._max_num_running + max(1, self._max_num_running // AHEAD_SHARE)
-
-    def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
-        request.is_started = True
-        num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._totals.prefix_cache_hits += min(
-            request.num_computed_tokens - request.num_restored_tokens, request.num_prompt_tokens
-        )
-        self._totals.prefix_cache_queries += request.num_prompt_tokens if self._kv.enable_prefix_caching else 0
-        started = RequestStarted(
-            queue_s=now - request.added_at,
-            num_cached_tokens=num_cached,
-            reserved_block_ids=list(reserved_block_ids),
-        )
-        self._outbox.add_event(request, started)
-        self._has_urgent_news |= request.is_producer or bool(reserved_block_ids)
 
     def _build(self, plan: Plan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
         step = SchedulerOutput(
             total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,
-            dropped_request_ids=self._dropped,
+            work=plan.work,
+            num_context_tokens=plan.num_context_tokens,
+            dropped_request_ids=self._lifecycle.take_dropped(),
         )
-        self._dropped = []
         self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
         for request, num_tokens in plan.scheduled.items():
             start = request.num_computed_tokens
@@ -355,7 +297,7 @@ class Scheduler:
             else:
                 step.new_requests.append(self._introduce(request, start))
             if start < request.num_prompt_tokens:
-                self._totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+                self._lifecycle.totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
         return step
 
     def _introduce(self, request: Request, num_computed_tokens: int) -> NewRequest:
@@ -371,132 +313,18 @@ class Scheduler:
 
     def take_urgent_news(self) -> list[RequestOutput]:
         """What should be said before the step runs; called after `schedule`. Often nothing."""
-        if not self._has_urgent_news:
-            return []
-        self._has_urgent_news = False
-        return self._outbox.drain()
+        return self._lifecycle.take_news(urgent_only=True)
 
-    def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
-        """Take the runner's answer to `step`. What requests gained since the last call, in any way."""
+    def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
+        """Take the runner's answer to `step`, which took `step_s` seconds. What requests gained since the last call, in
+        any way."""
+        self._step_times.observe(step_s, step.work, step.num_context_tokens)
         for request_id in step.num_scheduled_tokens:
-            request = self._live.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
-            token = result.sampled.get(request_id)
-            if request.num_uncomputed_tokens == 0 and token is None:
-                self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
-                continue
-            self._kv.cache_computed(request)
-            self._transfers.computed(request)
-            if token is not None:
-                self._totals.num_generation_tokens += 1
-                self._append_token(request, token)
+            request = self._places.live.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:  # not aborted while the step ran
+                self._lifecycle.computed(request, result.sampled.get(request_id))
         self._transfers.step_ended()
-        return self._outbox.drain()
-
-    def _append_token(self, request: Request, token: SampledToken) -> None:
-        reason = self._add_token(request, token)
-        if reason is not None:
-            self._finish(request, reason)
-
-    def _add_token(self, request: Request, token: SampledToken) -> FinishReason | None:
-        reason = request.append(token)
-        self._outbox.add_token(request, token)
-        if reason is None and request.is_producer:
-            return FinishReason.HANDOFF
-        return reason
-
-    # ---------------------------------------------------------------- arrivals
-
-    def _take_answer(self, request: Request, kept: Kept) -> None:
-        del self._looking_up[request.request_id]
-        request.num_kept_blocks = kept.num_blocks
-        request.status = RequestStatus.WAITING
-        self._waiting.push(request)
-
-    def _take_restored(self, request: Request, restored: Restored) -> None:
-        request.num_restored_tokens = restored.num_blocks * self._block_size - request.num_computed_tokens
-        self._totals.tier_hits += request.num_restored_tokens
-        request.num_computed_tokens += request.num_restored_tokens
-        self._transfers.arrived(request, restored)
-        self._kv.cache_computed(request)
-        self._leave(request)
-        request.status = RequestStatus.WAITING
-        self._ready.append(request)
-
-    def _take_handoff(self, request: Request, handoff: HandedOver, now: float) -> None:
-        """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
-        is left to prefill."""
-        num_local = request.num_computed_tokens
-        num_valid = max(num_local, min(handoff.num_blocks * self._block_size, request.num_prompt_tokens))
-        is_complete = num_valid >= request.num_prompt_tokens and handoff.first_token is not None
-        request.awaits_handoff = False
-        self._leave(request)
-        received = KVReceived(
-            num_tokens=num_valid - num_local,
-            handoff_s=0.0 if handoff.final_at is None else now - handoff.final_at,
-            recompute_reason="" if is_complete else handoff.failure or "incomplete",
-        )
-        self._outbox.add_event(request, received)
-        known = request.num_tokens if handoff.first_token is not None else request.num_tokens - 1
-        request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
-        self._kv.cache_computed(request)
-        self._transfers.arrived(request, handoff)
-        request.status = RequestStatus.WAITING
-        if handoff.may_be_written:
-            self._start_over(request, handoff.first_token)
-            return
-        self._ready.append(request)
-        if handoff.first_token is not None:
-            self._append_token(request, handoff.first_token)
-            self._has_urgent_news = True
-
-    def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
-        """Back to the queue as an ordinary request: its blocks may still be written to. What was verified of them is
-        complete, so the prefix cache may give it back."""
-        self._release_blocks(request)
-        reason = self._add_token(request, first_token) if first_token is not None else None
-        self._enqueue(request)
-        if reason is not None:
-            self._finish(request, reason)
-
-    # ---------------------------------------------------------------- endings
-
-    def _leave(self, request: Request) -> None:
-        """Take a live request out of its place."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            del self._remote[request.request_id]
-        elif request.status is RequestStatus.LOOKING_UP:
-            del self._looking_up[request.request_id]
-        elif request in self._ready:
-            self._ready.remove(request)
-        else:
-            self._waiting.remove(request)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        self._leave(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        del self._live[request.request_id]
-        self._forget(request)
-        self._transfers.released(request)
-        self._kv.free(request)
-        self._transfers.ended(request, is_aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
-        self._outbox.finish(request)
-        self._is_stalled = False
-
-    def _fail(self, request: Request, error: NonFiniteError) -> None:
-        """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""
-        self._kv.forget(request)
-        self._finish(request, FinishReason.ERROR)
-        self._outbox.fail(request, error)
-
-    def _forget(self, request: Request) -> None:
-        if request.is_in_batch:
-            request.is_in_batch = False
-            self._dropped.append(request.request_id)
+        return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core
 
@@ -506,17 +334,16 @@ class Scheduler:
         KV to arrive."""
         return bool(
             self._running
-            or self._ready
-            or self._dropped
-            or self._outbox
+            or self._places.ready
+            or self._lifecycle.has_news
             or self._transfers.has_notes
-            or (self._waiting and not self._is_stalled)
+            or (self._places.has_waiting and not self._lifecycle.is_stalled)
         )
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is live."""
-        return bool(self._live)
+        return bool(self._places.live)
 
     @property
     def has_cache_change(self) -> bool:
@@ -529,23 +356,21 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Current figures; those of the step's duration and of transfers are the core's."""
+        places, totals = self._places, self._lifecycle.totals
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._ready) + len(self._looking_up),
-            num_waiting_for_remote_kv=len(self._remote),
+            num_running=len(places.running),
+            num_waiting=places.num_waiting + len(places.ready),
+            num_waiting_for_remote_kv=len(places.remote),
             num_free_blocks=self._kv.num_free_blocks,
             num_blocks=self._kv.num_blocks,
-            num_queued_tokens=self._waiting.num_tokens
-            + sum(request.num_uncomputed_tokens for request in self._running)
-            + sum(request.num_uncomputed_tokens for request in self._ready)
-            + sum(request.num_tokens for request in self._looking_up.values()),
+            num_queued_tokens=places.num_queued_tokens,
             last_step_tokens=self._last_step_tokens,
-            num_preemptions=self._totals.num_preemptions,
-            prefix_cache_queries=self._totals.prefix_cache_queries,
-            prefix_cache_hits=self._totals.prefix_cache_hits,
-            num_prompt_tokens=self._totals.num_prompt_tokens,
-            num_generation_tokens=self._totals.num_generation_tokens,
-            tier_hits=self._totals.tier_hits,
+            num_preemptions=totals.num_preemptions,
+            prefix_cache_queries=totals.prefix_cache_queries,
+            prefix_cache_hits=totals.prefix_cache_hits,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_generation_tokens=totals.num_generation_tokens,
+            tier_hits=totals.tier_hits,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -555,25 +380,20 @@ class Scheduler:
     def check_integrity(self) -> IntegrityReport:
         """State the invariants: each block has one owner or is free, each request is in one place and each place
         holds blocks or not as it should."""
-        places = {
-            RequestStatus.LOOKING_UP: list(self._looking_up.values()),
-            RequestStatus.RUNNING: self._running,
-            RequestStatus.WAITING_FOR_REMOTE_KV: list(self._remote.values()),
-            RequestStatus.WAITING: [*self._ready, *(r for r in self._waiting if r.status is RequestStatus.WAITING)],
-            RequestStatus.PREEMPTED: [r for r in self._waiting if r.status is RequestStatus.PREEMPTED],
-        }
+        places = self._places
         violations = self._kv.check_integrity(self._transfers.pinned_blocks)
-        violations += misplaced(places, list(self._live))
-        holders = {request.request_id for request in (*self._running, *self._remote.values(), *self._ready)}
-        if holders != set(self._kv.holders):
-            violations.append(f"blocks are held by {sorted(self._kv.holders)}, not by {sorted(holders)}")
-        computing = {request: self._kv.blocks(request) for request in (*self._running, *self._ready)}
+        violations += places.violations(set(self._kv.holders))
+        computing = {request: self._kv.blocks(request) for request in (*places.running, *places.ready)}
         violations += overwritten(computing, self._transfers.writable_blocks)
-        if len(self._running) > self._max_num_running:
-            violations.append(f"{len(self._running)} requests in a batch of {self._max_num_running}")
+        if len(places.running) > self._max_num_running:
+            violations.append(f"{len(places.running)} requests in a batch of {self._max_num_running}")
         return IntegrityReport(
             violations=violations,
-            num_requests=len(self._live),
+            num_requests=len(places.live),
             num_blocks_in_use=self._kv.num_blocks - self._kv.num_free_blocks,
             num_transfers=0,
         )
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.order

@@ -1,4 +1,4 @@
-"""Requests that wait for their turn, with neither blocks nor a seat in the batch."""
+"""Requests that wait for their turn, with neither blocks nor a slot in the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.engine.scheduler.request import Request
 
 
 class WaitingQueue:
-    """Kept sorted by `Request.order`: arrival for fcfs, (priority, arrival) for priority.
+    """Kept sorted by `Request.order`.
 
     A preempted request keeps its order, so it returns to the head of those that arrived after it.
     """
@@ -54,5 +54,5 @@ class WaitingQueue:
         self._num_tokens -= request.num_tokens
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, float, int]:
     return request.order

@@ -153,7 +153,7 @@ class DirectIncoming(Incoming):
     def reserve(self, blocks: Blocks) -> None:
         """See Incoming."""
         super().reserve(blocks)
-        self.is_window_open = not self._is_quiescent and self.final_at is None
+        self.is_window_open = bool(blocks.ids) and not self._is_quiescent and self.final_at is None
 
     def apply(self, update: TransferUpdate, now: float) -> None:
         """See Incoming."""

@@ -6,11 +6,12 @@ import grpc
 import pytest
 
 from common.engine.executor.fake import expected_tokens
+from common.engine.messages import KVSaved, RequestOutput
 from common.errors import ErrorCode, NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
 from common.rpc.errors import from_rpc_error
-from common.types import SamplingParams
+from common.types import RequestId, SamplingParams
 from prefill_service import servicers
 from tests.pods import (
     CHUNK,
@@ -80,6 +81,22 @@ async def test_second_prefill_of_a_prompt_reports_cached_tokens(pod: RunningPod)
             response = await start_prefill(pod, engine_request(name, prompt_of(40)))
             assert kinds(await stream.events())[-1] == "delivered"
         assert response.num_cached_tokens == cached
+
+
+async def test_saves_that_overtake_the_news_of_their_step(pod: RunningPod) -> None:
+    """Cached blocks leave beside the step, and may be in the store before the engine says that the prefill began."""
+    await pod.occupy()
+    call = start_prefill(pod, engine_request("a", prompt_of(40)))
+    sinks = pod.context.requests._sinks
+    await wait_for(lambda: len(sinks) == 2)
+    producer = list(sinks.values())[-1]
+    producer.take_output(RequestOutput(request_id=RequestId("a"), events=[KVSaved(num_tokens=32)]))
+    async with HandoffStream(pod, "t-a") as stream:
+        assert kinds([await stream.event(), await stream.event()]) == ["computing", "progress"]
+        pod.gate.open()
+        assert kinds(await stream.events())[-1] == "delivered"
+    await call
+    await pod.other_work
 
 
 async def test_prefill_without_transfer_is_a_single_token(pod: RunningPod) -> None:

@@ -6,7 +6,7 @@ from router.policies import Candidates, Leg, Load, PodFacts, PodTable, RequestFa
 
 FACTS = PodFacts(
     address="", slot=0, connector="fake", num_blocks=100, max_num_seqs=100, max_num_batched_tokens=1000,
-    max_model_len=100_000,
+    max_model_len=100_000, target_itl_s=0.05, min_prefill_tokens=64,
 )  # fmt: skip
 IDLE = Load(num_requests=0, queued_tokens=0, free_blocks=100, context_tokens=0, slowness=1)
 REQUEST = RequestFacts(num_prompt_tokens=320, block_size=16, expected_output_tokens=100)

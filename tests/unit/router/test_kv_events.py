@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.pb import pods_pb2
 from common.types import hash_prompt, root_hash
 from router.pods import PodState
-from router.testing import FakeDecodePod, FakePrefillPod
+from router.testing import FakeDecodePod
 from tests.pods import wait_for
 
 PROMPT = list(range(100, 180))  # five blocks
@@ -77,15 +77,3 @@ async def test_a_pod_that_reports_what_cannot_be_is_refused(start_cluster):
         assert said in seen.detail
         await cluster.complete(prompt="Hello", max_tokens=2)
         assert liar.submits == []
-
-
-async def test_blocks_of_another_size_say_nothing_about_the_routers_own(start_cluster):
-    """A prompt that was sent to such a pod stays expected for longer, as if the pod told nothing."""
-    prefill, decode = FakePrefillPod(block_size=32), FakeDecodePod()
-    for pod in (prefill, decode):
-        pod.stats = stats(1, [], is_snapshot=True)
-    cluster = await start_cluster([prefill], [decode])
-    other, usual = (cluster.router.cluster.by_address[pod.address] for pod in (prefill, decode))
-    await wait_for(lambda: other.is_fed and usual.is_fed)
-    size = cluster.router.cluster.model.block_size
-    assert (other.tells_blocks(size), usual.tells_blocks(size)) == (False, True)

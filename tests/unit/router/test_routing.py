@@ -78,13 +78,14 @@ def test_a_pod_to_avoid_is_used_only_if_there_is_no_other():
         ({"queued_tokens": 200}, {}, 160, ("p", "lower_ttft")),  # sooner, but not that much
         ({}, {"num_requests": 20, "cached": 640}, 800, (None, "lower_ttft")),  # the conversation so far is here
         ({"cached": 640}, {"num_requests": 20, "cached": 640}, 800, ("p", "lower_ttft")),  # and there
-        ({"queued_tokens": 3000}, {"num_requests": 20}, 800, ("p", "itl_target")),  # later, but others go on
+        ({"queued_tokens": 3000}, {"num_requests": 20}, 800, (None, "lower_ttft")),  # in small chunks
+        ({"queued_tokens": 9000}, {"num_requests": 20, "target_itl_s": 0.01}, 800, ("p", "itl_target")),  # too large
         ({"queued_tokens": 3000}, {}, 800, (None, "lower_ttft")),  # nobody waits for a token here
         ({}, {"queued_tokens": 300}, 160, ("p", "lower_ttft")),
     ],
 )
 def test_who_computes_the_prompt(prefill, decode, num_tokens, expected):
-    pods = Pods({"p": prefill}, {"d": decode}, target_itl_s=0.05)
+    pods = Pods({"p": prefill}, {"d": decode})
     assert pods.route(num_tokens)[1:] == expected
 
 

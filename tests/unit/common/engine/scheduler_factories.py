@@ -41,6 +41,7 @@ from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError
+from common.step_times import Line
 from common.types import (
     BlockHash,
     FinishReason,
@@ -125,7 +126,9 @@ def create_scheduler(
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
     return SchedulerWithTransfers(
-        SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0} | settings),
+        SchedulerConfig(
+            **{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0, "target_itl_ms": None} | settings
+        ),
         KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
         ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
@@ -270,6 +273,7 @@ class FakeEngine:
         self.block_size = block_size
         self.settle_at_once = settle_at_once
         self.now = 0.0
+        self.machine: Line | None = None  # steps take so long; else a second, and the scheduler is told 10 ms
         self.medium: dict[BlockHash, list[int]] = {}
         self.jobs: dict[int, tuple[str, BlockTransfer]] = {}  # not settled: "load", "save" or "lookup"
         self.outputs: dict[RequestId, list[int]] = {}  # token by index
@@ -407,9 +411,10 @@ class FakeEngine:
         """What was computed, and what the connector was asked since the last step."""
         scheduled, self._scheduled = self._scheduled, None
         assert scheduled is not None
-        self.now += 1.0
+        step_s = 0.01 if self.machine is None else self.machine.at(scheduled.work, scheduled.num_context_tokens)
+        self.now += 1.0 if self.machine is None else step_s
         result = self._execute(scheduled)
-        self._collect(self.scheduler.update(scheduled, result))
+        self._collect(self.scheduler.update(scheduled, result, step_s))
         self._settle_if_at_once()
         deferred, self._deferred = self._deferred, []
         for call in deferred:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -32,14 +33,13 @@ class LateConnector(MemoryConnector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[BlockTransfer] = []
+        self._pending: queue.SimpleQueue[BlockTransfer] = queue.SimpleQueue()
 
     def start_save(self, transfer: BlockTransfer) -> None:
-        self.pending.append(transfer)
+        self._pending.put(transfer)
 
-    def settle_all(self) -> None:
-        while self.pending:
-            super().start_save(self.pending.pop(0))
+    def settle_one(self) -> None:
+        super().start_save(self._pending.get(timeout=TIMEOUT_S))
 
 
 def request(request_id: str, *, transfer: KVTransferParams | None = None) -> AddRequest:
@@ -80,7 +80,7 @@ def test_step_waits_for_a_transfer_to_settle() -> None:
             client.step()
         assert client.has_unfinished
         assert client.step(timeout_s=0.0).outputs == []  # nothing to do, nothing settled
-        settler = threading.Thread(target=connector.settle_all)
+        settler = threading.Thread(target=connector.settle_one)
         settler.start()
         outputs = run(client)
         settler.join(TIMEOUT_S)

@@ -10,7 +10,7 @@ from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_requ
 
 def make_request(request_id: str, prompt, **settings) -> Request:
     message = create_request(request_id, prompt, **settings)
-    return Request(message, added_at=0.0, order=(0, 0), max_model_len=64, eos=frozenset())
+    return Request(message, added_at=0.0, max_model_len=64, eos=frozenset())
 
 
 def make_manager(num_blocks: int = 17, *, enable_prefix_caching: bool = True) -> KVCacheManager:

@@ -461,8 +461,8 @@ class TestConsumer:
     def test_integrity_names_a_block_that_is_computed_into_under_a_window(self):
         engine, _ = consumer(prompt=10)
         block = reserved(engine)[0]
-        engine.scheduler._leave(engine.scheduler._live["a"])
-        engine.scheduler._ready.append(engine.scheduler._live["a"])
+        engine.scheduler._places.leave(engine.scheduler._places.live["a"])
+        engine.scheduler._places.ready.append(engine.scheduler._places.live["a"])
         violations = engine.scheduler.check_integrity().violations
         assert any(f"computes into block {block}, which" in violation for violation in violations)
 

@@ -145,7 +145,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         name = f"r{len(self.attempts)}"
         self._attempt(create_request(name, prompt, output=output, max_tokens=max_tokens + len(output)), epoch=1)
 
-    @precondition(lambda self: len(self.decode.scheduler._live) < MAX_ATTEMPTS)
+    @precondition(lambda self: len(self.decode.scheduler._places.live) < MAX_ATTEMPTS)
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 6))
     def add_plain(self, prompt, max_tokens):
         """One that decode serves alone."""
@@ -538,8 +538,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
             assert decode.stats().num_waiting_for_remote_kv or list(decode.port.writable_blocks)
         if not (self.prefill.is_stepping or prefill.has_work or self.prefill.jobs) and prefill.has_unfinished:
             outgoing = prefill.actor.mover._outgoing.values()
-            assert outgoing
-            assert all(each.wants_target for each in outgoing)
+            waiting = {request.request_id for request in prefill._places.waiting}  # for the blocks of the others
+            assert any(each.wants_target for each in outgoing)
+            assert all(each.wants_target or each.request_id in waiting for each in outgoing)
 
     def teardown(self):
         if not hasattr(self, "decode"):

@@ -92,7 +92,9 @@ class TestConsumer:
         engine = FakeEngine(create_scheduler(num_blocks=11), settle_at_once=True)
         hog, request = create_request("hog", 33), create_request("a", 10, role="consumer")
         engine.medium = stored_prompt(request)
-        engine.add(hog, request)
+        engine.add(hog)
+        engine.now += 1
+        engine.add(request)
         engine.step()
         engine.update_transfer("a", 10, final=True, first_token=first_token(request))
         assert engine.scheduler.stats().num_waiting_for_remote_kv == 0

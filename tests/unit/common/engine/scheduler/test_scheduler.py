@@ -213,7 +213,9 @@ class TestPolicies:
         engine = FakeEngine(create_scheduler(num_blocks=11, max_model_len=40))
         engine.add(create_request("running", 20, max_tokens=8))
         engine.step()
-        engine.add(create_request("large", 30, max_tokens=1), create_request("small", 2, max_tokens=1))
+        engine.add(create_request("large", 30, max_tokens=1))
+        engine.now += 1
+        engine.add(create_request("small", 2, max_tokens=1))
         engine.run()
         assert list(engine.finished) == ["running", "large", "small"]
 
@@ -364,7 +366,7 @@ class TestAbort:
         step = engine.scheduler.schedule(0.0)
         engine.abort("a")
         result = engine._execute(step)
-        assert engine.scheduler.update(step, result) == []
+        assert engine.scheduler.update(step, result, 0.01) == []
         engine.run()
         engine.assert_idle()
 

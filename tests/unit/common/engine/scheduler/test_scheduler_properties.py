@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        was_live = request_id in self.engine.scheduler._live and not self.engine.is_stepping
+        was_live = request_id in self.engine.scheduler._places.live and not self.engine.is_stepping
         outputs = self.engine.abort(request_id)
         assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * was_live
         self.open.pop(request_id, None)

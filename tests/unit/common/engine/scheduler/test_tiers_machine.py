@@ -23,7 +23,7 @@ class TiersMachine(SchedulerMachine):
     def start(self, num_blocks, budget, seats, offloads):
         self._start(num_blocks, budget, seats, tiers="offloaded" if offloads else "kept")
 
-    @precondition(lambda self: len(self.engine.scheduler._live) < MAX_LIVE)
+    @precondition(lambda self: len(self.engine.scheduler._places.live) < MAX_LIVE)
     @rule(
         role=st.sampled_from([None, None, None, "producer"]),
         num_tokens=st.integers(BLOCK_SIZE + 1, 14),
@@ -52,7 +52,7 @@ class TiersMachine(SchedulerMachine):
                     self.engine.settle(job_id)
             self.step()
 
-    @precondition(lambda self: len(self.engine.scheduler._live) < MAX_LIVE)
+    @precondition(lambda self: len(self.engine.scheduler._places.live) < MAX_LIVE)
     @rule(num_tokens=st.integers(5, 8), num_steps=st.integers(4, 30))
     def crowd(self, num_tokens, num_steps):
         """Requests that outgrow the pool together."""

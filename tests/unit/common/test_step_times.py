@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from router.policies.step_times import StepTimes
+from common.step_times import StepTimes
 
 
 def learn(times, base_s, token_s, lengths, count=100, seed=1, noise=0.05, hiccups=0.0):

@@ -1,0 +1,56 @@
+"""Which requests a scheduler takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.engine.messages import AddRequest
+from common.engine.scheduler.request import Request
+from common.errors import InvalidRequestError, PromptTooLongError
+from common.types import HASH_BYTES, SamplingParams
+
+
+class Limits(NamedTuple):
+    """What follows from the model and the KV cache."""
+
+    block_size: int  # tokens
+    max_model_len: int  # tokens of prompt and output
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def check(self, message: AddRequest) -> None:
+        """Raises InvalidRequestError or PromptTooLongError naming the field at fault."""
+        num_outputs = len(message.output_token_ids)
+        num_tokens = len(message.prompt_token_ids) + num_outputs
+        if not message.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLongError(
+                f"{num_tokens} tokens leave no room for another one in a context of {self.max_model_len}",
+                param="prompt_token_ids",
+            )
+        if message.sampling.max_tokens <= num_outputs:
+            raise InvalidRequestError(
+                f"max_tokens {message.sampling.max_tokens} leaves nothing to generate after {num_outputs} tokens",
+                param="max_tokens",
+            )
+        self._check_stop_tokens(message.sampling)
+        if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
+            raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
+
+    def check_hashes(self, request: Request) -> None:
+        """Raises InvalidRequestError if a given hash is not that of its block: it would name another prompt's KV."""
+        misfit = request.misfit_block_hash(self.block_size)
+        if misfit is not None:
+            raise InvalidRequestError(
+                f"block_hashes[{misfit}] is not the hash of that block of {self.block_size} prompt tokens",
+                param="block_hashes",
+            )
+
+    def _check_stop_tokens(self, sampling: SamplingParams) -> None:
+        if sampling.min_tokens and len(sampling.stop_token_ids) + len(self.eos_token_ids) >= self.vocab_size:
+            stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+            if len(stops) >= self.vocab_size:
+                raise InvalidRequestError(
+                    "stop_token_ids names every token, which leaves none for the first min_tokens", param="min_tokens"
+                )

@@ -1,0 +1,247 @@
+"""What each step of a request's life does to its blocks, its place, its transfers and what the client is told.
+
+    add --> [looking up] --> waiting --> reserve --> remote --take_handoff--> ready --start--> running --> finish
+                                |                                               ^                |
+                                +--> restore --> remote --take_restored---------+                |
+                                +--> admit --> running                                           |
+                                ^------------------------------ preempt -------------------------+
+
+The Scheduler decides who is next; here is what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.engine.kv_cache import Block, KVCacheManager
+from common.engine.messages import KVReceived, RequestOutput, RequestStarted
+from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
+from common.engine.scheduler.outbox import Outbox
+from common.engine.scheduler.places import Places
+from common.engine.scheduler.request import Request, RequestStatus
+from common.engine.scheduler.totals import Totals
+from common.errors import NonFiniteError
+from common.types import FinishReason, RequestId, SampledToken
+
+
+class Lifecycle:
+    """Owns the live requests."""
+
+    def __init__(self, kv: KVCacheManager, transfers: KVTransfers) -> None:
+        self._kv = kv
+        self._transfers = transfers
+        self._block_size = kv.block_size
+        self._outbox = Outbox()
+        self._has_urgent_news = False  # somebody can go on while the step runs
+        self._dropped: list[RequestId] = []  # the runner is to forget them
+        self.places = Places()
+        self.totals = Totals()
+        self.is_stalled = False  # who waits was refused for lack of blocks, and nothing has changed since
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the client or the runner is to be told something."""
+        return bool(self._dropped or self._outbox)
+
+    def take_dropped(self) -> list[RequestId]:
+        """Requests that the runner is to forget, since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def take_news(self, *, urgent_only: bool = False) -> list[RequestOutput]:
+        """What the client is to be told, since the last call. `urgent_only`: nothing, unless it can go on with it while
+        a step runs."""
+        if urgent_only and not self._has_urgent_news:
+            return []
+        self._has_urgent_news = False
+        return self._outbox.drain()
+
+    # ---------------------------------------------------------------- beginnings
+
+    def add(self, request: Request) -> None:
+        """It is new."""
+        self.places.live[request.request_id] = request
+        if request.is_producer or request.awaits_handoff:
+            self._transfers.begin(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request that has no blocks, or first ask what is kept of it."""
+        self.is_stalled = False
+        request.num_kept_blocks = 0
+        if self._transfers.ask(request):
+            self.places.look_up(request)
+        else:
+            self.places.wait(request)
+
+    def take_answer(self, kept: Kept) -> None:
+        """It is known what is kept of it."""
+        kept.request.num_kept_blocks = kept.num_blocks
+        self.places.answered(kept.request)
+
+    def ask_again(self, request: Request, prefix: Sequence[Block]) -> bool:
+        """At its turn: whether it must ask once more what is kept of it, and wait."""
+        if self._transfers.ask_again(request, len(prefix)):
+            self.places.look_up(request)
+            return True
+        return False
+
+    def reserve(self, request: Request, prefix: Sequence[Block], now: float) -> None:
+        """A consumer gets blocks for its whole prompt; from now on KV may come."""
+        self._claim_blocks(request, prefix)
+        self.places.await_kv(request)
+        self._announce_start(request, now, self._transfers.receive(request))
+
+    def restore(self, request: Request, prefix: Sequence[Block]) -> None:
+        """It gets blocks for all its tokens; those that a tier keeps come from there."""
+        self._claim_blocks(request, prefix)
+        self.places.await_kv(request)
+        self._transfers.restore(request)
+
+    def admit(self, request: Request, prefix: Sequence[Block], now: float) -> None:
+        """It gets blocks and a slot."""
+        self._claim_blocks(request, prefix)
+        self.start(request, now)
+
+    def start(self, request: Request, now: float) -> None:
+        """It has blocks and gets a slot."""
+        if not request.is_started:
+            self._announce_start(request, now)
+        self.places.run(request)
+
+    def _announce_start(self, request: Request, now: float, reserved_block_ids: Sequence[int] = ()) -> None:
+        request.is_started = True
+        num_cached = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self.totals.prefix_cache_hits += min(
+            request.num_computed_tokens - request.num_restored_tokens, request.num_prompt_tokens
+        )
+        self.totals.prefix_cache_queries += request.num_prompt_tokens if self._kv.enable_prefix_caching else 0
+        started = RequestStarted(
+            queue_s=now - request.added_at,
+            num_cached_tokens=num_cached,
+            reserved_block_ids=list(reserved_block_ids),
+        )
+        self._outbox.add_event(request, started)
+        self._has_urgent_news |= request.is_producer or bool(reserved_block_ids)
+
+    def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
+        self._kv.allocate(request, prefix)
+        request.num_computed_tokens = len(prefix) * self._block_size
+        self._transfers.admitted(request)
+
+    def _release_blocks(self, request: Request) -> None:
+        self._transfers.released(request)
+        self._kv.free(request)
+        request.num_computed_tokens = 0
+
+    # ---------------------------------------------------------------- arrivals
+
+    def take_restored(self, request: Request, restored: Restored) -> None:
+        """What a tier kept of it is in its blocks, as far as it came."""
+        request.num_restored_tokens = restored.num_blocks * self._block_size - request.num_computed_tokens
+        self.totals.tier_hits += request.num_restored_tokens
+        request.num_computed_tokens += request.num_restored_tokens
+        self._transfers.arrived(request, restored)
+        self._kv.cache_computed(request)
+        self.places.arrived(request)
+        self.places.ready.append(request)
+
+    def take_handoff(self, request: Request, handoff: HandedOver, now: float) -> None:
+        """Continue from the longest valid prefix. If that is the whole prompt and the first token is known, nothing
+        is left to prefill."""
+        num_local = request.num_computed_tokens
+        num_valid = max(num_local, min(handoff.num_blocks * self._block_size, request.num_prompt_tokens))
+        is_complete = num_valid >= request.num_prompt_tokens and handoff.first_token is not None
+        request.awaits_handoff = False
+        self.places.arrived(request)
+        received = KVReceived(
+            num_tokens=num_valid - num_local,
+            handoff_s=0.0 if handoff.final_at is None else now - handoff.final_at,
+            recompute_reason="" if is_complete else handoff.failure or "incomplete",
+        )
+        self._outbox.add_event(request, received)
+        known = request.num_tokens if handoff.first_token is not None else request.num_tokens - 1
+        request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
+        self._kv.cache_computed(request)
+        self._transfers.arrived(request, handoff)
+        self._has_urgent_news |= handoff.first_token is not None
+        if handoff.may_be_written:
+            self._start_over(request, handoff.first_token)
+            return
+        self.places.ready.append(request)
+        if handoff.first_token is not None:
+            self._append_token(request, handoff.first_token)
+
+    def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
+        """Back to the queue as an ordinary request: its blocks may still be written to. What was verified of them is
+        complete, so the prefix cache may give it back."""
+        self._release_blocks(request)
+        reason = self._add_token(request, first_token) if first_token is not None else None
+        self._enqueue(request)
+        if reason is not None:
+            self.finish(request, reason)
+
+    # ---------------------------------------------------------------- steps
+
+    def computed(self, request: Request, token: SampledToken | None) -> None:
+        """A step has computed KV of a running request, and sampled a token if that was all it had."""
+        if token is None and request.num_uncomputed_tokens == 0:
+            self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
+            return
+        self._kv.cache_computed(request)
+        self._transfers.computed(request)
+        if token is not None:
+            self.totals.num_generation_tokens += 1
+            self._append_token(request, token)
+
+    def _append_token(self, request: Request, token: SampledToken) -> None:
+        reason = self._add_token(request, token)
+        if reason is not None:
+            self.finish(request, reason)
+
+    def _add_token(self, request: Request, token: SampledToken) -> FinishReason | None:
+        reason = request.append(token)
+        self._outbox.add_token(request, token)
+        if reason is None and request.is_producer:
+            return FinishReason.HANDOFF
+        return reason
+
+    # ---------------------------------------------------------------- endings
+
+    def preempt(self, request: Request) -> None:
+        """A running request loses slot and blocks, and waits for its turn again."""
+        self.places.leave(request)
+        self._forget(request)
+        self._release_blocks(request)
+        request.status = RequestStatus.PREEMPTED
+        self._enqueue(request)
+        self.totals.num_preemptions += 1
+
+    def abort(self, request: Request) -> RequestOutput:
+        """End it now. Its last output."""
+        self.finish(request, FinishReason.ABORT)
+        return self._outbox.take(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End it, wherever it is. Blocks that are on the move stay pinned as long as the transport touches them."""
+        self.places.leave(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self.places.live[request.request_id]
+        self._forget(request)
+        self._transfers.released(request)
+        self._kv.free(request)
+        self._transfers.ended(request, is_aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
+        self._outbox.finish(request)
+        self.is_stalled = False
+
+    def _fail(self, request: Request, error: NonFiniteError) -> None:
+        """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""
+        self._kv.forget(request)
+        self.finish(request, FinishReason.ERROR)
+        self._outbox.fail(request, error)
+
+    def _forget(self, request: Request) -> None:
+        if request.is_in_batch:
+            request.is_in_batch = False
+            self._dropped.append(request.request_id)

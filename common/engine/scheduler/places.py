@@ -1,0 +1,132 @@
+"""Where each live request is: in exactly one place.
+
+looking up   no blocks; waits beside the queue to be told what the tiers keep of it
+waiting      no blocks; in the queue, new or preempted; the next is the same for those that await a handoff
+consumers
+remote       blocks reserved, KV in flight
+ready        its KV has arrived; it has blocks and wants a slot in the batch
+running      in the batch
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from common.engine.scheduler.request import Request, RequestStatus
+from common.engine.scheduler.waiting_queue import WaitingQueue
+from common.types import RequestId
+
+
+class Places:
+    """The live requests. Moving one into a place does not take it out of another: `leave` does."""
+
+    def __init__(self) -> None:
+        self.live: dict[RequestId, Request] = {}
+        self.looking_up: dict[RequestId, Request] = {}
+        self.waiting = WaitingQueue()
+        self.consumers = WaitingQueue()
+        self.remote: dict[RequestId, Request] = {}
+        self.ready: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a queue holds something."""
+        return bool(self.waiting) or bool(self.consumers)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self.waiting) + len(self.consumers) + len(self.looking_up)
+
+    @property
+    def num_holding(self) -> int:
+        """Requests with blocks."""
+        return len(self.running) + len(self.ready) + len(self.remote)
+
+    @property
+    def num_restoring(self) -> int:
+        """Requests whose KV comes from a tier."""
+        return sum(not request.awaits_handoff for request in self.remote.values())
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute for all requests but those whose KV is in flight."""
+        return (
+            self.waiting.num_tokens
+            + self.consumers.num_tokens
+            + sum(request.num_uncomputed_tokens for request in self.running)
+            + sum(request.num_uncomputed_tokens for request in self.ready)
+            + sum(request.num_tokens for request in self.looking_up.values())
+        )
+
+    def look_up(self, request: Request) -> None:
+        """It waits to be told what is kept of it."""
+        request.status = RequestStatus.LOOKING_UP
+        self.looking_up[request.request_id] = request
+
+    def answered(self, request: Request) -> None:
+        """It has been told."""
+        del self.looking_up[request.request_id]
+        request.status = RequestStatus.WAITING
+        self.wait(request)
+
+    def wait(self, request: Request) -> None:
+        """It waits for its turn. WAITING or PREEMPTED."""
+        self._queue_of(request).push(request)
+
+    def await_kv(self, request: Request) -> None:
+        """It has blocks; its KV is on its way."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        self.remote[request.request_id] = request
+
+    def arrived(self, request: Request) -> None:
+        """Its KV is there, as far as it will be. It is in no place yet."""
+        del self.remote[request.request_id]
+        request.status = RequestStatus.WAITING
+
+    def run(self, request: Request) -> None:
+        """It gets a slot."""
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def leave(self, request: Request) -> None:
+        """Take it out of its place."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            del self.remote[request.request_id]
+        elif request.status is RequestStatus.LOOKING_UP:
+            del self.looking_up[request.request_id]
+        elif request in self.ready:
+            self.ready.remove(request)
+        else:
+            self._queue_of(request).remove(request)
+
+    def violations(self, holders: set[RequestId]) -> list[str]:
+        """Where a request is in another place than its status says, in none or in several, or where blocks are held
+        (`holders`) by others than those that should; one line each."""
+        queued = [*self.waiting, *self.consumers]
+        places = {
+            RequestStatus.LOOKING_UP: list(self.looking_up.values()),
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.WAITING_FOR_REMOTE_KV: list(self.remote.values()),
+            RequestStatus.WAITING: [*self.ready, *(r for r in queued if r.status is not RequestStatus.PREEMPTED)],
+            RequestStatus.PREEMPTED: [r for r in queued if r.status is RequestStatus.PREEMPTED],
+        }
+        violations = [
+            f"{request} is kept with the {status.name}"
+            for status, requests in places.items()
+            for request in requests
+            if request.status is not status
+        ]
+        placed = sorted(request.request_id for requests in places.values() for request in requests)
+        if placed != sorted(self.live):
+            violations.append(f"requests {sorted(self.live)} are in places {placed}")
+        expected = {request.request_id for request in (*self.running, *self.remote.values(), *self.ready)}
+        if holders != expected:
+            violations.append(f"blocks are held by {sorted(holders)}, not by {sorted(expected)}")
+        return violations
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self.consumers if request.awaits_handoff else self.waiting
