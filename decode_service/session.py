@@ -12,7 +12,7 @@ from common.pod.convert import add_request_from_pb
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import error_to_pb
 from common.types import FinishReason
-from decode_service.outbox import Outbox
+from decode_service.delta_buffer import DeltaBuffer
 from decode_service.request import DecodeRequest, Surroundings
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class RouterSession:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._requests: dict[str, DecodeRequest] = {}
-        self._outbox = Outbox(max_keys=2 * around.config.max_open)
+        self._deltas = DeltaBuffer(max_keys=2 * around.config.max_open)
         self.ended = asyncio.Event()
 
     def __len__(self) -> int:
@@ -37,13 +37,13 @@ class RouterSession:
     ) -> None:
         """Obey and report until the router leaves or the session is closed; then nothing of it is left."""
         reading = asyncio.create_task(self._read(commands), name="session reader")
-        writing = asyncio.create_task(self._outbox.write_to(write), name="session writer")
+        writing = asyncio.create_task(self._deltas.write_to(write), name="session writer")
         try:
             done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
             self._abort_all()
-            self._outbox.close()
+            self._deltas.close()
             await writing  # a write must not be cut short: gRPC would send no status after it
         finally:
             self._abort_all()
@@ -54,7 +54,7 @@ class RouterSession:
         """The pod is closing: fail what is left, say so, and end."""
         for request in list(self._requests.values()):
             request.fail(UnavailableError("the pod is closing"))
-        self._outbox.close()
+        self._deltas.close()
 
     async def _read(self, commands: AsyncIterator[pods_pb2.DecodeCommand]) -> None:
         async for command in commands:
@@ -65,7 +65,7 @@ class RouterSession:
                     self._abort(command.abort)
                 case "prefill_failed":
                     self._note_prefill_failed(command.prefill_failed)
-            await self._outbox.wait_for_room()
+            await self._deltas.wait_for_room()
 
     def _submit(self, submit: pods_pb2.Submit) -> None:
         request_id = submit.request.request_id
@@ -77,7 +77,7 @@ class RouterSession:
         except BatonError as error:
             self._refuse(request_id, error)
             return
-        accepted = DecodeRequest(self._around, request, submit, emit=self._outbox.put, on_end=self._forget)
+        accepted = DecodeRequest(self._around, request, submit, emit=self._deltas.put, on_end=self._forget)
         self._requests[request_id] = accepted
         accepted.start()
 
@@ -87,7 +87,7 @@ class RouterSession:
         delta = pods_pb2.TokenDelta(
             request_id=request_id, finish_reason=finish_reason_to_pb(FinishReason.ERROR), error=error_to_pb(error)
         )
-        self._outbox.put(object(), delta)  # a key of its own: the running bearer of the id has nothing to do with it
+        self._deltas.put(object(), delta)  # a key of its own: the running bearer of the id has nothing to do with it
 
     def _abort(self, command: pods_pb2.AbortCommand) -> None:
         request = self._requests.get(command.request_id)

@@ -16,7 +16,7 @@ Operation = Literal["touch", "write", "read_into"]
 _GATE_TIMEOUT_S = 60.0  # a test that forgets to open a gate fails; it does not hang
 
 
-class Gate:
+class ThreadGate:
     """Where the threads that call one operation wait."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class FaultyStore:
 
     def __init__(self, inner: BlockStore) -> None:
         self._inner = inner
-        self._gates: dict[Operation, Gate] = {}
+        self._gates: dict[Operation, ThreadGate] = {}
         self._errors: dict[Operation, Exception] = {}
 
     def fail(self, operation: Operation, error: Exception | None) -> None:
@@ -67,9 +67,9 @@ class FaultyStore:
             self._errors[operation] = error
 
     @contextmanager
-    def gate(self, operation: Operation) -> Iterator[Gate]:
+    def gate(self, operation: Operation) -> Iterator[ThreadGate]:
         """Inside, calls of the operation wait at the gate; it opens at the end."""
-        gate = self._gates[operation] = Gate()
+        gate = self._gates[operation] = ThreadGate()
         try:
             yield gate
         finally:

@@ -11,10 +11,10 @@ from common.rpc.tls import ClusterTlsConfig
 from router.admission.config import AdmissionConfig
 from router.discovery.config import DiscoveryConfig
 from router.discovery.dns import PREFIX, parse_dns
-from router.health_config import HealthConfig
-from router.policy_spec import POLICY_NAMES, parse_policy
+from router.dispatching.config import SurvivalConfig
+from router.placing.policy_spec import POLICY_NAMES, parse_policy
+from router.pods.config import HealthConfig
 from router.security.config import LimitsConfig, SecurityConfig
-from router.survival.config import SurvivalConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
 KVFailurePolicy = Literal["recompute", "fail"]

@@ -11,9 +11,9 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from common.errors import ErrorCode
-from router.bounded_labels import BoundedLabels
-from router.index import PrefixIndex
-from router.index_metrics import IndexMetrics
+from common.observability.bounded_labels import BoundedLabels
+from router.placing.index import PrefixIndex
+from router.placing.index_metrics import IndexMetrics
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)

@@ -23,11 +23,11 @@ from common.tokenization import Tokenizer
 from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
-from router.grpc_servicer import InferenceServicer
-from router.index import PrefixIndex
+from router.gateway.grpc_servicer import InferenceServicer
 from router.metrics import RouterMetrics
-from router.model_files import resolve_model
+from router.placing.index import PrefixIndex
 from router.pods import Cluster
+from router.requests.model_files import resolve_model
 from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor
 from router.security.http_connection import bounded_connections
@@ -66,7 +66,7 @@ class Router:
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
         )
         self.security = Security(config.security, config.host, self.metrics.registry)
-        interceptor = ApiKeyInterceptor(self.security.gate, self.service.count_error)
+        interceptor = ApiKeyInterceptor(self.security.access, self.service.count_error)
         self._grpc = RpcServer(
             config.host,
             config.grpc_port,
@@ -103,7 +103,7 @@ class Router:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self.service, self.security.gate), self._grpc.grpc_server
+            InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
         )
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
@@ -168,7 +168,7 @@ def _http_server(service: InferenceService, security: Security) -> uvicorn.Serve
     bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
-        create_app(service, security.gate, security.open_paths),
+        create_app(service, security.access, security.open_paths),
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",

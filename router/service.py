@@ -15,19 +15,19 @@ from router.admission.appraisal import appraise, longest_of, unplanned_ticket
 from router.admission.fair_queue import Ticket
 from router.admission.gate import Gate
 from router.admission.metrics import AdmissionMetrics
-from router.batch import Batch
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.generation import Generation
+from router.dispatching.batch import Batch
+from router.dispatching.dispatcher import Dispatcher
+from router.dispatching.drain import DrainWatch
+from router.dispatching.generation import Generation
+from router.dispatching.kept import ResumableStreams
+from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
-from router.output import TextGeneration
+from router.placing.planner import Plan
 from router.pods import Cluster
-from router.preprocess import Preprocessor
-from router.request import Draft, GenerationRequest
-from router.routing import Plan
-from router.survival.drain import DrainWatch
-from router.survival.kept import ResumableStreams
-from router.terms import Tenant
+from router.requests.preprocess import Preprocessor
+from router.requests.request import Draft, GenerationRequest
+from router.requests.terms import Tenant
 
 _SHUTTING_DOWN = "the router is shutting down"
 _MAX_OTHER_VALUES = 4096  # of a body beside its prompt
@@ -131,9 +131,11 @@ class InferenceService:
         request id is in use, or they are more than may ever be under way.
         """
         self._check(requests)
-        ticket, outlook = self._appraise(requests)
-        generations = [self._dispatcher.generate(request) for request in requests]
+        ticket, outlook, plan = self._appraise(requests)
+        generations = [Generation(request, self._dispatcher) for request in requests]
         with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
+            if len(generations) == 1 and self._gate.passes(ticket):
+                generations[0].plan = plan  # it is dispatched before anything changes
             async with self._gate.admitted(ticket, outlook, lambda: self._dispatch(batch)) as waited_s:
                 while not batch.is_dispatched:
                     await asyncio.sleep(0)
@@ -196,14 +198,16 @@ class InferenceService:
             if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
 
-    def _appraise(self, requests: Sequence[GenerationRequest]) -> tuple[Ticket, Outlook | None]:
-        """Planning takes longer than all the rest here, so it is only done if somebody wants to know."""
+    def _appraise(self, requests: Sequence[GenerationRequest]) -> tuple[Ticket, Outlook | None, Plan | None]:
+        """Planning takes longer than all the rest here, so it is only done here if it decides on admission. The plan is
+        that of the longest request."""
         dispatcher, ticket = self._dispatcher, unplanned_ticket(requests)
         if not requests[0].terms.has_limits and self._gate.passes(ticket):
-            return ticket, None
+            return ticket, None, None
         with dispatcher.expecting(self._gate.backlog_s):
             plan = dispatcher.plan(longest_of(requests))
-        return appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
+        ticket, outlook = appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
+        return ticket, outlook, plan
 
     def _dispatch(self, batch: Batch) -> None:
         with self._dispatcher.expecting(self._gate.backlog_s if batch.ticket.is_local else 0.0):

@@ -18,7 +18,7 @@ from benchmarks.router.pace import Pace
 from benchmarks.router.workload import ANSWER, MAX_MODEL_LEN
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.tokenization import Tokenizer
-from router.model_files import resolve_model
+from router.requests.model_files import resolve_model
 from router.testing import FakePod
 
 _NUM_BLOCKS = 10_000_000

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.simulate.admission import SimulatedGate
 from benchmarks.simulate.cache import split
-from benchmarks.simulate.pod import Clock, Job, SimulatedPod
+from benchmarks.simulate.pod import Clock, PodRequest, SimulatedPod
 from benchmarks.simulate.router import Setting, SimulatedRouter
 from benchmarks.simulate.traces import Session, Trace, Turn
 from common.pb import pods_pb2
@@ -206,13 +206,13 @@ class _Request:
         self._decode_claim = decode.claim
         self.is_local = prefill is None
         if prefill is None:
-            job = Job(
+            job = PodRequest(
                 self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self
             )
             self._clock.after(_MESSAGE_S, lambda: decode.pod.submit(job))
         else:
             leg = _PrefillLeg(self, self._clock, decode.pod, prefill.claim)
-            job = Job(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
+            job = PodRequest(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
             self._clock.after(_MESSAGE_S, lambda: prefill.pod.submit(job))
 
     def handed_over(self, decode: SimulatedPod, computed_s: float) -> None:
@@ -231,7 +231,7 @@ class _Request:
         last_chunk_s = min(num_moved, hardware.max_num_batched_tokens) * hardware.handoff_token_s
         handoff_s = hardware.handoff_s + max(moving_s - computed_s, last_chunk_s)
         self.router.learn(handoff=(handoff_s, num_moved))
-        job = Job(whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=True, listener=self)
+        job = PodRequest(whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=True, listener=self)
         self._clock.after(handoff_s, lambda: decode.submit(job))
 
     def on_scheduled(self, num_cached_tokens: int) -> None:

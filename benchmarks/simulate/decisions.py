@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.types import HASH_BYTES
-from router.index import PrefixIndex
-from router.policies import Load, PodFacts, PodTable
-from router.routing import Planner, Query
+from router.placing.index import PrefixIndex
+from router.placing.planner import Planner, Query
+from router.placing.policies import Load, PodFacts, PodTable
 
 _BLOCK_SIZE = 16
 _SHARED_BLOCKS, _OWN_BLOCKS = 64, 192

@@ -58,7 +58,7 @@ class Listener(Protocol):
         """All tokens were produced."""
 
 
-class Job:
+class PodRequest:
     """A request's leg on one pod."""
 
     def __init__(
@@ -103,8 +103,8 @@ class SimulatedPod:
     def __init__(self, hardware: Hardware, clock: Clock, on_change: Callable[[SimulatedPod], None]) -> None:
         self.hardware = hardware
         self.cache = BlockCache(hardware.num_blocks)
-        self.waiting: list[Job] = []  # in order
-        self.running: list[Job] = []
+        self.waiting: list[PodRequest] = []  # in order
+        self.running: list[PodRequest] = []
         self._step_times = StepTimes(hardware.max_num_batched_tokens)
         self.last_step_s = 0.0
         self.last_step_tokens = 0
@@ -113,7 +113,7 @@ class SimulatedPod:
         self._clock = clock
         self._on_change = on_change
         self._stretch: tuple[float, float, int] | None = None  # start, seconds of a step, steps
-        self._chunks: list[tuple[Job, int]] = []
+        self._chunks: list[tuple[PodRequest, int]] = []
         self._version = 0
 
     @property
@@ -123,7 +123,7 @@ class SimulatedPod:
             job.num_uncomputed for job in self.running
         )
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PodRequest) -> None:
         """Take a job."""
         job.order = self._clock.now
         if not job.handed_over:
@@ -177,7 +177,7 @@ class SimulatedPod:
             times.line, step_s=times.predict(num_decoding, context), target_s=TARGET_ITL_S, least=MIN_PREFILL_TOKENS
         )
 
-    def _next_prompt(self, prompts: list[Job], room: PromptRoom) -> Job | None:
+    def _next_prompt(self, prompts: list[PodRequest], room: PromptRoom) -> PodRequest | None:
         """The next in order: one of those that are under way, the first last, or the first that waits, if it can be
         admitted."""
         if room.is_full:
@@ -222,7 +222,7 @@ class SimulatedPod:
         self._on_change(self)
         self._start()
 
-    def _advance(self, job: Job, computed: int, steps: int, step_s: float) -> None:
+    def _advance(self, job: PodRequest, computed: int, steps: int, step_s: float) -> None:
         job.num_computed += computed
         sampled = steps if job.num_computed >= job.num_tokens + steps - 1 else 0
         if sampled:
@@ -239,7 +239,7 @@ class SimulatedPod:
                 return
             self._fill(job)
 
-    def _admit(self, job: Job | None = None) -> bool:
+    def _admit(self, job: PodRequest | None = None) -> bool:
         """Take a waiting job, the first unless one is named, if there is a slot and blocks."""
         if len(self.running) >= self.hardware.max_num_seqs:
             return False
@@ -280,18 +280,18 @@ class SimulatedPod:
             insort(self.waiting, job, key=_order)
             self.num_preemptions += 1
 
-    def _lacks(self, job: Job) -> int:
+    def _lacks(self, job: PodRequest) -> int:
         """Blocks to take before the next token."""
         if job.num_left <= 1:
             return 0
         return max(0, -(-(job.num_tokens + 1) // self.hardware.block_size) - len(job.held) - job.num_private)
 
-    def _grow(self, job: Job) -> None:
+    def _grow(self, job: PodRequest) -> None:
         if (lacks := min(self._lacks(job), self.cache.num_free)) > 0:
             self.cache.allocate(lacks)
             job.num_private += lacks
 
-    def _fill(self, job: Job) -> None:
+    def _fill(self, job: PodRequest) -> None:
         """Cache what is full now."""
         full = min(job.num_computed // self.hardware.block_size, len(job.hashes))
         while job.num_filled < full:
@@ -301,10 +301,10 @@ class SimulatedPod:
                 job.num_private -= 1
                 job.held.append(block_hash)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: PodRequest) -> None:
         self.cache.release(job.held, job.num_private)
         job.held, job.num_private, job.num_filled = [], 0, 0
 
 
-def _order(job: Job) -> float:
+def _order(job: PodRequest) -> float:
     return job.order

@@ -9,16 +9,17 @@ from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, SimulatedPod
 from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
 from common.pb import pods_pb2
+from common.step_budget import prefill_work
 from router.admission.config import AdmissionConfig
 from router.admission.limits import Limits
 from router.admission.room import Room, room_of
 from router.admission.steering import within_limits
-from router.estimates import Estimates
-from router.index import PrefixIndex
+from router.placing.estimates import Estimates
+from router.placing.index import PrefixIndex
+from router.placing.planner import Placement, Plan, Planner, Query
+from router.placing.policies import Leg, PodFacts, PodTable
 from router.pods import PodClaim, PodLoad, Share
-from router.policies import Leg, PodFacts, PodTable, prefill_work
-from router.routing import Placement, Plan, Planner, Query
-from router.terms import Terms
+from router.requests.terms import Terms
 
 _NO_LIMIT_S = 3600.0
 _MAX_INDEX_BLOCKS = 4_000_000

@@ -42,7 +42,7 @@ from kv_store.nixl.address import NixlAddress, Region, check_block_ids, check_fi
 from kv_store.nixl.agent import Agent, load_nixl
 from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, digests_of
 from kv_store.nixl.jobs import Job, JobTable
-from kv_store.nixl.sender import Sender, Transfer
+from kv_store.nixl.sender import NixlTransfer, Sender
 from kv_store.staging import layout_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Posted:
     """A write under way."""
 
     job: Job
-    transfer: Transfer
+    transfer: NixlTransfer
     digests: Future[tuple[bytes, ...]]
 
 

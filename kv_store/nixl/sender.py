@@ -33,7 +33,7 @@ class _Peer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
+class NixlTransfer:
     """Blocks on their way to a peer."""
 
     handle: Handle
@@ -51,7 +51,7 @@ class Sender:
         self._own_blocks: BlockList | None = None
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
 
-    def post(self, address: NixlAddress, block_ids: Sequence[int], to_ids: Sequence[int]) -> Transfer:
+    def post(self, address: NixlAddress, block_ids: Sequence[int], to_ids: Sequence[int]) -> NixlTransfer:
         """Begin to write. Raises StoreError, after which nothing is under way."""
         agent, own_blocks = self._opened()
         peer = self._peer(agent, address)
@@ -61,9 +61,9 @@ class Sender:
             self._break(agent, peer)
             raise
         peer.num_under_way += 1
-        return Transfer(handle, peer)
+        return NixlTransfer(handle, peer)
 
-    def is_done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: NixlTransfer) -> bool:
         """True once all is written; False while it is under way. Raises StoreError if it failed. Not to be asked again
         after True or an error."""
         agent, _ = self._opened()
@@ -124,7 +124,7 @@ class Sender:
         if not peer.num_under_way:
             self._drop(agent, peer)
 
-    def _end(self, agent: Agent, transfer: Transfer) -> None:
+    def _end(self, agent: Agent, transfer: NixlTransfer) -> None:
         agent.release(transfer.handle)
         peer = transfer.peer
         peer.num_under_way -= 1

@@ -11,7 +11,7 @@ from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.forecast import Forecast
 from router.admission.limits import Expected, Limits, Refusal, broken_limit, joined
 from router.admission.room import Room
-from router.terms import Tenant
+from router.requests.terms import Tenant
 
 _LEAST_RETRY_S = 1.0  # where nothing is known
 

@@ -8,9 +8,9 @@ from router.admission.admission import Outlook
 from router.admission.fair_queue import Ticket
 from router.admission.forecast import forecast
 from router.admission.limits import Limits
-from router.estimates import Estimates
-from router.request import GenerationRequest
-from router.routing import Plan
+from router.placing.estimates import Estimates
+from router.placing.planner import Plan
+from router.requests.request import GenerationRequest
 
 _UNKNOWN_COST = 1.0
 

@@ -15,7 +15,7 @@ import heapq
 import itertools
 from dataclasses import dataclass
 
-from router.terms import Tenant
+from router.requests.terms import Tenant
 
 
 @dataclass(eq=False, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.estimates import Estimates
-from router.routing import Placement, Plan
+from router.placing.estimates import Estimates
+from router.placing.planner import Placement, Plan
 
 
 class Forecast(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.request import GenerationRequest
+from router.requests.request import GenerationRequest
 
 
 class Timing(NamedTuple):

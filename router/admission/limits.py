@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from common.errors import BatonError, OverloadedError, UnattainableError
 from router.admission.forecast import Forecast
-from router.terms import ITL_HEADER, TIMEOUT_HEADER, TTFT_HEADER
+from router.requests.terms import ITL_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 
 
 class Limits(NamedTuple):

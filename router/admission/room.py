@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.policies import PodColumns
+from router.placing.policies import PodColumns
 
 
 class Room(NamedTuple):

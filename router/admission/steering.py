@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.routing import Plan
-from router.terms import Terms
+from router.placing.planner import Plan
+from router.requests.terms import Terms
 
 _REASON = "limits"  # metric label
 

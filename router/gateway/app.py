@@ -21,7 +21,7 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEn
 from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
-from router.security.gate import Gate
+from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
 
@@ -31,29 +31,29 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _JSON = "application/json"
 
 
-def create_app(service: InferenceService, gate: Gate, open_paths: frozenset[str] = OPEN_PATHS) -> App:
-    """The HTTP front of one service. What is not at `open_paths` is for those that `gate` knows."""
+def create_app(service: InferenceService, access: AccessControl, open_paths: frozenset[str] = OPEN_PATHS) -> App:
+    """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status = _Status(service, gate)
+    status = _Status(service, access)
     endpoints = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, gate),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, gate),
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [
-        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, gate), methods=["GET", "POST"]),
+        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access), methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
     ]
-    app.add_middleware(ApiKeyGuard, gate=gate, open_paths=open_paths, on_error=service.count_error)
+    app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(BatonError, _baton_error)
-    app.openapi = lambda: _openapi(app, gate, open_paths)  # type: ignore[method-assign]  # as its documentation does
+    app.openapi = lambda: _openapi(app, access, open_paths)  # type: ignore[method-assign]  # as its documentation does
     guarded: dict[str, App] = {
-        path: ApiKeyGuard(endpoint, gate, open_paths, service.count_error) for path, endpoint in endpoints.items()
+        path: ApiKeyGuard(endpoint, access, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
     return _Shortcut(guarded, app)
 
@@ -75,9 +75,9 @@ class _Shortcut:
 class _Status:
     """What does not generate."""
 
-    def __init__(self, service: InferenceService, gate: Gate) -> None:
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
         self._service = service
-        self._gate = gate
+        self._access = access
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -93,7 +93,7 @@ class _Status:
         """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
         reason = self._service.unavailable_reason
         status, told = (503, "unavailable") if reason else (200, "ok")
-        if not self._gate.is_operators(lambda name: request.headers.get(name, "")):
+        if not self._access.is_operators(lambda name: request.headers.get(name, "")):
             return _json({"status": told, "reason": reason.partition(":")[0]}, status)
         pods = [
             {"address": pod.address, "role": pod.role_name, "state": pod.state.value, "detail": pod.detail}
@@ -135,9 +135,9 @@ async def _baton_error(request: Request, error: Exception) -> Response:
     return Response(error_json(error), error.code.value.http_status, headers=headers, media_type=_JSON)
 
 
-def _openapi(app: FastAPI, gate: Gate, open_paths: frozenset[str]) -> dict[str, Any]:
+def _openapi(app: FastAPI, access: AccessControl, open_paths: frozenset[str]) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=[])
-        describe(document, needs_key=not gate.is_open, open_paths=open_paths)
+        describe(document, needs_key=not access.is_open, open_paths=open_paths)
         app.openapi_schema = document
     return app.openapi_schema

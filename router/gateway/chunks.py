@@ -11,7 +11,7 @@ import msgspec
 
 from common.tokenization import Tokenizer
 from common.types import FinishReason
-from router.output import TextDelta
+from router.dispatching.text_generation import TextDelta
 
 _encode = msgspec.json.encode
 _NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses

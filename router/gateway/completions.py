@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
 from common.types.validation import SEED_LIMIT
+from router.dispatching.kept import Running, StreamKey
+from router.dispatching.text_generation import TextGeneration
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.gateway.explain import explain
@@ -29,13 +31,11 @@ from router.gateway.protocol import (
     parse_completion,
 )
 from router.gateway.resume import HEADER, EventId, Stream, begin, digest_of, new_seed, read_event_id
-from router.output import TextGeneration
-from router.preprocess import choices_of
-from router.request import Draft, GenerationRequest, TextPrompt
-from router.security.gate import Gate
+from router.requests.preprocess import choices_of
+from router.requests.request import Draft, GenerationRequest, TextPrompt
+from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
+from router.security.access import AccessControl
 from router.service import InferenceService
-from router.survival.kept import Running, StreamKey
-from router.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,10 @@ class _Job:
 class CompletionsEndpoint:
     """An ASGI application for one of the APIs."""
 
-    def __init__(self, api: Api, service: InferenceService, gate: Gate) -> None:
+    def __init__(self, api: Api, service: InferenceService, access: AccessControl) -> None:
         self._api = api
         self._service = service
-        self._gate = gate
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every failure becomes an error object."""
@@ -116,9 +116,9 @@ class CompletionsEndpoint:
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.header, exchange.tenant)
-        account = self._gate.account(terms.tenant)
+        account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
-            self._gate.check_operator(terms.tenant)
+            self._access.check_operator(terms.tenant)
         event_id = read_event_id(exchange.header(HEADER), parsed)
         if event_id is not None:
             request_id, seed = event_id.request_id, event_id.seed

@@ -19,7 +19,7 @@ from common.errors import (
     quoted,
 )
 from router.gateway.errors import error_headers, error_json
-from router.terms import Tenant
+from router.requests.terms import Tenant
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

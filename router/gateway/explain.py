@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from router.policies import Leg, Prediction
-from router.request import GenerationRequest
-from router.routing import Placement, Plan
+from router.placing.planner import Placement, Plan
+from router.placing.policies import Leg, Prediction
+from router.requests.request import GenerationRequest
 from router.service import InferenceService
 
 _WHY = {

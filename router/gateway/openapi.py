@@ -10,8 +10,8 @@ from common.errors import ErrorCode
 from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
-from router.security.gate import KEY_HEADER
-from router.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
+from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
+from router.security.access import KEY_HEADER
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"

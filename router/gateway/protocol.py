@@ -3,8 +3,8 @@
 Fields beyond OpenAI's are those that vLLM clients use. A field that Baton cannot honour is refused by name rather than
 ignored, unless its value asks for nothing.
 
-Every field is bounded, see `router.bounds`. Parsing holds the event loop, so how many JSON values a body may have is
-checked before; fields of any type are kept as they were sent.
+Every field is bounded, see `router.requests.bounds`. Parsing holds the event loop, so how many JSON values a body may
+have is checked before; fields of any type are kept as they were sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, field
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import SamplingParams
 from common.types.validation import MAX_STOP_TOKEN_IDS
-from router.bounds import (
+from router.requests.bounds import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
@@ -32,8 +32,8 @@ from router.bounds import (
     MAX_STOPS,
     MAX_TEMPLATE_BYTES,
 )
-from router.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
-from router.terms import Terms
+from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _MAX_IDLE_BYTES = 64  # of a value that asks for nothing

@@ -31,10 +31,10 @@ import msgspec
 from common.errors import InvalidRequestError, UnavailableError
 from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
+from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
 from router.gateway.protocol import ChatBody, CompletionBody
-from router.request import GenerationRequest, Resumption
-from router.survival.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
-from router.terms import Tenant
+from router.requests.request import GenerationRequest, Resumption
+from router.requests.terms import Tenant
 
 HEADER = "last-event-id"
 _NAME = "Last-Event-ID"  # as errors call it

@@ -20,13 +20,13 @@ from common.cancellation import end_tasks
 from common.pb import pods_pb2
 from common.rpc.channel import ChannelOpener, open_channel
 from router.discovery import Discovery, Endpoint, Endpoints, Role
-from router.health_config import HealthConfig
-from router.index import PrefixIndex
 from router.metrics import RouterMetrics
+from router.placing.index import PrefixIndex
+from router.placing.policies import PodTable
+from router.pods.config import HealthConfig
 from router.pods.health import Outcome, Reason
 from router.pods.health_metrics import PodHealthMetrics
 from router.pods.pod import Pod, PodState
-from router.policies import PodTable
 
 logger = logging.getLogger(__name__)
 

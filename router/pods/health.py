@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 
 from common.breaker import Breaker
 from common.errors import BatonError, ErrorCode
-from router.health_config import HealthConfig
+from router.pods.config import HealthConfig
 from router.pods.suspicion import Cause, Suspicion
 
 Reason = Literal["prefill", "decode", "canary", "lie", "stall"]

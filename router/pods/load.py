@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.pb import pods_pb2
-from router.index import Expectation
-from router.policies import Load, PodRow, Slowness, StepTimes, can_be
+from common.step_times import Slowness, StepTimes, can_be
+from router.placing.index import Expectation
+from router.placing.policies import Load, PodRow
 
 _SETTLING_S = 1.0  # from the end of a leg until the pod's event about its blocks has come
 _UNFED_SETTLING_S = 30.0  # the same if the pod sends no events: how long a prompt is taken to stay cached

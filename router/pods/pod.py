@@ -21,17 +21,18 @@ from common.errors import BatonError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
+from common.step_times import StepTimes
 from router.discovery import Role
-from router.health_config import HealthConfig
-from router.index import ImpossibleEventError, PrefixIndex
+from router.placing.index import ImpossibleEventError, PrefixIndex
+from router.placing.policies import PodFacts
 from router.pods.canary import CanaryLoop, try_decode, try_prefill
+from router.pods.config import HealthConfig
 from router.pods.health import Outcome, PodHealth, Reason
 from router.pods.load import PodLoad
 from router.pods.session import DecodeSession, DeltaSink
 from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
 from router.pods.suspicion import Cause
-from router.policies import PodFacts, StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, UnauthenticatedError
 from common.rpc.errors import abort_with
-from router.security.gate import Gate
-from router.terms import Tenant
+from router.requests.terms import Tenant
+from router.security.access import AccessControl
 
 OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 
@@ -28,8 +28,8 @@ def tenant_of_call() -> Tenant:
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the type stubs only
     """Refuses calls without a valid key. What is not known to be open needs one."""
 
-    def __init__(self, gate: Gate, on_error: Callable[[BatonError], None]) -> None:
-        self._gate = gate
+    def __init__(self, access: AccessControl, on_error: Callable[[BatonError], None]) -> None:
+        self._access = access
         self._on_error = on_error
 
     async def intercept_service(
@@ -42,7 +42,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if service not in OPEN_SERVICES:
             metadata = {key: value for key, value in details.invocation_metadata if isinstance(value, str)}
             try:
-                _tenant.set(self._gate.authenticate(lambda name: metadata.get(name, "")))
+                _tenant.set(self._access.authenticate(lambda name: metadata.get(name, "")))
             except UnauthenticatedError as error:
                 self._on_error(error)
                 return _refusal(error)

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import BatonError, PermissionDeniedError, UnauthenticatedError
 from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
-from router.security.gate import Gate
+from router.security.access import AccessControl
 
 OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 OPERATOR_PATHS = frozenset({"/metrics"})
@@ -18,10 +18,10 @@ class ApiKeyGuard:
     what concerns all tenants needs an operator's."""
 
     def __init__(
-        self, app: Any, gate: Gate, open_paths: frozenset[str], on_error: Callable[[BatonError], None]
+        self, app: Any, access: AccessControl, open_paths: frozenset[str], on_error: Callable[[BatonError], None]
     ) -> None:
         self._app = app
-        self._gate = gate
+        self._access = access
         self._open_paths = open_paths
         self._on_error = on_error
 
@@ -30,9 +30,9 @@ class ApiKeyGuard:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             exchange = Exchange(scope, receive, send)
             try:
-                scope[TENANT] = tenant = self._gate.authenticate(exchange.header)
+                scope[TENANT] = tenant = self._access.authenticate(exchange.header)
                 if scope["path"] in OPERATOR_PATHS:
-                    self._gate.check_operator(tenant)
+                    self._access.check_operator(tenant)
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._on_error(error)
                 await exchange.send_error(error)

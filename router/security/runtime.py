@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from common.rpc.tls import CertificateFiles, Identity, load_certificate
 from common.watched_files import WatchedFiles
+from router.security.access import AccessControl
 from router.security.config import SecurityConfig
-from router.security.gate import Gate
 from router.security.http_guard import OPEN_PATHS
 from router.security.key_source import load_keys
 from router.security.metrics import SecurityMetrics
@@ -32,7 +32,7 @@ class Security:
         self._config = config
         keys = load_keys(config.api_keys_file, os.environ)
         self.metrics = SecurityMetrics(registry)
-        self.gate = Gate(keys, self.metrics)
+        self.access = AccessControl(keys, self.metrics)
         self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
         self.http_tls: ssl.SSLContext | None = None  # None: plain text
         self.grpc_tls: grpc.ServerCredentials | None = None
@@ -69,7 +69,7 @@ class Security:
     def _reload_keys(self) -> None:
         keys = load_keys(self._config.api_keys_file, os.environ)
         assert keys is not None  # there is a file
-        self.gate.set_keys(keys)
+        self.access.set_keys(keys)
 
     def _reload_certificate(self) -> None:
         assert self.http_tls is not None

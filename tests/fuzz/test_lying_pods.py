@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.step_times import Slowness, StepTimes, can_be
-from router.health_config import HealthConfig
+from router.pods.config import HealthConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.fuzz.host import Host, hosted, profile, sizes
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod, decode_lies, odd_stats, prefill_lies

@@ -16,7 +16,7 @@ from common.pod import cache_view
 from common.pod.runtime import PodRuntime
 from common.rpc.channel import open_channel
 from router.config import RouterConfig
-from router.index import PrefixIndex
+from router.placing.index import PrefixIndex
 from router.pods import Pod
 from router.pods.stats import follow_stats
 from router.runtime import Router

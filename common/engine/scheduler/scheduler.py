@@ -44,8 +44,8 @@ from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
 from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
-from common.engine.scheduler.plan import Plan
 from common.engine.scheduler.request import Request, RequestStatus
+from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.step_budget import PromptRoom, prefill_work
 from common.step_times import StepTimes
@@ -131,7 +131,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = Plan(self._config.max_num_batched_tokens)
+        plan = StepPlan(self._config.max_num_batched_tokens)
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
@@ -163,7 +163,7 @@ class Scheduler:
         while ready and len(self._running) < self._max_num_running:
             self._lifecycle.start(ready.popleft(), now)
 
-    def _schedule_decoding(self, plan: Plan) -> list[Request]:
+    def _schedule_decoding(self, plan: StepPlan) -> list[Request]:
         """A token for each request that decodes. The others of the batch, whose prompts are under way."""
         prompts: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
@@ -190,7 +190,7 @@ class Scheduler:
             self._lifecycle.reserve(request, prefix, now)
         return None
 
-    def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: Plan, now: float) -> None:
+    def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: StepPlan, now: float) -> None:
         """Share out what the step has left for prompts: to `prompts`, which are under way, and to those that wait and
         come before `last`, in order."""
         room = self._room_for_prompts(plan)
@@ -206,7 +206,7 @@ class Scheduler:
             else:
                 return
 
-    def _room_for_prompts(self, plan: Plan) -> PromptRoom:
+    def _room_for_prompts(self, plan: StepPlan) -> PromptRoom:
         times, config = self._step_times, self._config
         if self._target_s == math.inf:
             return PromptRoom.unlimited()
@@ -221,7 +221,7 @@ class Scheduler:
             least=config.min_prefill_tokens,
         )
 
-    def _continue_prompt(self, request: Request, room: PromptRoom, plan: Plan) -> None:
+    def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
         if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
             return  # preempted in this step, and perhaps admitted again
         num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.budget)
@@ -229,7 +229,7 @@ class Scheduler:
             room.take(num_tokens, request.num_computed_tokens)
             plan.give(request, num_tokens)
 
-    def _grow(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+    def _grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Make room for the next `num_tokens` of `request`, preempting from the end of the order. False: itself."""
         while (added := self._kv.grow(request, request.num_computed_tokens + num_tokens)) is None:
             victim = max(self._running, key=_order)
@@ -241,7 +241,7 @@ class Scheduler:
             plan.new_block_ids[request] = added
         return True
 
-    def _admit(self, request: Request, room: PromptRoom, plan: Plan, now: float) -> bool:
+    def _admit(self, request: Request, room: PromptRoom, plan: StepPlan, now: float) -> bool:
         """Take the first waiting prompt out of the queue, if its turn has come. False: not now."""
         has_slot = len(self._running) < self._max_num_running and not room.is_full
         if not has_slot and not request.num_kept_blocks:
@@ -278,7 +278,7 @@ class Scheduler:
         num_taken = len(self._running) + len(self._places.ready) + self._places.num_restoring
         return num_taken < self._max_num_running + max(1, self._max_num_running // AHEAD_SHARE)
 
-    def _build(self, plan: Plan) -> SchedulerOutput:
+    def _build(self, plan: StepPlan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
         step = SchedulerOutput(
             total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,

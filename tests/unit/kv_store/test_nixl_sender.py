@@ -10,7 +10,7 @@ import torch
 from common.errors import StoreError
 from kv_store.nixl.address import NixlAddress, Region, decode_address
 from kv_store.nixl.agent import Agent, BlockList, load_nixl
-from kv_store.nixl.sender import Sender, Transfer
+from kv_store.nixl.sender import NixlTransfer, Sender
 from tests.contract.connector_rig import DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import DirectRig, nixl_rig
 
@@ -50,7 +50,7 @@ def sender(kv_cache: torch.Tensor, max_peers: int = 256) -> Iterator[Sender]:
         made.abandon()
 
 
-def finish(made: Sender, transfer: Transfer) -> None:
+def finish(made: Sender, transfer: NixlTransfer) -> None:
     """Ask until it is done."""
     give_up = time.monotonic() + DEADLINE_S
     while not made.is_done(transfer):

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from common.pod.cache_view import HASHES_PER_EVENT, CacheView
 from common.types import HASH_BYTES, BlockHash, split_hashes
-from router.index import PrefixIndex
+from router.placing.index import PrefixIndex
 
 MANY = 2 * HASHES_PER_EVENT + 7
 

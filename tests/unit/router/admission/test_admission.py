@@ -15,7 +15,7 @@ from router.admission.fair_queue import Ticket
 from router.admission.forecast import UNKNOWN, Forecast
 from router.admission.limits import Limits
 from router.admission.room import NO_ROOM, Room
-from router.terms import Tenant
+from router.requests.terms import Tenant
 
 ROOM = Room(1000.0, 1000.0, takes_prompts=True)
 FULL = Room(1000.0, 0.0, takes_prompts=True)

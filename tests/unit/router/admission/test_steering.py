@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from router.admission.steering import within_limits
-from router.index import PrefixIndex
-from router.routing import Planner, Query
-from router.terms import Terms
-from tests.unit.router.pod_tables import table_of
+from router.placing.index import PrefixIndex
+from router.placing.planner import Planner, Query
+from router.requests.terms import Terms
+from tests.unit.router.placing.pod_tables import table_of
 
 
 def plan_of(target_itl_s=0.05, **settings):

@@ -10,9 +10,9 @@ import pytest
 from common.pb import pods_pb2
 from common.types import FinishReason, SamplingParams
 from router.admission.config import AdmissionConfig
-from router.request import Draft, TokenPrompt
-from router.survival.config import SurvivalConfig
-from router.terms import Tenant, Terms
+from router.dispatching.config import SurvivalConfig
+from router.requests.request import Draft, TokenPrompt
+from router.requests.terms import Tenant, Terms
 from router.testing import FakeDecodePod
 
 BODY = {"prompt": [1, 2, 3, 4], "max_tokens": 4, "temperature": 0}
@@ -197,6 +197,27 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     assert int(later.headers["retry-after"]) > 1
     assert "x-should-retry" not in later.headers
     assert len(decode.submits) == 1
+
+
+async def test_a_request_that_is_admitted_at_once_goes_where_its_admission_foresaw(start_cluster, monkeypatch):
+    """It is planned once, with limits and without; one that waited is planned again at its turn."""
+    cluster = await start_cluster(admission=ONE)
+    planner, planned = cluster.router.service._dispatcher.planner, []
+    plan = planner.plan
+    monkeypatch.setattr(planner, "plan", lambda query, now: planned.append(query) or plan(query, now))
+    for headers in ({}, {"x-slo-ttft-ms": "60000"}):
+        planned.clear()
+        assert (await cluster.client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+        assert len(planned) == 1
+    decode = cluster.decode[0]
+    decode.allowed = 0
+    running = asyncio.create_task(cluster.complete(**BODY))
+    await decode.until(lambda: len(decode.submits) == 3)
+    waiting = await queued(cluster)
+    planned.clear()
+    await decode.allow(None)
+    await asyncio.gather(running, waiting)
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "soon", "1e999", "1_000", "0x10"])

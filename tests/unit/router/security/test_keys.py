@@ -7,9 +7,9 @@ import hashlib
 import pytest
 
 from common.errors import ConfigError, InvalidRequestError
+from router.requests.terms import Tenant
 from router.security.key_source import ENVIRONMENT, load_keys
 from router.security.keys import KeyTable, generate_key, parse_key_file, parse_key_list
-from router.terms import Tenant
 
 KEY = "a-secret-key-of-the-tests"
 HASH = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"

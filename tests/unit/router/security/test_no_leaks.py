@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from router.survival.config import SurvivalConfig
+from router.dispatching.config import SurvivalConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer
 

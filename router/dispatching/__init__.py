@@ -1,0 +1,9 @@
+"""Requests under way: dispatched to their pods, kept alive when pods die, spelled as text.
+
+    Batch ──▶ TextGeneration ──▶ Generation ──▶ Legs ──▶ pods
+                                     │
+                                     └──▶ Dispatcher ──▶ Planner, MigrationLine
+
+What requests share is the Dispatcher's: the decision where each goes, and the line of those that have lost their
+decode pod.
+"""

@@ -1,0 +1,76 @@
+"""The generations of one request of a client: they get their turn together and end together.
+
+A generation takes half a millisecond to dispatch, so they are dispatched a few at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from common.errors import DeadlineExceededError, ErrorCode
+from router.admission.fair_queue import Ticket
+from router.admission.goodput import OVERDUE, Timing, kept_limits
+from router.admission.metrics import AdmissionMetrics
+from router.dispatching.generation import Generation
+from router.metrics import RouterMetrics
+
+_AT_ONCE = 16
+
+
+class Batch:
+    """A context: leaving it ends what was dispatched."""
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        ticket: Ticket,
+        metrics: RouterMetrics,
+        admission_metrics: AdmissionMetrics,
+    ) -> None:
+        self.generations = generations
+        self.ticket = ticket
+        self._metrics = metrics
+        self._admission_metrics = admission_metrics
+        self._stack = ExitStack()
+        self._num_sent = 0
+
+    @property
+    def is_over(self) -> bool:
+        """All have ended."""
+        return all(generation.is_over for generation in self.generations)
+
+    @property
+    def is_dispatched(self) -> bool:
+        """All were sent that are to be."""
+        return self._num_sent == len(self.generations) or self.is_over
+
+    def dispatch(self) -> None:
+        """Send the next few except those that were aborted while they waited. Raises what dispatching raises; leaving
+        the context then ends those that were sent."""
+        first, self._num_sent = self._num_sent, min(self._num_sent + _AT_ONCE, len(self.generations))
+        for generation in self.generations[first : self._num_sent]:
+            if not generation.is_over:
+                self._stack.enter_context(generation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(exc_type, exc, traceback)
+        if self._num_sent:
+            self._count_limits([generation.timing for generation in self.generations])
+        elif isinstance(exc, DeadlineExceededError):
+            self._count_limits([OVERDUE] * len(self.generations))
+        elif exc_type is not None and issubclass(exc_type, asyncio.CancelledError):
+            self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc(len(self.generations))
+
+    def _count_limits(self, timings: Sequence[Timing]) -> None:
+        for generation, timing in zip(self.generations, timings, strict=True):
+            for limit, is_kept in kept_limits(generation.request, timing).items():
+                self._admission_metrics.limits.labels(limit, "met" if is_kept else "missed").inc()

@@ -1,0 +1,207 @@
+"""Sends requests to pods. The life of one request in the router:
+
+1. A front (HTTP or gRPC) turns what the client sent into a Draft.                         gateway/
+2. It is validated, tokenised once, its blocks are hashed once.                            preprocess
+3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    service, admission/
+4. A decode pod is chosen, and a prefill pod if a remote prefill pays and is possible.      Dispatcher.route
+5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
+6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
+   accepted once, and a different token for it is never passed over in silence.
+7. If prefill fails before there is a token, another prefill pod takes over. If there is none, the decode pod is told
+   and computes the prompt itself, or ends the request with an error if its kv_failure_policy is fail: it alone knows
+   what has come. If decode is lost, another decode pod gets the prompt and the output so far; seeds are positional,
+   so the client sees no seam.                                                              Generation, MigrationLine
+8. Tokens become text; a stop string ends the request.                                     output
+9. The front streams; its going away ends both legs at once, as does the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple
+
+from common.errors import UnavailableError
+from common.step_budget import prefill_work
+from router.admission.room import NO_ROOM, Room, room_of
+from router.admission.steering import within_limits
+from router.config import RouterConfig
+from router.dispatching.metrics import SurvivalMetrics
+from router.dispatching.migrations import MigrationLine
+from router.metrics import RouterMetrics
+from router.placing.estimates import Estimates
+from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
+from router.placing.policies import Leg
+from router.pods import Cluster, ModelFacts, Pod, PodClaim, Share
+from router.requests.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Route(NamedTuple):
+    """The pods of one dispatch, and the request's claims on them, which whoever gets the route releases."""
+
+    decode: Pod
+    decode_claim: PodClaim
+    prefill: Pod | None  # None: the decode pod prefills
+    prefill_claim: PodClaim | None
+
+    def release(self, now: float) -> None:
+        """Give both claims back."""
+        self.decode_claim.release(now)
+        if self.prefill_claim is not None:
+            self.prefill_claim.release(now)
+
+
+class Dispatcher:
+    """Chooses the pods of each dispatch, claims them, and gives each request its transfer id."""
+
+    def __init__(self, cluster: Cluster, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.cluster = cluster
+        self.config = config
+        self.metrics = metrics
+        self.estimates = Estimates()
+        self.survival_metrics = SurvivalMetrics(metrics.registry)
+        self.migrations = MigrationLine(config.survival.max_concurrent_migrations, self.survival_metrics)
+        self.planner = Planner(
+            cluster.prefill_table,
+            cluster.decode_table,
+            cluster.index,
+            prefill_policy=config.prefill_policy,
+            decode_policy=config.decode_policy,
+            remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
+            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+            seed=secrets.randbits(32),
+        )
+        self._remote_wait_s = 0.0
+        self._lacks_prefill = False  # when it was last looked for one
+        self._router_id = secrets.token_hex(4)  # pods serve several routers
+        self._numbers = count(1)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be dispatched now; empty: one can."""
+        if not self.cluster.can_serve:
+            return self.cluster.explain()
+        return "" if self.planner.can_serve else NO_PREFILL_POD
+
+    def room(self) -> Room:
+        """What the ready pods could take now."""
+        prefill, decode = self.cluster.prefill_table.columns(), self.cluster.decode_table.columns()
+        if not self.planner.can_serve:
+            return NO_ROOM
+        computing = prefill if self.sends_prompts_away else decode
+        return room_of(decode, computing, self.config.admission.overcommit)
+
+    @property
+    def sends_prompts_away(self) -> bool:
+        """Whether there are prefill pods, and they are used."""
+        return self.planner.remote_prefill != "never" and len(self.cluster.prefill_table) > 0
+
+    def new_transfer_id(self, request: GenerationRequest) -> str:
+        """A name for the request on its pods, which no other request of any router has."""
+        return f"{request.request_id}.{self._router_id}-{next(self._numbers)}"
+
+    @contextmanager
+    def expecting(self, remote_wait_s: float) -> Iterator[None]:
+        """What is planned meanwhile would wait so long for a prefill pod, and not at all for a decode pod."""
+        self._remote_wait_s = remote_wait_s
+        try:
+            yield
+        finally:
+            self._remote_wait_s = 0.0
+
+    def plan(self, request: GenerationRequest, *, resumed: bool = False, avoid: Pod | None = None) -> Plan:
+        """Where the request would go now. Changes nothing.
+
+        A resumed request has output already; `avoid` is used only if nothing else is ready. Raises UnavailableError if
+        no decode pod is ready, or no prefill pod is and a remote prefill is a must.
+        """
+        model = self.cluster.model
+        if model is None:
+            raise UnavailableError(self.cluster.explain())
+        query = self._query(request, model, resumed=resumed, avoid=avoid)
+        plan = self.planner.plan(query, time.monotonic())
+        if plan is None:
+            raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
+        return within_limits(plan, request.terms, self.config.admission.prediction_margin)
+
+    def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
+        return Query(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            block_hashes=request.block_hashes,
+            block_size=model.block_size,
+            expected_output_tokens=self.estimates.expected_output_tokens(request.sampling.max_tokens),
+            handoff_token_s=self.estimates.handoff_token_s,
+            session=request.terms.session,
+            resumed=resumed,
+            avoid="" if avoid is None else avoid.address,
+            remote_wait_s=self._remote_wait_s,
+            target_itl_s=request.terms.itl_slo_s or math.inf,
+        )
+
+    def route(self, request: GenerationRequest, plan: Plan | None, *, resumed: bool, avoid: Pod | None) -> Route:
+        """Claim the pods of `plan`, or make one. Raises as `plan` does."""
+        return self._claim_both(plan or self.plan(request, resumed=resumed, avoid=avoid), request)
+
+    def reroute(self, request: GenerationRequest, decode: Pod, failed: Collection[str]) -> Route | None:
+        """Plan anew, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is ready,
+        with this decode pod. None: there is no other prefill pod."""
+        model = self.cluster.model
+        if model is None:
+            return None
+        query = self._query(request, model, resumed=False, avoid=None)
+        plan = self.planner.plan_handoff(query, time.monotonic(), decode.address, failed)
+        return None if plan is None else self._claim_both(plan, request)
+
+    def has_room_besides(self, pod: Pod, num_tokens: int) -> bool:
+        """Whether another decode pod has a seat, and blocks for so many tokens."""
+        return any(
+            other.info is not None
+            and other.load.current().num_requests < other.info.max_num_seqs
+            and other.load.current().free_blocks * other.info.block_size >= num_tokens
+            for other in self.cluster.ready_decode()
+            if other is not pod
+        )
+
+    def _claim_both(self, plan: Plan, request: GenerationRequest) -> Route:
+        self.planner.note(plan)
+        self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()
+        self._note_lack(plan)
+        decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
+        if plan.prefill is None:
+            return Route(decode, decode_claim, None, None)
+        return Route(decode, decode_claim, *self._claim(plan.prefill, request, computes=True))
+
+    def _note_lack(self, plan: Plan) -> None:
+        """Log changes only; requests are counted."""
+        if plan.reason == "no_prefill_pod" and not self._lacks_prefill:
+            self._lacks_prefill = True
+            logger.info("no prefill pod is ready that fits a decode pod: decode pods compute the prompts")
+        elif plan.prefill is not None and self._lacks_prefill:
+            self._lacks_prefill = False
+            logger.info("prompts go to prefill pods again")
+
+    def _claim(self, placement: Placement, request: GenerationRequest, *, computes: bool) -> tuple[Pod, PodClaim]:
+        now = time.monotonic()
+        cluster, facts = self.cluster, placement.facts
+        pod = cluster.by_address[facts.address]
+        num_prompt_tokens = len(request.prompt_token_ids)
+        uncached = max(1.0, num_prompt_tokens - placement.cached_tokens)
+        assert cluster.model is not None
+        share = Share(
+            tokens=num_prompt_tokens if computes else 0,
+            work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
+            blocks=-(-int(uncached) // cluster.model.block_size),
+            context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
+        )
+        num_held = int(placement.cached_tokens) // cluster.model.block_size
+        expectation = cluster.index.expect(
+            facts.slot, request.block_hashes, num_held, now, request.deadline - now, arrives=not computes
+        )
+        return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

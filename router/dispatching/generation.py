@@ -1,0 +1,488 @@
+"""One request under way: its two legs, its output, and what happens when a leg breaks.
+
+All state changes in callbacks on the event loop (`on_delta`, `on_lost`, the end of the prefill call, the deadline
+timer), none of which blocks. The front takes the output by iterating; what came since the last time is one merged
+delta, so a slow client holds up nobody and memory is bounded by `max_tokens`.
+
+What breaks, and what follows:
+
+    the prefill leg, before any token      another prefill pod, if one is ready; else the decode pod is told to compute
+    the KV did not come and must not be    the same, as long as there is no token; else the request fails
+    computed on the decode pod
+    the decode leg                         `_recover`, a task of its own: in line with others, prompt and output so far
+                                           go to another decode pod
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Self
+
+from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
+from common.pb import common_pb2, pods_pb2
+from common.rpc.errors import error_from_pb
+from common.types import FinishReason
+from router.admission.goodput import Timing
+from router.dispatching.attempts import Attempts, Backoff
+from router.dispatching.dispatcher import Dispatcher, Route
+from router.dispatching.kept import KnownChoice
+from router.dispatching.legs import Legs, PrefillLeg, open_legs
+from router.dispatching.migrations import MigrationSlot
+from router.dispatching.plausible import checked_report, checked_seconds, lie_in_end, lie_in_tokens
+from router.dispatching.token_log import OutputDelta, TokenLog
+from router.placing.planner import Plan
+from router.pods import Pod
+from router.requests.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+_RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
+_KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
+
+
+class Generation:
+    """Iterate over it for OutputDelta; leave its context to end both legs, whatever their state.
+
+    Iteration raises a BatonError if the request failed; deltas that came before are delivered first.
+    """
+
+    def __init__(self, request: GenerationRequest, dispatcher: Dispatcher) -> None:
+        """Dispatched when its context is entered."""
+        self.request = request
+        self.plan: Plan | None = None  # of the first attempt, if it is made already
+        self.num_cached_tokens = 0  # prompt tokens that a pod found in its prefix cache
+        self._dispatcher = dispatcher
+        self._metrics = dispatcher.metrics
+        self._transfer_id = dispatcher.new_transfer_id(request)
+
+        self._attempts = Attempts(dispatcher.config.survival.max_attempts)
+        self._backoff = Backoff()
+        self._legs: Legs | None = None  # of the current attempt
+        self._failed_prefill_pods: set[str] = set()  # addresses
+        self._recovery: asyncio.Task[None] | None = None
+        self._slot: MigrationSlot | None = None  # held from a migration's start to its first token
+        self._was_admitted = False  # a pod had it, or a token of it is known: it must not be refused any more
+
+        resumption = request.resumption
+        self._output = TokenLog(resumption.known_token_ids if resumption is not None else ())
+        self._num_known = len(self._output)  # before it began
+        self._finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
+        self._stopped_by_front = False
+        self._error: BatonError | None = None
+        self._ended = False  # the front knows the end
+
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._first_token_at = 0.0
+        self._last_token_at = 0.0
+        self._reported = False
+
+    # --- for the front ---
+
+    def __enter__(self) -> Self:
+        """Dispatch, unless it is known to have ended. Raises UnavailableError if there is no pod for it."""
+        timeout_s = self.request.deadline - time.monotonic()
+        self._deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._on_deadline)
+        try:
+            if not self.is_over:
+                self._dispatch()
+        except BaseException:
+            self._deadline.cancel()
+            raise
+        self._metrics.inflight.inc()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._close()
+        self._metrics.inflight.dec()
+        if not self.is_over:
+            self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while True:
+            if self._output.has_news:
+                return self._take()
+            if self._error is not None:
+                raise self._error
+            if self._finish_reason is not None:
+                if self._ended:
+                    raise StopAsyncIteration
+                return self._take()
+            await self._wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Finished or failed."""
+        return self._finish_reason is not None or self._error is not None
+
+    @property
+    def timing(self) -> Timing:
+        """What is known of it so far."""
+        is_served = self._finish_reason is not None and self._finish_reason is not FinishReason.ABORT
+        return Timing(
+            self._first_token_at, self._last_token_at, len(self._output), is_served, is_failed=self._error is not None
+        )
+
+    def known(self) -> KnownChoice:
+        """All of it so far, for whoever resumes it."""
+        reason = self._finish_reason
+        if self._stopped_by_front:  # the text said so, and will again: to the pods, the last token was like any other
+            reason = FinishReason.LENGTH
+        return KnownChoice(array("I", self._output.token_ids), reason)
+
+    def finish(self, reason: FinishReason) -> None:
+        """The front needs no more: a stop string was found, or the client aborted."""
+        if not self.is_over:
+            self._stopped_by_front = True
+            self._finish(reason, time.monotonic())
+
+    def fail(self, error: BatonError) -> None:
+        """End it with an error, unless it has ended."""
+        if not self.is_over:
+            self._error = error
+            level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
+            logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
+            self._close()
+            self._wake()
+
+    def leave(self, pod: Pod) -> None:
+        """Its decode pod drains: if it has begun, it goes on elsewhere when it is its turn, and here until then."""
+        is_there = self._legs is not None and self._legs.decode.pod is pod
+        if is_there and len(self._output) and (self._recovery is None or self._recovery.done()):
+            self._recovery = asyncio.create_task(self._move(pod))
+            self._recovery.add_done_callback(self._on_task_done)
+
+    # --- decode leg (DeltaSink) ---
+
+    @property
+    def cause(self) -> GenerationRequest:
+        """See DeltaSink."""
+        return self.request
+
+    def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
+        """See DeltaSink."""
+        is_lie = delta.start_index > len(self._output)
+        if lie := self._lie_in(delta):
+            self._on_disagreement(lie, is_lie=True)
+            return
+        if not self._reported and delta.HasField("report"):
+            self._note(checked_report(delta.report, len(self.request.prompt_token_ids)))
+        if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
+            self._on_disagreement(conflict, is_lie=is_lie)
+            return
+        if delta.finish_reason:
+            self._on_decode_end(delta, now)
+        else:
+            self._wake()
+
+    def on_lost(self, error: BatonError) -> None:
+        """See DeltaSink."""
+        self._lose(UnavailableError(f"decode pod {self._decode_address} was lost: {error.message}"), "pod_lost")
+
+    def _lie_in(self, delta: pods_pb2.TokenDelta) -> str:
+        start, sampling = delta.start_index, self.request.sampling
+        lie = ""
+        if delta.token_ids or delta.logprobs:
+            lie = lie_in_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
+        if not lie and delta.finish_reason:
+            num_tokens = max(len(self._output), start + len(delta.token_ids))
+            lie = lie_in_end(delta.finish_reason, num_tokens, sampling.max_tokens)
+        return lie
+
+    def _on_disagreement(self, conflict: str, *, is_lie: bool) -> None:
+        """The decode pod's tokens are not those that are known, or cannot be anybody's."""
+        error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
+        if self._legs is not None and is_lie:
+            self._legs.decode.pod.note_invalid(error, self.request)
+        elif self._legs is not None:
+            self._legs.decode.pod.note_disagreement(error, self.request)
+        self._lose(error, "disagreement")
+
+    def _on_decode_end(self, delta: pods_pb2.TokenDelta, now: float) -> None:
+        reason = FinishReason(delta.finish_reason)
+        if reason is FinishReason.ERROR:
+            error = error_from_pb(delta.error)
+            if error.code not in _RETRIABLE:
+                self.fail(error)
+            elif error.param == _KV_FAILURE_PARAM:
+                self._on_kv_failed(error)
+            else:
+                self._lose(error, error.code.label)
+        elif reason is FinishReason.ABORT:  # not by us: an aborted request has no sink any more
+            self._lose(UnavailableError(f"decode pod {self._decode_address} ended the request"), "pod_aborted")
+        else:
+            self._finish(reason, now)
+
+    def _note(self, report: pods_pb2.DecodeReport) -> None:
+        self._reported = True
+        metrics = self._metrics
+        self.num_cached_tokens = max(self.num_cached_tokens, report.num_cached_tokens)
+        metrics.cached_tokens.inc(report.num_cached_tokens)
+        metrics.external_tokens.inc(report.num_external_tokens)
+        metrics.first_token_phase.labels("decode_queue").observe(report.queue_s)
+        if report.num_external_tokens:
+            self._dispatcher.estimates.handed_over(report.handoff_s, report.num_external_tokens)
+            metrics.first_token_phase.labels("handoff").observe(report.handoff_s)
+        if report.recompute_reason:
+            metrics.recomputed.labels(metrics.recompute_reasons.value_of(report.recompute_reason)).inc()
+            logger.info("%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason)
+
+    # --- prefill leg ---
+
+    async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
+        try:
+            response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic(), self.request)
+            self._check_prefill(leg.pod, response)
+        except BatonError as error:
+            self._on_prefill_failed(legs, leg, error)
+        else:
+            leg.claim.prefilled(time.monotonic())
+            self._on_prefill_response(leg.pod, response)
+
+    def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
+        """Raises UnavailableError for an answer that cannot be true."""
+        sampling = self.request.sampling
+        logprobs = [response.logprobs] if response.HasField("logprobs") else []
+        lie = lie_in_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
+        lie = lie or lie_in_end(response.finish_reason, 1, sampling.max_tokens)
+        if response.finish_reason in (common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR):
+            lie = lie or f"finish reason {response.finish_reason} with a token"
+        if lie:
+            error = UnavailableError(f"prefill pod {pod.address} says what cannot be: {lie}")
+            pod.note_invalid(error, self.request)
+            raise error
+
+    def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
+        self._metrics.prefill_failures.labels(error.code.label).inc()
+        logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message)
+        if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):
+            legs.tell_prefill_failed(error.code)
+
+    def _on_kv_failed(self, error: BatonError) -> None:
+        """The decode pod may not compute what the handoff did not bring, and has given up."""
+        if self._legs is None or not self._retry_prefill(self._legs, "kv_failed"):
+            self.fail(error)
+
+    def _retry_prefill(self, legs: Legs, reason: str) -> bool:
+        """Begin a new attempt with another prefill pod. The decode pod stays the same if it can: what it has computed
+        or got by now is in its prefix cache. False: nothing was changed; there is a token already, which prefill
+        cannot give any more, or no pod, or no attempt left."""
+        if legs.prefill is None or len(self._output) or self._attempts.exhausted:
+            return False
+        self._failed_prefill_pods.add(legs.prefill.pod.address)
+        route = self._dispatcher.reroute(self.request, legs.decode.pod, self._failed_prefill_pods)
+        if route is None or route.prefill is None:
+            return False
+        self._dispatcher.survival_metrics.prefill_retries.labels(reason).inc()
+        logger.info("%s: goes to prefill pod %s instead: %s", self._transfer_id, route.prefill.address, reason)
+        self._close_legs()
+        try:
+            self._open(route)
+        except UnavailableError as error:  # the decode pod was lost in this moment
+            self._recover_from(error, None)
+        return True
+
+    def _on_prefill_response(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
+        now = time.monotonic()
+        num_cached = min(response.num_cached_tokens, len(self.request.prompt_token_ids))
+        self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
+        self._metrics.cached_tokens.inc(num_cached)
+        self._metrics.first_token_phase.labels("queue").observe(checked_seconds(response.timing.queue_s))
+        self._metrics.first_token_phase.labels("prefill").observe(checked_seconds(response.timing.compute_s))
+        logprobs = [response.logprobs] if response.HasField("logprobs") else []
+        if conflict := self._accept(0, [response.first_token_id], logprobs, now):
+            # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
+            self._metrics.token_mismatches.inc()
+            logger.error("%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict)
+        elif response.finish_reason:
+            self._finish(FinishReason(response.finish_reason), now)
+        self._wake()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s: failed unforeseen", self._transfer_id, exc_info=error)
+            self.fail(BatonError("internal error; the router's log has the details"))
+
+    # --- output ---
+
+    def _accept(
+        self,
+        start: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        now: float,
+    ) -> str:
+        """Take tokens from output index `start` on, each index once. Returns what is wrong with them, or ""."""
+        num_before = len(self._output)
+        conflict = self._output.accept(start, token_ids, logprobs)
+        if len(self._output) > num_before:
+            self._progress(now)
+        return conflict
+
+    def _progress(self, now: float) -> None:
+        if self._first_token_at:
+            self._metrics.inter_token_latency.observe(now - self._last_token_at)
+        else:
+            self._first_token_at = now
+            self._metrics.time_to_first_token.observe(now - self.request.arrived_at)
+            if self._legs is not None:
+                self._legs.decode.claim.prefilled(now)
+        self._last_token_at = now
+        self._attempts.progressed()
+        if self._slot is not None:
+            self._release_slot()
+            self._backoff.reset()
+
+    def _take(self) -> OutputDelta:
+        self._ended = self._finish_reason is not None
+        return self._output.take(self._finish_reason)
+
+    def _finish(self, reason: FinishReason, now: float) -> None:
+        self._finish_reason = reason
+        self._close()
+        metrics, num_tokens = self._metrics, len(self._output) - self._num_known
+        metrics.success.labels(reason.label).inc()
+        metrics.generation_tokens.inc(num_tokens)
+        metrics.output_length.observe(num_tokens)
+        self._dispatcher.estimates.answered(len(self._output))
+        metrics.e2e_latency.observe(now - self.request.arrived_at)
+        if num_tokens > 1:
+            metrics.time_per_output_token.observe((now - self._first_token_at) / (num_tokens - 1))
+        self._wake()
+
+    # --- dispatching ---
+
+    def _dispatch(self, avoid: Pod | None = None) -> None:
+        plan, self.plan = self.plan, None
+        self._open(self._dispatcher.route(self.request, plan, resumed=bool(len(self._output)), avoid=avoid))
+
+    def _open(self, route: Route) -> None:
+        """Open both legs at once."""
+        epoch = self._attempts.start()
+        self._legs = open_legs(self.request, self._output, route, self._transfer_id, epoch, self)
+        self._legs.run_prefill(self._run_prefill, self._on_task_done)
+
+    def _lose(self, error: BatonError, reason: str) -> None:
+        """The decode leg broke: drop it, and prefill's with it, and go on elsewhere."""
+        if reason == "disagreement":
+            self._metrics.token_mismatches.inc()
+            logger.error("%s: %s", self._transfer_id, error.message)
+        else:
+            logger.info("%s: %s", self._transfer_id, error.message)
+        self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
+        pod = self._legs.decode.pod if self._legs is not None else None
+        self._close_legs()  # now: nothing more of it may be accepted
+        self._recover_from(error, pod)
+
+    async def _move(self, pod: Pod) -> None:
+        slot = await self._dispatcher.migrations.enter()
+        num_tokens = len(self.request.prompt_token_ids) + len(self._output)
+        if self._legs is None or not self._dispatcher.has_room_besides(pod, num_tokens):
+            slot.release()
+            return
+        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address)
+        self._dispatcher.survival_metrics.redispatched.labels("drain").inc()
+        self._close_legs()
+        self._slot, self._was_admitted = slot, True
+        try:
+            self._dispatch(avoid=pod)
+        except UnavailableError as error:
+            self._release_slot()
+            self._recover_from(error, pod)
+
+    def _recover_from(self, error: BatonError, pod: Pod | None) -> None:
+        if self._recovery is not None and self._recovery is not asyncio.current_task():
+            self._recovery.cancel()  # it was in line to leave a pod that is lost by now
+        self._recovery = asyncio.create_task(self._recover(error, pod))
+        self._recovery.add_done_callback(self._on_task_done)
+
+    async def _recover(self, error: BatonError, pod: Pod | None) -> None:
+        """Go on with prompt and output so far on another decode pod, or on `pod` when it is back."""
+        if isinstance(error, OverloadedError):
+            if not await self._may_try_elsewhere(pod):
+                self.fail(error)
+                return
+        else:
+            self._was_admitted = True
+        if self._attempts.exhausted:
+            self.fail(error)
+            return
+        try:
+            await self._turn(error)
+            self._dispatch(avoid=pod)
+        except BatonError as failure:
+            self.fail(failure)
+
+    async def _may_try_elsewhere(self, full: Pod | None) -> bool:
+        """The pod had no room. A request that no pod has had may be refused, if there is nobody else to ask; any other
+        waits for its turn."""
+        if not (self._was_admitted or len(self._output)):
+            return any(pod is not full for pod in self._dispatcher.cluster.ready_decode())
+        self._attempts.refused()
+        await asyncio.sleep(self._backoff.next())
+        return True
+
+    async def _turn(self, error: BatonError) -> None:
+        """Wait for a decode pod, and for those who are before us. Raises UnavailableError if no pod comes."""
+        cluster, pod_wait_s = self._dispatcher.cluster, self._dispatcher.config.survival.pod_wait_s
+        while True:
+            if not await cluster.wait_until_ready(pod_wait_s):
+                raise UnavailableError(f"{error.message}; {cluster.explain()}")
+            if not self._was_admitted:
+                return  # it has cost nobody anything yet
+            self._slot = await self._dispatcher.migrations.enter()
+            if cluster.can_serve:
+                return
+            self._release_slot()
+
+    def _close_legs(self) -> None:
+        """End both legs on their pods. Idempotent."""
+        legs, self._legs = self._legs, None
+        if legs is not None:
+            legs.close()
+        self._release_slot()
+
+    def _release_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+    def _close(self) -> None:
+        self._close_legs()
+        if self._recovery is not None and self._recovery is not asyncio.current_task():
+            self._recovery.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _on_deadline(self) -> None:
+        timeout_s = self.request.deadline - self.request.arrived_at
+        self.fail(DeadlineExceededError(f"the request was not finished within {timeout_s:g} s"))
+
+    @property
+    def _vocab_size(self) -> int:
+        model = self._dispatcher.cluster.model
+        return 0 if model is None else model.vocab_size
+
+    @property
+    def _decode_address(self) -> str:
+        return self._legs.decode.pod.address if self._legs is not None else "(none)"
+
+    # --- waking the front ---
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

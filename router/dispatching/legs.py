@@ -1,0 +1,119 @@
+"""The two legs of one attempt: what their pods are told, and how they are let go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from common.errors import ErrorCode, UnavailableError
+from common.pb import common_pb2, pods_pb2
+from common.rpc.convert import sampling_to_pb
+from router.dispatching.dispatcher import Route
+from router.dispatching.token_log import TokenLog
+from router.pods import DecodeSession, DeltaSink, Pod, PodClaim
+from router.requests.request import GenerationRequest
+
+_KV_FAILURE_POLICIES = {
+    "recompute": common_pb2.KV_FAILURE_POLICY_RECOMPUTE,
+    "fail": common_pb2.KV_FAILURE_POLICY_FAIL,
+}
+_POD_DEADLINE_SLACK_S = 5.0  # the router's deadline comes first; the pod's is for a router that is gone
+
+
+class PrefillLeg(NamedTuple):
+    """A Prefill call."""
+
+    pod: Pod
+    request: pods_pb2.PrefillRequest
+    claim: PodClaim
+
+
+class DecodeLeg(NamedTuple):
+    """A request on a decode pod's session."""
+
+    pod: Pod
+    session: DecodeSession
+    request_id: str  # on the pod
+    claim: PodClaim
+
+
+class Legs:
+    """Of one attempt. Opened together; closed together, unless they have ended."""
+
+    def __init__(self, epoch: int, decode: DecodeLeg, prefill: PrefillLeg | None) -> None:
+        self.epoch = epoch
+        self.decode = decode
+        self.prefill = prefill
+        self._task: asyncio.Task[None] | None = None  # of the Prefill call
+
+    def run_prefill(
+        self,
+        run: Callable[[Legs, PrefillLeg], Coroutine[Any, Any, None]],
+        on_done: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """Have `run` make the Prefill call, if there is one to be made; `on_done` gets its task."""
+        if (leg := self.prefill) is not None:
+            self._task = asyncio.create_task(run(self, leg))
+            self._task.add_done_callback(on_done)
+            # Not in the task: one that is cancelled before its first step never runs.
+            self._task.add_done_callback(lambda task: leg.claim.release(time.monotonic()))
+
+    def tell_prefill_failed(self, code: ErrorCode) -> None:
+        """Have the decode pod compute the prompt itself."""
+        self.decode.session.prefill_failed(self.decode.request_id, self.epoch, code)
+
+    def close(self) -> None:
+        """End both on their pods. Idempotent; may be called by the prefill leg itself, which then goes on."""
+        self.decode.session.abort(self.decode.request_id)
+        self.decode.claim.release(time.monotonic())
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+
+def open_legs(
+    request: GenerationRequest, output: TokenLog, route: Route, transfer_id: str, epoch: int, sink: DeltaSink
+) -> Legs:
+    """Submit to the decode pod, with the output so far. The caller runs the prefill leg. Owns the route's claims:
+    raises UnavailableError, with the claims released, if the decode pod was lost in this moment."""
+    leg_id = f"{transfer_id}.{epoch}"  # a pod may still be aborting the attempt before
+    engine_request = common_pb2.EngineRequest(
+        request_id=leg_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=output.token_ids,
+        sampling=sampling_to_pb(request.sampling),
+        block_hashes=request.block_hashes,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),
+    )
+    session = route.decode.session
+    try:
+        if session is None:
+            raise UnavailableError(f"decode pod {route.decode.address} is not connected")
+        session.submit(_submit(request, engine_request, route, transfer_id, epoch), sink)
+    except BaseException:
+        route.release(time.monotonic())
+        raise
+    decode = DecodeLeg(route.decode, session, leg_id, route.decode_claim)
+    if route.prefill is None or route.prefill_claim is None:
+        return Legs(epoch, decode, None)
+    prefill = pods_pb2.PrefillRequest(request=engine_request, transfer_id=transfer_id, epoch=epoch)
+    return Legs(epoch, decode, PrefillLeg(route.prefill, prefill, route.prefill_claim))
+
+
+def _submit(
+    request: GenerationRequest, engine_request: common_pb2.EngineRequest, route: Route, transfer_id: str, epoch: int
+) -> pods_pb2.Submit:
+    remote_prefill = None
+    if route.prefill is not None:
+        remote_prefill = pods_pb2.RemotePrefill(
+            transfer_id=transfer_id, epoch=epoch, prefill_address=route.prefill.address
+        )
+    return pods_pb2.Submit(
+        request=engine_request,
+        remote_prefill=remote_prefill,
+        timeout_s=request.deadline - time.monotonic() + _POD_DEADLINE_SLACK_S,
+        kv_failure_policy=_KV_FAILURE_POLICIES[request.kv_failure_policy],
+    )

@@ -1,0 +1,1 @@
+"""What clients ask for: in one form for all fronts, validated, tokenised."""

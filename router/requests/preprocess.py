@@ -1,0 +1,219 @@
+"""From a client's Draft to a valid, tokenised, hashed GenerationRequest. Inside the router nothing checks again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+
+from common.errors import (
+    BatonError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnavailableError,
+    UnknownModelError,
+    quoted,
+)
+from common.tokenization import Tokenizer
+from common.types import SamplingParams, hash_prompt, root_hash
+from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+from router.config import KVFailurePolicy
+from router.metrics import RouterMetrics
+from router.pods import Cluster
+from router.requests.bounds import MAX_MODEL_CHARS, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+
+_PRIORITIES = range(-(2**31), 2**31)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
+_THREAD_FROM_TOKENS = 20_000  # about 1 ms of hashing
+
+
+class Preprocessor:
+    """Validates and tokenises. Owns the threads for long prompts; close it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        *,
+        model_name: str,
+        timeout_s: float,
+        kv_failure_policy: KVFailurePolicy,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """Every request gets `timeout_s` seconds from its arrival, and `kv_failure_policy` if it names none."""
+        self._tokenizer = tokenizer
+        self._cluster = cluster
+        self._metrics = metrics
+        self._model_name = model_name
+        self._timeout_s = timeout_s
+        self._kv_failure_policy = kv_failure_policy
+        self._max_prompt_tokens = max_prompt_tokens
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless `name` is the served model or absent."""
+        if name and name != self._model_name:
+            raise UnknownModelError(
+                f"the model {quoted(name)} is not served here; use {self._model_name!r}", param="model"
+            )
+
+    async def prepare(self, draft: Draft) -> GenerationRequest:
+        """Raises InvalidRequestError or a subclass for what the client did wrong, UnknownModelError, and
+        UnavailableError if no pod could serve it."""
+        _check_draft(draft)
+        self.check_model(draft.model)
+        priority = draft.terms.tenant.priority_of(draft.priority)
+        kv_failure_policy = self._kv_failure_policy_of(draft)
+        model, max_model_len = self._cluster.model, self._cluster.max_model_len
+        if model is None or not max_model_len:
+            raise UnavailableError(self._cluster.explain())
+
+        started = time.monotonic()
+        longest = min(max_model_len, self._max_prompt_tokens or max_model_len)
+        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest)
+        if self._max_prompt_tokens is not None and len(token_ids) > longest:
+            problem = f"{draft.prompt_param} has {len(token_ids)} tokens, more than the limit of {longest}"
+            raise PromptTooLongError(problem, param=draft.prompt_param)
+        sampling = _with_limits(draft, room=max_model_len - len(token_ids))
+        validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
+        validate_prompt(
+            token_ids,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            max_tokens=sampling.max_tokens,
+            param=draft.prompt_param,
+        )
+        cache_salt = _salt(draft)
+        hashes = await self._hash(token_ids, model.block_size, cache_salt)
+        self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
+        return GenerationRequest(
+            request_id=draft.request_id,
+            prompt_token_ids=token_ids,
+            block_hashes=hashes,
+            sampling=sampling,
+            stops=draft.stops,
+            cache_salt=cache_salt,
+            priority=priority,
+            kv_failure_policy=kv_failure_policy,
+            skip_special_tokens=draft.skip_special_tokens,
+            terms=draft.terms,
+            continues_prompt=not isinstance(draft.prompt, ChatPrompt),
+            arrived_at=draft.arrived_at,
+            deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
+        )
+
+    def _kv_failure_policy_of(self, draft: Draft) -> KVFailurePolicy:
+        match draft.kv_failure_policy:
+            case None:
+                return self._kv_failure_policy
+            case "recompute" | "fail" as policy:
+                return policy
+            case other:
+                raise _invalid(f"kv_failure_policy must be recompute or fail, got {quoted(other)}", "kv_failure_policy")
+
+    async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        if prompt.size < _THREAD_FROM_CHARS:
+            return self._encode(prompt, param, max_model_len)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, prompt, param, max_model_len)
+
+    def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int) -> list[int]:
+        if isinstance(prompt, TextPrompt):
+            text, add_special_tokens = prompt.text, prompt.add_special_tokens
+        else:
+            text, add_special_tokens = self._render(prompt), False  # the template has written them
+        if not self._tokenizer.may_fit(text, max_model_len):
+            raise PromptTooLongError(
+                f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
+            )
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeError as error:
+            raise InvalidRequestError(f"{param} is not valid Unicode text: {error}", param=param) from error
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        return self._tokenizer.render_chat(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            variables=prompt.template_variables,
+        )
+
+    async def _hash(self, token_ids: Sequence[int], block_size: int, cache_salt: str) -> bytes:
+        def hashes() -> bytes:
+            return b"".join(hash_prompt(token_ids, block_size, root_hash(cache_salt)))
+
+        if len(token_ids) < _THREAD_FROM_TOKENS:
+            return hashes()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, hashes)
+
+
+def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
+    """`n` requests for the same prompt that differ in id and seed; the first keeps the seed."""
+    if n == 1:
+        return [request]
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=(request.sampling.settled_seed + index) % SEED_LIMIT
+            ),
+        )
+        for index in range(n)
+    ]
+
+
+def _with_limits(draft: Draft, room: int) -> SamplingParams:
+    """The sampling parameters with max_tokens and seed settled. `room` is what the context leaves for the answer."""
+    if draft.max_tokens is not None:
+        max_tokens = draft.max_tokens
+    else:
+        max_tokens = max(1, room if draft.default_max_tokens is None else min(room, draft.default_max_tokens))
+    seed = secrets.randbits(63) if draft.seed is None else draft.seed
+    stop_token_ids = tuple(dict.fromkeys(draft.sampling.stop_token_ids))
+    return msgspec.structs.replace(draft.sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids)
+
+
+def _salt(draft: Draft) -> str:
+    """The client's salt within its tenant's: no salt of one tenant is ever that of another."""
+    tenant_salt = draft.terms.tenant.salt
+    return f"{tenant_salt}:{draft.cache_salt}" if tenant_salt else draft.cache_salt
+
+
+def _check_draft(draft: Draft) -> None:
+    """What neither depends on the model nor is part of SamplingParams."""
+    if len(draft.model or "") > MAX_MODEL_CHARS:
+        raise _invalid(f"model must have at most {MAX_MODEL_CHARS} characters", "model")
+    if not _REQUEST_ID.fullmatch(draft.request_id):
+        raise _invalid("request_id must be 1 to 128 letters, digits, dots, dashes, colons or underscores", "request_id")
+    if len(draft.stops) > MAX_STOPS:
+        raise _invalid(f"stop must have at most {MAX_STOPS} texts, got {len(draft.stops)}", "stop")
+    if not all(draft.stops):
+        raise _invalid("stop must not contain an empty text", "stop")
+    if any(len(stop) > MAX_STOP_CHARS for stop in draft.stops):
+        raise _invalid(f"stop must not contain a text of more than {MAX_STOP_CHARS} characters", "stop")
+    if len(draft.cache_salt) > MAX_SALT_CHARS:
+        raise _invalid(f"cache_salt must have at most {MAX_SALT_CHARS} characters", "cache_salt")
+    if len(draft.terms.session) > MAX_SESSION_CHARS:
+        raise _invalid(f"the session's name must have at most {MAX_SESSION_CHARS} characters", "session_id")
+    if draft.priority not in _PRIORITIES:
+        raise _invalid("priority must be a 32-bit integer", "priority")
+
+
+def _invalid(message: str, param: str) -> BatonError:
+    return InvalidRequestError(message, param=param)

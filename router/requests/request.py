@@ -1,0 +1,118 @@
+"""What a front (HTTP, gRPC) asks for, and the valid, tokenised request that comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from common.types import FinishReason, SamplingParams
+from router.config import KVFailurePolicy
+from router.requests.terms import Terms
+
+_CHARS_PER_MESSAGE = 20  # that take as long to tokenise as a message takes to render
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters, roughly: how long it takes to tokenise."""
+        return len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Already tokenised by the client."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Characters, roughly: how long it takes to render and tokenise."""
+        return sum(_CHARS_PER_MESSAGE + len(message["content"]) for message in self.messages)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A request as a client made it, in one form for all fronts. Nothing in it is checked yet."""
+
+    request_id: str
+    model: str | None  # None: the served model
+    prompt: Prompt
+    prompt_param: str  # what the front calls the prompt, for errors
+    sampling: SamplingParams  # its max_tokens and seed are replaced by the two below
+    max_tokens: int | None  # None: default_max_tokens
+    default_max_tokens: int | None  # None: what is left of the context
+    seed: int | None  # None: random
+    stops: tuple[str, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    kv_failure_policy: str | None = None  # None: the router's setting
+    skip_special_tokens: bool = True
+    terms: Terms = field(default_factory=Terms)
+    names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
+    arrived_at: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where an answer goes on of which a client has had a part."""
+
+    num_delivered: int  # leading output tokens that the client has; their text is not sent again
+    checksum: int  # CRC-32 of these tokens, as array("I") holds them
+    known_token_ids: Sequence[int] = ()  # leading output tokens that need not be computed again
+    finish_reason: FinishReason | None = None  # if these are all
+    ended: bool = False  # the client has all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation, valid and ready to be dispatched."""
+
+    request_id: str  # as the client knows it
+    prompt_token_ids: list[int]
+    block_hashes: bytes  # 16 bytes per full block of the prompt, in order
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    cache_salt: str
+    priority: int
+    kv_failure_policy: KVFailurePolicy
+    skip_special_tokens: bool
+    terms: Terms
+    continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
+    arrived_at: float  # time.monotonic()
+    deadline: float  # time.monotonic()
+    resumption: Resumption | None = None  # None: it begins at the beginning
+
+    @property
+    def tenant_name(self) -> str:
+        """Whose request it is; empty: of all who need no API key."""
+        return self.terms.tenant.name
+
+    def identity(self) -> bytes:
+        """The same for repeats of a request, whatever their ids and seeds."""
+        digest = hashlib.blake2b(array("Q", self.prompt_token_ids).tobytes(), digest_size=16)
+        digest.update(msgspec.msgpack.encode(msgspec.structs.replace(self.sampling, seed=None)))
+        return digest.digest()

@@ -1,0 +1,209 @@
+"""What one request may hold, and for how long it holds up the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.pb import inference_pb2, inference_pb2_grpc
+from common.types import validation
+from router.requests import bounds
+from router.security.config import LimitsConfig
+from router.testing import FakeDecodePod
+
+MAX_LAG_S = 0.05  # of CPU time: what other processes take of the machine does not count
+
+
+@contextmanager
+def lag_probe() -> Iterator[list[float]]:
+    """Seconds of CPU that each callback of the event loop takes, but for garbage collection, which depends on what else
+    the process holds."""
+    spans: list[float] = []
+    gc.disable()
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        started = time.thread_time()
+        run(handle)
+        spans.append(time.thread_time() - started)
+
+    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    try:
+        yield spans
+    finally:
+        gc.enable()
+        asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+@pytest.fixture
+async def warm(pair):
+    """A cluster that has served requests: imports and caches are made."""
+    for path in ("/v1/chat/completions", "/v1/route/explain"):
+        assert (await pair.post(path, **chat(max_tokens=1))).status_code in (200, 400)
+    return pair
+
+
+def chat(**fields):
+    return {"messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+def message(**fields):
+    return {"messages": [{"role": "user", "content": "Hi", **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(model="m" * (bounds.MAX_MODEL_CHARS + 1)), "model"),
+        (chat(stop=["s"] * (bounds.MAX_STOPS + 1)), "stop"),
+        (chat(stop="s" * (bounds.MAX_STOP_CHARS + 1)), "stop"),
+        (chat(stop_token_ids=[5] * (validation.MAX_STOP_TOKEN_IDS + 1)), "stop_token_ids"),
+        (chat(cache_salt="s" * (bounds.MAX_SALT_CHARS + 1)), "cache_salt"),
+        (chat(session_id="s" * (bounds.MAX_SESSION_CHARS + 1)), "session_id"),
+        (chat(user="s" * (bounds.MAX_SESSION_CHARS + 1)), "user"),
+        (chat(metadata={str(key): "" for key in range(bounds.MAX_METADATA + 1)}), "metadata"),
+        (chat(metadata={"k": "v" * (bounds.MAX_METADATA_CHARS + 1)}), "metadata[...]"),
+        (chat(service_tier="t" * (bounds.MAX_NAME_CHARS + 1)), "service_tier"),
+        (chat(chat_template_kwargs={"k": "v" * bounds.MAX_TEMPLATE_BYTES}), "chat_template_kwargs"),
+        (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
+        (chat(tools=[None] * 100), "tools"),
+        (chat(logit_bias={str(token): 1 for token in range(100)}), "logit_bias"),
+        (message(role="r" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].role"),
+        (message(name="n" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].name"),
+        (message(tool_calls=[[]] * 100), "messages[0]"),
+        ({"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}, "messages"),
+        (message(content=[{"type": "text", "text": ""}] * (bounds.MAX_CONTENT_PARTS + 1)), "messages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_over_a_bound_is_refused_by_name(pair, body, param):
+    response = await pair.post("/v1/chat/completions", **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"options": {"stop": ["s"] * (bounds.MAX_STOPS + 1)}}, "stop"),
+        ({"options": {"stop_token_ids": [5] * (validation.MAX_STOP_TOKEN_IDS + 1)}}, "stop_token_ids"),
+        ({"chat": {"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}}, "chat"),
+        ({"model": "m" * (bounds.MAX_MODEL_CHARS + 1)}, "model"),
+        ({"cache_salt": "s" * (bounds.MAX_SALT_CHARS + 1)}, "cache_salt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_grpc_has_the_same_bounds(pair, fields, param):
+    prompt = {} if "chat" in fields else {"text": "Hi"}
+    async with grpc.aio.insecure_channel(pair.router.grpc_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await inference_pb2_grpc.InferenceStub(channel).Generate(
+                inference_pb2.GenerateRequest(**prompt, **fields), timeout=30
+            )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())["baton-error-param"] == param
+
+
+async def test_prompts_are_bounded_together_after_n(start_cluster):
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=100)], limits=LimitsConfig(max_request_tokens=120))
+    prompt = [600] * 50
+    assert (await cluster.post("/v1/completions", prompt=prompt, n=2, max_tokens=1)).status_code == 200
+    for body in ({"prompt": prompt, "n": 3}, {"prompt": [prompt] * 3}):
+        response = await cluster.post("/v1/completions", **body, max_tokens=1)
+        assert response.status_code == 400
+        assert "max_request_tokens" in response.json()["error"]["message"]
+    one = await cluster.post("/v1/completions", prompt=[600] * 99, max_tokens=1)
+    assert one.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/route/explain", "/v1/completions"])
+async def test_a_route_is_asked_for_within_the_same_bounds(pair, path):
+    asked = {"dry_run": True} if path == "/v1/completions" else {}
+    response = await pair.post(path, prompt=["x"] * 60_000, **asked)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert (await pair.post(path, prompt=["x"] * 64, n=3, **asked)).status_code == 400
+    assert len((await pair.post(path, prompt=["x"] * 64, n=2, **asked)).json()["data"]) == 64
+
+
+MIB = 2**20
+TEXT = "The sun is a star. " * 4
+BODIES = {
+    "token ids": {"prompt": [5] * 300_000},
+    "many prompts": {"prompt": [[600] * 200] * 128, "max_tokens": 1},
+    "many texts": {"prompt": [TEXT * 40] * 128, "max_tokens": 1},
+    "many choices": {"prompt": [600] * 4000, "n": 128, "max_tokens": 1},
+    "a long text": {"prompt": "é" * (3 * MIB)},
+    "a text of commas": {"prompt": "," * (7 * MIB)},
+    "prompts that are too many": {"prompt": ["x"] * 120_000},
+    "stop token ids": {"prompt": "x", "stop_token_ids": [5] * 250_000},
+    "stops": {"prompt": "x", "stop": ["s"] * 250_000},
+    "metadata": {"prompt": "x", "metadata": {str(key): "" for key in range(120_000)}},
+    "nested": {"prompt": "x", "logit_bias": [[]] * 120_000},
+    "messages": {"messages": [{"role": "user", "content": "x"}] * bounds.MAX_MESSAGES},
+    "too many messages": {"messages": [{"role": "u"}] * 120_000},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}]},
+    "unknown field": {"prompt": "x", "unknown": [[]] * 120_000},
+    "many values": {"prompt": [5] * 3_000_000},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_holds_up_the_loop(warm, name):
+    body = BODIES[name]
+    paths = ["/v1/chat/completions"] if "messages" in body else ["/v1/completions"]
+    content = json.dumps(body, separators=(",", ":")).encode()
+    for path in [*paths, "/v1/route/explain"]:
+        with lag_probe() as spans:
+            response = await warm.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400, 413), response.text[:300]
+        assert max(spans) < MAX_LAG_S, f"{path}: {max(spans)}"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        inference_pb2.GenerateRequest(chat={"messages": [{}] * 500_000}),
+        inference_pb2.GenerateRequest(tokens={"token_ids": [5] * 1_000_000}),
+        inference_pb2.GenerateRequest(text="x", options={"stop_token_ids": [5] * 1_000_000}),
+    ],
+    ids=["messages", "tokens", "stops"],
+)
+async def test_no_message_holds_up_the_loop(warm, request_):
+    async with grpc.aio.insecure_channel(warm.router.grpc_address) as channel:
+        content = request_.SerializeToString()
+        call = channel.unary_unary("/baton.v1.Inference/Generate")
+        with lag_probe() as spans, pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(content, timeout=30)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert max(spans) < MAX_LAG_S
+
+
+PAGES = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/docs", "/nothing"]
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_no_page_holds_up_the_loop(warm, path):
+    with lag_probe() as spans:
+        await warm.client.get(path)
+    assert max(spans) < MAX_LAG_S
+
+
+def test_the_documentation_names_every_bound():
+    text = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
+    limits = text[text.index("## What a client may send") :].replace(",", "")
+    values = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
+    values["MAX_STOP_TOKEN_IDS"] = validation.MAX_STOP_TOKEN_IDS
+    for name, value in values.items():
+        shown = f"{value // 1024} KiB" if name.endswith("_BYTES") else str(value)
+        assert re.search(rf"\b{shown}\b", limits), name
+    for name in LimitsConfig.__struct_fields__:
+        assert f"`{name}`" in limits, name
