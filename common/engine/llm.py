@@ -32,7 +32,7 @@ from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
 from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, InvalidRequestError
-from common.tokenization import IncrementalDetokenizer, StopChecker, Tokenizer
+from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
 
@@ -137,13 +137,13 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> _Prompt:
         if isinstance(prompt, str):
-            return _Prompt(prompt, self._require_tokenizer("prompt").encode(prompt))
-        return _Prompt("", list(prompt))
+            return _Prompt(prompt, self._require_tokenizer("prompt").encode(prompt), is_continued=True)
+        return _Prompt("", list(prompt), is_continued=True)
 
     def _encode_chat(self, messages: Conversation) -> _Prompt:
         tokenizer = self._require_tokenizer("messages")
         text = tokenizer.render_chat(messages, add_generation_prompt=True)
-        return _Prompt(text, tokenizer.encode(text, add_special_tokens=False))
+        return _Prompt(text, tokenizer.encode(text, add_special_tokens=False), is_continued=False)
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -179,15 +179,19 @@ class LLM:
             max_model_len=self.spec.max_model_len,
             max_tokens=sampling.max_tokens,
         )
-        detokenizer = None
+        processor = None
         if self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, context=prompt.token_ids)
+            processor = OutputProcessor(
+                self.tokenizer,
+                continued=prompt.token_ids if prompt.is_continued else (),
+                stops=stops,
+                min_tokens=sampling.min_tokens,
+            )
         return _Generation(
             request_id=RequestId(f"llm-{next(self._request_ids)}"),
             prompt=prompt,
             sampling=sampling,
-            detokenizer=detokenizer,
-            stop_checker=StopChecker(stops),
+            processor=processor,
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -244,6 +248,7 @@ class LLM:
 class _Prompt:
     text: str
     token_ids: list[int]
+    is_continued: bool  # the answer goes on where its text ends, as opposed to a chat's
 
 
 @dataclass(slots=True)
@@ -253,8 +258,7 @@ class _Generation:
     request_id: RequestId
     prompt: _Prompt
     sampling: SamplingParams
-    detokenizer: IncrementalDetokenizer | None
-    stop_checker: StopChecker
+    processor: OutputProcessor | None  # None: the model has no tokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -273,28 +277,16 @@ class _Generation:
         for event in output.events:
             if isinstance(event, RequestStarted):
                 self.num_cached_tokens = event.num_cached_tokens
-        for token in output.tokens:
-            self.token_ids.append(token.token_id)
-            if token.logprobs is not None:
-                self.logprobs.append(token.logprobs)
-            if self.detokenizer is not None and self._stops_at(self.detokenizer.push([token.token_id])):
+        token_ids = [token.token_id for token in output.tokens]
+        self.finish_reason = output.finish_reason
+        if self.processor is not None:
+            piece = self.processor.push(token_ids, output.finish_reason)
+            self.pieces.append(piece.text)
+            if piece.is_stopped:
                 self.finish_reason = FinishReason.STOP
-                return
-        if output.finish_reason is not None:
-            self._finish(output.finish_reason)
-
-    def _finish(self, reason: FinishReason) -> None:
-        self.finish_reason = reason
-        if self.detokenizer is not None and self._stops_at(self.detokenizer.finish()):
-            self.finish_reason = FinishReason.STOP
-        else:
-            self.pieces.append(self.stop_checker.finish())
-
-    def _stops_at(self, piece: str) -> bool:
-        """Add a piece of text. True if it completes a stop string."""
-        result = self.stop_checker.push(piece)
-        self.pieces.append(result.text)
-        return result.stopped
+                del token_ids[len(piece.offsets) :]
+        self.token_ids += token_ids
+        self.logprobs += [token.logprobs for token in output.tokens[: len(token_ids)] if token.logprobs is not None]
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.tokenization import IncrementalDetokenizer
+from common.tokenization.detokenizer import IncrementalDetokenizer
 from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.tokenization import StopChecker
+from common.tokenization.stop import StopChecker
 
 
 def whole(text, stops):

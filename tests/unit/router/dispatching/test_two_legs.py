@@ -29,7 +29,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 8}
 @pytest.fixture
 def text(tokenizer):
     """Text of the first n tokens of the answer."""
-    from common.tokenization import IncrementalDetokenizer
+    from common.tokenization.detokenizer import IncrementalDetokenizer
 
     def text(num_tokens=8):
         detokenizer = IncrementalDetokenizer(tokenizer, context=PROMPT)

@@ -1,0 +1,80 @@
+"""From the tokens of an answer to its text: what a client reads, whoever serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.tokenization.detokenizer import IncrementalDetokenizer
+from common.tokenization.stop import StopChecker, StopResult
+from common.tokenization.tokenizer import Tokenizer
+from common.types import FinishReason
+
+_CONTEXT_TOKENS = 16  # of the prompt's end, enough to know how the answer's first token is spelled there
+
+
+class OutputPiece(NamedTuple):
+    """What some tokens add to the text."""
+
+    text: str  # may lag behind the tokens
+    offsets: list[int]  # characters of the whole answer before each token; those after a stop string have none
+    is_stopped: bool  # a stop string is complete: the answer ends with the last token that has an offset
+
+
+class OutputProcessor:
+    """Detokenises one answer and ends it before the first stop string.
+
+    - A token that ends the generation (end of sequence, stop token) is counted, but is not text.
+    - Stop strings begin to count with the token after the first `min_tokens`.
+    - An answer that continues its prompt's text is spelled as it would be there; one of a chat stands alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        continued: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`continued`: token ids of the prompt whose text the answer continues."""
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, context=continued[-_CONTEXT_TOKENS:], skip_special_tokens=skip_special_tokens
+        )
+        self._stop = StopChecker(stops)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0  # so far
+        self._num_chars = 0  # detokenised so far
+
+    def push(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None = None, *, num_hidden: int = 0
+    ) -> OutputPiece:
+        """Take the next tokens, the last ones if there is a `finish_reason`. The text of the first `num_hidden` is left
+        out. Not to be called again after the end."""
+        text, offsets = "", []
+        num_spelled = len(token_ids) - (finish_reason is FinishReason.STOP)
+        for position, token_id in enumerate(token_ids):
+            offsets.append(self._num_chars)
+            self._num_tokens += 1
+            if position == num_spelled:
+                break
+            result = self._check(self._detokenizer.push((token_id,)))
+            if position >= num_hidden:
+                text += result.text
+            if result.stopped:
+                return OutputPiece(text, offsets, is_stopped=True)
+        if finish_reason is None:
+            return OutputPiece(text, offsets, is_stopped=False)
+        result = self._check(self._detokenizer.finish())
+        text += result.text
+        if not result.stopped:
+            text += self._stop.finish()
+        return OutputPiece(text, offsets, result.stopped)
+
+    def _check(self, piece: str) -> StopResult:
+        """Look for stop strings in text that the last token has brought."""
+        self._num_chars += len(piece)
+        if self._num_tokens <= self._min_tokens:
+            return StopResult(piece, stopped=False)
+        return self._stop.push(piece)
