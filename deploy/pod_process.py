@@ -109,7 +109,7 @@ class PodProcess:
             return
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                os.kill(process.pid, signal.SIGTERM)  # `process.terminate` would poll, and take the exit code away
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await process.wait()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from common.errors import BatonError, InvalidRequestError, UnavailableError
+from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.admission.admission import Admission, Outlook
@@ -149,6 +149,9 @@ class InferenceService:
             yield
         except BatonError as error:
             self.count_error(error)
+            raise
+        except Exception:  # told as an internal error, and logged, by the front
+            self.metrics.errors.labels(ErrorCode.INTERNAL.label).inc()
             raise
 
     def count_error(self, error: BatonError) -> None:

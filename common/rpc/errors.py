@@ -80,7 +80,7 @@ def make_error(
 ) -> BatonError:
     """The BatonError of this code, as a peer reported it."""
     if code is ErrorCode.RESOURCE_EXHAUSTED:
-        return OverloadedError(message, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
+        return OverloadedError(message, param=param, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
     error = _CLASSES.get(code, BatonError)(message, param=param)
     error.code = code
     return error
@@ -127,7 +127,7 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         await abort_with(context, InvalidRequestError(f"a message cannot be parsed: {error}"))
     except Exception:
         logger.exception("a call failed for an unforeseen reason")
-        await abort_with(context, BatonError("internal error; the pod's log has the details"))
+        await abort_with(context, BatonError("internal error; the log of the process that answered has the details"))
 
 
 def error_to_pb(error: BatonError) -> common_pb2.Error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -151,16 +152,21 @@ class AsyncMPClient(AsyncClientBase):
     async def _end_process(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        _send_signal(process, signal.SIGTERM)
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
             logger.warning("the engine process did not stop within %s s and is killed", _STOP_TIMEOUT_S)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _send_signal(process, signal.SIGKILL)
             await process.wait()
+
+
+def _send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Not through `process`, which polls first: that takes the exit code of one that has just ended from asyncio, which
+    logs a warning and reports 255 instead."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
 
 
 def _describe(exit_code: int) -> str:

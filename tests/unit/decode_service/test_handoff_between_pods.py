@@ -204,13 +204,18 @@ async def test_prefill_fails_after_progress(cluster: Cluster) -> None:
     assert cluster.recomputed("prefill_failed") == 1
 
 
+async def lose_third_block(cluster: Cluster) -> None:
+    """Of the prompt, all of which was computed; the last saves come after the first token."""
+    await wait_for(lambda: len(cluster.store) == -(-len(PROMPT) // BLOCK_SIZE))
+    cluster.store.pop(list(cluster.store)[2])
+
+
 async def test_block_lost_from_the_store_is_recomputed(cluster: Cluster) -> None:
     cluster.prefill.gate.shut()
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
     cluster.prefill.gate.open()
     await call
-    await wait_for(lambda: len(cluster.store) == -(-len(PROMPT) // BLOCK_SIZE))  # some come after the call
-    cluster.store.pop(list(cluster.store)[2])
+    await lose_third_block(cluster)
     answer = await cluster.submit()
     await answer.wait_finished()
     assert answer.tokens == EXPECTED
@@ -367,7 +372,7 @@ async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, s
 
 async def test_lost_block_fails_a_request_that_may_not_be_recomputed(cluster: Cluster) -> None:
     await start_prefill(cluster.prefill, engine_request("a", PROMPT))
-    cluster.store.pop(list(cluster.store)[2])
+    await lose_third_block(cluster)
     answer = await cluster.submit(policy=common_pb2.KV_FAILURE_POLICY_FAIL)
     await answer.wait_finished()
     assert answer.error is not None

@@ -39,9 +39,10 @@ async def test_error_keeps_its_class_over_the_wire() -> None:
 
 
 async def test_overload_tells_when_to_come_back() -> None:
-    error = from_rpc_error(await call_failing_with(lambda: OverloadedError("full", retry_after_s=2.5)))
+    failure = OverloadedError("full", param="x-slo-ttft-ms", retry_after_s=2.5)
+    error = from_rpc_error(await call_failing_with(lambda: failure))
     assert isinstance(error, OverloadedError)
-    assert error.retry_after_s == 2.5
+    assert (error.retry_after_s, error.param) == (2.5, "x-slo-ttft-ms")
 
 
 async def test_a_message_is_one_short_line_whatever_it_quotes() -> None:

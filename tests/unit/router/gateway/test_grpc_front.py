@@ -173,6 +173,18 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
     await cluster.until_quiet()
 
 
+async def test_an_unforeseen_failure_is_counted_and_logged(stub, cluster, monkeypatch, caplog):
+    async def fail(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cluster.router.service, "prepare", fail)
+    with pytest.raises(grpc.aio.AioRpcError, match="the log of the process that answered") as caught:
+        await stub.Generate(inference_pb2.GenerateRequest(text="a"), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert cluster.metric("baton_request_errors_total", code="internal") == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
 async def test_models_and_reflection_and_health(stub, channel, cluster):
     (model,) = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=30)).models
     assert (model.name, model.max_model_len) == ("baton-demo", 4096)
