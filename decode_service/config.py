@@ -19,15 +19,6 @@ class DecodeConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     handoff_stall_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds between two events of a prefill that is being computed.")
     ] = 30.0
-    handoff_quarantine_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds for which blocks stay reserved that a lost prefill pod may still write to. A living "
-            "one no longer does after the time in which it notices the loss (15 s at most), a step, and its "
-            "connector's transfer timeout.",
-        ),
-    ] = 60.0
     kv_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(

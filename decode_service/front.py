@@ -33,7 +33,7 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
 
     def __init__(self, pod: PodContext, config: DecodeConfig) -> None:
         max_blocks = max(1, int(config.max_quarantined_share * pod.spec.num_blocks))
-        quarantine = Quarantine(duration_s=config.handoff_quarantine_s, max_blocks=max_blocks)
+        quarantine = Quarantine(max_blocks)
         self._around = Surroundings(
             pod=pod,
             config=config,

@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
 DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not say how long it is
+DEFAULT_QUARANTINE_S = 60.0  # the same
+_LONGEST_S = 86_400.0  # of either that is believed
 RENEWALS_PER_LEASE = 3  # so that one may be late
 MIN_RENEWAL_S = 0.01  # whatever lease the prefill pod names
 GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
@@ -107,7 +109,7 @@ class Consumer(Protocol):
     def note_quiescent(self) -> None:
         """Direct connectors: the prefill pod writes no more. Also called after the request has ended."""
 
-    def quarantine(self, num_blocks: int) -> None:
+    def quarantine(self, num_blocks: int, duration_s: float) -> None:
         """Direct connectors: it is not known when the prefill pod stops writing to so many blocks. In place of
         `note_quiescent`."""
 
@@ -174,6 +176,7 @@ class Handoff:
         self._held: asyncio.Future[_Held] = asyncio.get_running_loop().create_future()
         self._told_held = False
         self._lease_s = DEFAULT_LEASE_S
+        self._quarantine_s = DEFAULT_QUARANTINE_S
         self._told_quiescent = not offer.is_direct
         self._is_ended = asyncio.get_running_loop().create_future()
         self._stream_is_over = False  # its last event has come
@@ -228,7 +231,7 @@ class Handoff:
             return
         self._told_quiescent = True
         if self._may_be_written:
-            self._consumer.quarantine(len(self._held.result().block_ids))
+            self._consumer.quarantine(len(self._held.result().block_ids), self._quarantine_s)
         else:
             self._consumer.note_quiescent()
 
@@ -325,7 +328,8 @@ class Handoff:
             case "computing" if self.phase is Phase.OPENING:
                 self._check_block_size(event.computing)
                 self.phase = Phase.RESERVED
-                self._lease_s = event.computing.lease_s or DEFAULT_LEASE_S
+                self._lease_s = _duration(event.computing.lease_s, DEFAULT_LEASE_S)
+                self._quarantine_s = _duration(event.computing.quarantine_s, DEFAULT_QUARANTINE_S)
                 self._consumer.reserve()
             case "progress" if self.phase is Phase.RESERVED:
                 self._advance(event.progress.num_ready_tokens, event.progress.digests)
@@ -418,7 +422,7 @@ class Handoff:
     async def _take_leave(self, call: _Call, reading: _Reading | None) -> None:
         """End the call. If the prefill pod still works for us, let it know that it may stop; if it may be writing into
         our blocks, wait until it has."""
-        timeout_s = self._timeouts.handoff_quarantine_s if self._may_be_written else GOODBYE_TIMEOUT_S
+        timeout_s = self._quarantine_s if self._may_be_written else GOODBYE_TIMEOUT_S
         try:
             if not call.done():
                 async with asyncio.timeout(timeout_s):
@@ -455,3 +459,8 @@ def _see_exception(reading: _Reading) -> None:
     """The status of a call that we have left interests nobody."""
     if not reading.cancelled():
         reading.exception()
+
+
+def _duration(seconds: float, default: float) -> float:
+    """What a prefill pod says of its times, if it makes sense."""
+    return seconds if 0 < seconds <= _LONGEST_S else default

@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 class Quarantine:
     """Owns the timers. Blocks cannot be freed early, so a bound can only keep new ones from coming: see `is_full`."""
 
-    def __init__(self, *, duration_s: float, max_blocks: int) -> None:
-        self._duration_s = duration_s
+    def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_closed = False
@@ -29,8 +28,8 @@ class Quarantine:
         """True: no more blocks should be lent to prefill pods for now."""
         return self.num_blocks >= self._max_blocks
 
-    def hold(self, num_blocks: int, on_end: Callable[[], None]) -> None:
-        """Call `on_end` when so many blocks can no longer be written to."""
+    def hold(self, num_blocks: int, duration_s: float, on_end: Callable[[], None]) -> None:
+        """Call `on_end` after so many seconds, when these blocks can no longer be written to."""
         if self._is_closed:
             return
 
@@ -39,9 +38,9 @@ class Quarantine:
             self.num_blocks -= num_blocks
             on_end()
 
-        logger.warning("%d KV blocks are in quarantine for %g s", num_blocks, self._duration_s)
+        logger.warning("%d KV blocks are in quarantine for %g s", num_blocks, duration_s)
         self.num_blocks += num_blocks
-        timer = asyncio.get_running_loop().call_later(self._duration_s, end)
+        timer = asyncio.get_running_loop().call_later(duration_s, end)
         self._timers.add(timer)
 
     def close(self) -> None:

@@ -170,9 +170,9 @@ class DecodeRequest:
         if self._engine_id is not None and self._remote is not None:
             self._pod.requests.quiesce_transfer(TransferQuiesced(request_id=self._engine_id, epoch=self._remote.epoch))
 
-    def quarantine(self, num_blocks: int) -> None:
+    def quarantine(self, num_blocks: int, duration_s: float) -> None:
         """Time has to tell when they are."""
-        self._around.quarantine.hold(num_blocks, self.note_quiescent)
+        self._around.quarantine.hold(num_blocks, duration_s, self.note_quiescent)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 

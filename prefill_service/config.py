@@ -16,3 +16,11 @@ class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     transfer_lease_s: Annotated[
         float, Meta(gt=0, description="Seconds that one side of a handoff waits for news of the other.")
     ] = 30.0
+    handoff_quarantine_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Seconds for which decode pods that have lost this one keep blocks reserved to which it may "
+            "still write (direct connectors). Default: the connector's timeout_s, plus 30 to notice the loss and for a "
+            "step."
+        ),
+    ] = None

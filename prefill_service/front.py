@@ -6,9 +6,13 @@ import grpc
 
 from common.pb.pods_pb2_grpc import add_HandoffServicer_to_server, add_PrefillServicer_to_server
 from common.pod.context import PodContext
+from common.rpc.options import KEEPALIVE_INTERVAL_MS, KEEPALIVE_TIMEOUT_MS
 from prefill_service.config import PrefillConfig
 from prefill_service.servicers import HandoffServicer, PrefillServicer
 from prefill_service.transfers import TransferRegistry
+
+_NOTICING_S = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # until a broken connection is noticed
+_STEP_S = 15.0  # for a step that begins with it; longer than any
 
 
 class PrefillFront:
@@ -24,7 +28,8 @@ class PrefillFront:
             is_direct=pod.spec.is_direct,
         )
         self._prefill = PrefillServicer(pod, self.transfers)
-        self._handoff = HandoffServicer(pod, self.transfers)
+        quarantine_s = config.handoff_quarantine_s or pod.spec.max_write_s + _NOTICING_S + _STEP_S
+        self._handoff = HandoffServicer(pod, self.transfers, quarantine_s=quarantine_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicers."""

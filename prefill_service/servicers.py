@@ -76,8 +76,10 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
 class HandoffServicer(pods_pb2_grpc.HandoffServicer):
     """Tells decode pods what has become of their KV."""
 
-    def __init__(self, pod: PodContext, transfers: TransferRegistry) -> None:
+    def __init__(self, pod: PodContext, transfers: TransferRegistry, *, quarantine_s: float) -> None:
+        """`quarantine_s`: see PrefillConfig."""
         self._pod = pod
+        self._quarantine_s = quarantine_s
         self._transfers = transfers
         self._readers = TaskSet()
         self._num_streams = 0
@@ -128,6 +130,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                     incarnation=self._pod.incarnation,
                     lease_s=self._transfers.lease_s,
                     block_size=self._pod.spec.block_size,
+                    quarantine_s=self._quarantine_s,
                 )
                 await context.write(pods_pb2.HandoffEvent(computing=computing))
             if transfer.error is not None and not transfer.is_quiet:

@@ -107,7 +107,9 @@ class EngineCore:
         if opened is None:
             return
         facts: ConnectorFacts = opened.facts
-        self.spec = msgspec.structs.replace(self.spec, is_direct=facts.is_direct, connector_address=facts.address)
+        self.spec = msgspec.structs.replace(
+            self.spec, is_direct=facts.is_direct, connector_address=facts.address, max_write_s=facts.max_write_s
+        )
         self._port = TransferPort(kv, facts, self._actor)
         self._actor.start(opened.connector, facts, self.spec.block_size)
 

@@ -76,6 +76,7 @@ class ConnectorFacts:
     """What the engine and its peers must know of an open connector."""
 
     is_direct: bool = False
+    max_write_s: float = 0.0  # direct: seconds from the beginning of a write to its end, whatever happens
     address: bytes = b""  # direct: what a producer's connector needs to write into this KV cache; opaque to all others
     keeps_blocks: bool = False  # lookups find what was saved before
     wants_offloads: bool = False  # keeps_blocks, and every full block is to be saved, not only those of handoffs

@@ -174,6 +174,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_per_block: int
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_address: bytes = b""  # of a direct connector
+    max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -596,22 +596,26 @@ class HandoffComputing(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    QUARANTINE_S_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Incarnation id of the prefill pod."""
     lease_s: _builtins.float
     """Seconds for which it waits for `reserved` or `renew`."""
     block_size: _builtins.int
     """Tokens per KV block of the prefill pod: the KV comes in such."""
+    quarantine_s: _builtins.float
+    """Direct connectors: seconds after a break of this stream in which it may still write."""
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         block_size: _builtins.int = ...,
+        quarantine_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incarnation", b"incarnation", "lease_s", b"lease_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incarnation", b"incarnation", "lease_s", b"lease_s", "quarantine_s", b"quarantine_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

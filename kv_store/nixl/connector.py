@@ -101,7 +101,7 @@ class NixlWorkerConnector:
         address = NixlAddress(
             agent_name=self._agent.name, metadata=self._agent.metadata, fingerprint=fingerprint, region=region
         )
-        return ConnectorFacts(is_direct=True, address=address.encode())
+        return ConnectorFacts(is_direct=True, address=address.encode(), max_write_s=self._options.timeout_s)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

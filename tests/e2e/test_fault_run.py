@@ -247,7 +247,7 @@ def jobs() -> list[Job]:
 def settings(tmp_path: Path) -> Path:
     """A --config file. A killed pod's writes are over at once, or the answers tell."""
     path = tmp_path / "settings.yaml"
-    path.write_text(f"router: {{remote_prefill: prefer}}\ndecode: {{handoff_quarantine_s: {QUARANTINE_S}}}\n")
+    path.write_text(f"router: {{remote_prefill: prefer}}\nprefill: {{handoff_quarantine_s: {QUARANTINE_S}}}\n")
     return path
 
 

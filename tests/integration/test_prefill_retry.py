@@ -47,9 +47,9 @@ async def cluster(request) -> AsyncIterator[Cluster]:
     store: Store | None = {} if request.param else None
     shut = [StepGate(is_open=False), StepGate(is_open=False)]
     async with (
-        prefill_pod(store, gate=shut[0]) as first,
-        prefill_pod(store, gate=shut[1]) as second,
-        decode_pod(store, handoff_quarantine_s=0.5) as decode,
+        prefill_pod(store, gate=shut[0], handoff_quarantine_s=0.5) as first,
+        prefill_pod(store, gate=shut[1], handoff_quarantine_s=0.5) as second,
+        decode_pod(store) as decode,
     ):
         config = RouterConfig(
             port=0, grpc_port=0, shutdown_grace_s=0.0, remote_prefill="prefer",

@@ -39,8 +39,8 @@ ROUTER_SETTINGS = {"remote_prefill": "prefer", "eject_base_s": 1, "eject_max_s":
 # Few tokens per step and few requests at once, so that every stage lasts and queues form. A pod that was killed writes
 # no more, and one that hung goes on before the quarantine of what it might write to has ended.
 SETTINGS: Settings = {
-    "prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 2},
-    "decode": {"max_num_batched_tokens": 32, "max_num_seqs": 2, "handoff_quarantine_s": 5},
+    "prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 2, "handoff_quarantine_s": 5},
+    "decode": {"max_num_batched_tokens": 32, "max_num_seqs": 2},
     "router": ROUTER_SETTINGS,
 }
 

@@ -20,8 +20,8 @@ VICTIMS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 FIRST_KILL = 0.1  # share of the tokens that clients have received
 RUN_DEADLINE_S = 300.0
 SETTINGS: Settings = {
-    "prefill": {},
-    "decode": {"max_num_seqs": 32, "handoff_quarantine_s": 5},
+    "prefill": {"handoff_quarantine_s": 5},
+    "decode": {"max_num_seqs": 32},
     "router": ROUTER_SETTINGS,
 }
 

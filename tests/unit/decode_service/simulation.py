@@ -482,7 +482,6 @@ class DecodePod(Pod):
         config = DecodeConfig(
             pod_id="decode",
             connector="direct",
-            handoff_quarantine_s=QUARANTINE_S,
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(),
         )
@@ -494,7 +493,7 @@ class DecodePod(Pod):
             config=config,
             peers=peers,
             handoffs=TaskSet(),
-            quarantine=Quarantine(duration_s=config.handoff_quarantine_s, max_blocks=max_blocks),
+            quarantine=Quarantine(max_blocks),
         )
         self.session = RouterSession(self.around)
         self.commands = Pipe(network)

@@ -164,7 +164,7 @@ async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
         await may_write.wait()
         written.extend(events.deltas)
 
-    quarantine = Quarantine(duration_s=DEADLINE_S, max_blocks=1)
+    quarantine = Quarantine(1)
     session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
     running = asyncio.create_task(session.run(commands(), write))
     await wait_for(lambda: is_writing.is_set() and len(session) == 0)

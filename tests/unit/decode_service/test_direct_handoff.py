@@ -151,8 +151,8 @@ async def test_blocks_stay_lent_until_the_prefill_pod_is_quiescent(cluster: Clus
 async def test_prefill_pod_dies_while_it_writes(caplog: pytest.LogCaptureFixture) -> None:
     connector = SlowConnector()
     async with (
-        prefill_pod(None, executor={"connector": connector}) as prefill,
-        decode_pod(None, handoff_quarantine_s=0.2) as decode,
+        prefill_pod(None, executor={"connector": connector}, handoff_quarantine_s=0.2) as prefill,
+        decode_pod(None) as decode,
         FakeRouter(decode) as router,
     ):
         cluster = Cluster(prefill, decode, router, connector)
@@ -172,8 +172,8 @@ async def test_recompute_does_not_wait_for_the_quarantine_which_bounds_handoffs(
     """Here it outlasts the test: what the lost pod may write to is nobody's, and no more is lent."""
     connector = SlowConnector()
     async with (
-        prefill_pod(None, executor={"connector": connector}) as prefill,
-        decode_pod(None, handoff_quarantine_s=DEADLINE_S * 10, max_quarantined_share=0.01) as decode,
+        prefill_pod(None, executor={"connector": connector}, handoff_quarantine_s=DEADLINE_S * 10) as prefill,
+        decode_pod(None, max_quarantined_share=0.01) as decode,
         FakeRouter(decode) as router,
     ):
         cluster = Cluster(prefill, decode, router, connector)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,13 +16,13 @@ from common.rpc.server import RpcServer
 from common.types import SampledToken
 from decode_service import handoff as handoff_module
 from decode_service.config import DecodeConfig
-from decode_service.handoff import Handoff, Offer, Phase
+from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, Offer, Phase
 from tests.pods import DEADLINE_S, wait_for
 
 Context = grpc.aio.ServicerContext
 Script = Callable[[AsyncIterator[pods_pb2.HandoffCommand], Context], Awaitable[None]]
 
-COMPUTING = pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1))
+COMPUTING = pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1, quarantine_s=41.5))
 
 
 def progress(num_tokens: int, *digests: bytes) -> pods_pb2.HandoffEvent:
@@ -84,8 +85,8 @@ class RecordingConsumer:
     def note_quiescent(self) -> None:
         self.calls.append(("quiescent",))
 
-    def quarantine(self, num_blocks: int) -> None:
-        self.calls.append(("quarantine", num_blocks))
+    def quarantine(self, num_blocks: int, duration_s: float) -> None:
+        self.calls.append(("quarantine", num_blocks, duration_s))
 
 
 @asynccontextmanager
@@ -212,7 +213,7 @@ async def direct_handoff_with(
     events: list[pods_pb2.HandoffEvent], *, break_off: bool = False, on_cancel: pods_pb2.HandoffEvent | None = None
 ) -> AsyncIterator[tuple[Handoff, RecordingConsumer, ScriptedHandoff]]:
     """The prefill pod says `events` once blocks are reserved, then breaks off or answers a cancellation."""
-    async with handoff_with([], is_direct=True, handoff_quarantine_s=DEADLINE_S) as (handoff, consumer, servicer):
+    async with handoff_with([], is_direct=True) as (handoff, consumer, servicer):
 
         def reserve() -> None:
             consumer.calls.append(("reserve",))
@@ -291,7 +292,7 @@ async def test_blocks_are_quarantined_without_a_verdict(how: str) -> None:
         ("reserve",),
         ("load", 16),
         *(("recompute", each, 16) for each in reason),
-        ("quarantine", 2),
+        ("quarantine", 2, 41.5),
     ]
 
 
@@ -305,7 +306,7 @@ async def test_recompute_does_not_wait_for_the_goodbye() -> None:
         assert not running.done()  # it waits for the verdict
         running.cancel()
         await asyncio.wait({running})
-    assert consumer.calls[-1] == ("quarantine", 2)
+    assert consumer.calls[-1] == ("quarantine", 2, 41.5)
 
 
 async def test_blocks_that_were_not_named_are_free_at_once() -> None:
@@ -313,3 +314,19 @@ async def test_blocks_that_were_not_named_are_free_at_once() -> None:
         await handoff.run()
         handoff.note_held(16, [5, 6])  # too late
     assert consumer.calls == [("reserve",), ("recompute", "handoff_broken", 0), ("quiescent",)]
+
+
+@pytest.mark.parametrize("told", [0.0, -1.0, math.nan, math.inf, 1e300])
+async def test_a_quarantine_that_is_none_is_the_default(told: float) -> None:
+    async with handoff_with([], is_direct=True) as (handoff, consumer, servicer):
+
+        async def script(request_iterator, context):
+            await anext(request_iterator)
+            computing = pods_pb2.HandoffComputing(incarnation=1, quarantine_s=told)
+            await context.write(pods_pb2.HandoffEvent(computing=computing))
+            await anext(request_iterator)
+
+        servicer.script = script
+        consumer.reserve = lambda: handoff.note_held(16, [5, 6])  # type: ignore[method-assign]
+        await handoff.run()
+    assert consumer.calls[-1] == ("quarantine", 2, DEFAULT_QUARANTINE_S)

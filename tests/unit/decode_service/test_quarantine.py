@@ -7,11 +7,11 @@ from tests.pods import wait_for
 
 
 async def test_blocks_come_back_in_their_time() -> None:
-    quarantine = Quarantine(duration_s=0.01, max_blocks=3)
+    quarantine = Quarantine(3)
     ended: list[str] = []
-    quarantine.hold(2, lambda: ended.append("first"))
+    quarantine.hold(2, 0.01, lambda: ended.append("first"))
     assert not quarantine.is_full
-    quarantine.hold(1, lambda: ended.append("second"))
+    quarantine.hold(1, 0.01, lambda: ended.append("second"))
     assert (quarantine.num_blocks, quarantine.is_full, ended) == (3, True, [])
     await wait_for(lambda: len(ended) == 2)
     assert ended == ["first", "second"]
@@ -19,11 +19,11 @@ async def test_blocks_come_back_in_their_time() -> None:
 
 
 async def test_closed_quarantine_tells_nobody() -> None:
-    quarantine = Quarantine(duration_s=0, max_blocks=1)
+    quarantine = Quarantine(1)
     ended: list[str] = []
-    quarantine.hold(1, lambda: ended.append("before"))
+    quarantine.hold(1, 0, lambda: ended.append("before"))
     quarantine.close()
-    quarantine.hold(1, lambda: ended.append("after"))
+    quarantine.hold(1, 0, lambda: ended.append("after"))
     assert quarantine.num_blocks == 0
     asyncio.get_running_loop().call_later(0, ended.append, "later")
     await wait_for(lambda: bool(ended))
