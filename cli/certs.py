@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="baton certs",
         description="Makes a certificate authority for development, and certificates for router, prefill and decode, "
-        f"valid for {VALID_DAYS} days. Keep ca.key to yourself: whoever has it can join the cluster.",
+        f"valid for {VALID_DAYS} days. Keep ca.key private: every process that has it can join the cluster.",
         allow_abbrev=False,
     )
     parser.add_argument("--dir", required=True, metavar="DIR", help="Where to put them.")

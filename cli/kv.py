@@ -131,7 +131,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """ "3 min ago"; by another machine's clock it may lie ahead."""
+    """ "3 min ago"; by another machine's clock it may be in the future."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} ago"
@@ -145,7 +145,7 @@ def _age(used_at: float | None, now: float) -> str:
 def _confirmed(store: StoreInspector, namespace: str | None) -> bool:
     """Asks the person at the terminal. Raises ConfigError if there is none."""
     if not sys.stdin.isatty():
-        raise ConfigError("--yes: required where nobody can be asked", param="yes")
+        raise ConfigError("--yes: required when stdin is not a terminal", param="yes")
     sizes = [block.num_bytes for block in store.blocks(namespace)]
     answer = input(f"Delete {len(sizes)} blocks, {format_bytes(sum(sizes))}? [y/N] ")
     return answer.strip().lower() in ("y", "yes")

@@ -27,7 +27,7 @@ class RouterError(BatonError):
 
 
 class RouterUnreachableError(RouterError):
-    """Nobody answers at the URL."""
+    """Nothing answers at the URL."""
 
     exit_code = EXIT_UNREACHABLE
 

@@ -178,7 +178,7 @@ class EngineDeadError(UnavailableError):
 
 
 class UnattainableError(UnavailableError):
-    """No pod could keep a limit that the request names, even if it served nobody else."""
+    """No pod could keep a limit that the request names, even with no other request."""
 
 
 class DeadlineExceededError(BatonError):

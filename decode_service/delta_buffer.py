@@ -28,7 +28,8 @@ class DeltaBuffer:
         self._news.set()
 
     async def wait_for_room(self) -> None:
-        """Return once fewer than `max_keys` deltas are pending. Whoever opens new keys on demand of the peer waits."""
+        """Return once fewer than `max_keys` deltas are pending. Callers that open new keys on demand of the peer wait
+        here."""
         while len(self._pending) >= self._max_keys:
             self._taken.clear()
             await self._taken.wait()

@@ -20,7 +20,7 @@ In the last case it is the prefill pod that waits, and holds KV: its lease is re
 other leases see `prefill_service.transfers`.
 
 A handoff joins one incarnation of either pod: the end of one breaks the stream, and its successor knows nothing of the
-handoff. What the router tries next has another epoch, so that what is left of this one concerns nobody.
+handoff. What the router tries next has another epoch, so that nothing that is left of this one matters.
 
 A direct connector's producer is also told which blocks these are, and writes into them. They stay reserved until it is
 quiet, whatever became of the request meanwhile: its `delivered` or `failed` says so, also as the answer to our
@@ -456,7 +456,7 @@ async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
 
 
 def _see_exception(reading: _Reading) -> None:
-    """The status of a call that we have left interests nobody."""
+    """The status of a call that we have left does not matter."""
     if not reading.cancelled():
         reading.exception()
 

@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 32 * 1024  # longer lines of output are cut
 PROBE_INTERVAL_S = 0.1
 OUTPUT_DRAIN_S = 1.0  # for what a dead pod had written last
 _ERROR_PREFIX = "baton: error: "
-_READY_PREFIX = "ready role="  # what a pod prints for whoever starts it by hand; here the probe tells
+_READY_PREFIX = "ready role="  # what a pod prints when it is started by hand; here the probe tells
 
 
 class PodSpec(NamedTuple):
@@ -196,7 +196,7 @@ class PodProcess:
     def _hear(self, raw: bytes) -> None:
         line = raw.decode("utf-8", "replace").rstrip()
         if line.startswith(_ERROR_PREFIX) and not self.ready.is_set():
-            self._error_line = line.removeprefix(_ERROR_PREFIX)  # told once, by whoever ends the cluster
+            self._error_line = line.removeprefix(_ERROR_PREFIX)  # printed once, when the cluster ends
         elif line and not line.startswith(_READY_PREFIX):
             self._last_lines.append(line)
             if not self.spec.quiet:

@@ -7,7 +7,7 @@ import socket
 
 from common.errors import ConfigError
 
-# Below the range from which the kernel takes ports of outgoing connections, so that nobody takes a pod's port
+# Below the range from which the kernel takes ports of outgoing connections, so that no other process takes a pod's port
 # between its choice and its use, nor between a death and the restart.
 _FIRST, _LAST = 20000, 32000
 _ATTEMPTS = 200
@@ -29,7 +29,7 @@ def pick_ports(host: str, count: int) -> list[int]:
 
 
 def check_free(host: str, port: int, option: str) -> None:
-    """Raises ConfigError, naming `option`, if nobody could listen on host:port."""
+    """Raises ConfigError, naming `option`, if host:port cannot be listened on."""
     problem = _bind_problem(host, port)
     if problem is not None:
         raise ConfigError(f"{option}: cannot listen on {host}:{port}: {problem}", param=option)

@@ -75,7 +75,7 @@ async def first_model(host: str, port: int) -> str | None:
 
 
 def _get(host: str, port: int, path: str, headers: Mapping[str, str] = _NO_HEADERS) -> tuple[int, bytes]:
-    """Status and body; status 0 if nobody answers."""
+    """Status and body; status 0 if nothing answers."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", path, headers=dict(headers))

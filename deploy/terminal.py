@@ -62,5 +62,5 @@ class Terminal:
         try:
             stream.write(text + "\n")
             stream.flush()
-        except (BrokenPipeError, ValueError):  # nobody reads any more; the cluster goes on
+        except (BrokenPipeError, ValueError):  # the terminal is gone; the cluster goes on
             pass

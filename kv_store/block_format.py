@@ -5,8 +5,8 @@ tokens) and what its bytes are (length, digest). A receiver knows all of that bu
 `verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
 frame to interpret, and nothing is unpickled.
 
-The digest is XXH3-128: it finds what media and software break. It is no defence against somebody who may write to the
-medium and wants to deceive.
+The digest is XXH3-128: it finds what media and software break. It is no defence against an attacker who may write to
+the medium and wants to deceive.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ThreadGate:
     def wait_for_arrival(self) -> None:
         """Return once one more thread has come to the gate."""
         if not self._arrived.acquire(timeout=_GATE_TIMEOUT_S):
-            raise TimeoutError("nobody came to the gate")
+            raise TimeoutError("no thread came to the gate")
 
     def let_one_through(self) -> None:
         """Let one thread through, now or when it comes."""
@@ -42,7 +42,7 @@ class ThreadGate:
         self._arrived.release()
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_permits > 0, _GATE_TIMEOUT_S):
-                raise TimeoutError("nobody opened the gate")
+                raise TimeoutError("the gate was not opened")
             self._num_permits -= 1
 
     def _permit(self, num_threads: float) -> None:

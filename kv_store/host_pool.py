@@ -81,7 +81,7 @@ class HostPool:
             self._arena = self._arena[:0]
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the books while nobody reads or writes; empty if they are right."""
+        """What is wrong with the books while no thread reads or writes; empty if they are right."""
         with self._lock:
             frames = [*self._free, *self._found.values()]
             wrong = [] if sorted(frames) == list(range(len(self._arena))) else ["frames are lost or have two owners"]
@@ -131,7 +131,7 @@ class HostPool:
         return index
 
     def _take_frame_for(self, key: BlockHash) -> int | None:
-        """A frame to fill. None if the block is there already, or if all frames are in somebody's hands."""
+        """A frame to fill. None if the block is there already, or if all frames are in use."""
         if self._find(key) is not None:
             return None
         if self._free:

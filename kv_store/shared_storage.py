@@ -3,15 +3,16 @@
     path/<namespace>/<first 2 hex digits of the hash>/<hash>.kv
 
 A frame is written to a temporary file beside its place and renamed into it, so a name shows a whole frame or none, with
-no locks and whoever dies when. What dead writers left is deleted an hour later by whoever looks through its directory.
-Nothing is synced to disk: what a power failure leaves behind is cut short, and its reader notices. On a network file
-system a file may be deleted elsewhere at any moment, also while it is open (ESTALE): then it is not there.
+no locks, whichever process dies and when. What dead writers left is deleted an hour later by the next process that
+lists its directory. Nothing is synced to disk: what a power failure leaves behind is cut short, and its reader notices.
+On a network file system a file may be deleted elsewhere at any moment, also while it is open (ESTALE): then it is not
+there.
 
 Use is recorded in a file's modification time, which we set ourselves: access times are off on many mounts.
 
-Any number of processes write to one directory and none of them knows its size. So that nobody has to look through all
-of a large one at once, the bound holds for each part of it, which is a share of the 256 directories of each model. As
-hashes are uniform, so are the parts. A process looks through all at start, and through a part whenever it has itself
+Any number of processes write to one directory and none of them knows its size. So that no process has to look through
+all of a large one at once, the bound holds for each part of it, which is a share of the 256 directories of each model.
+As hashes are uniform, so are the parts. A process looks through all at start, and through a part whenever it has itself
 written another sixteenth of that part's bound to it. If less than that is left, it deletes the part's least recently
 used files, whatever their model and writer, until an eighth is free. So n writers may together exceed the bound by n/16
 of it.
@@ -54,7 +55,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 _SUFFIX = ".kv"
 _TEMP_SUFFIX = ".tmp"
-_STALE_TEMP_S = 3600.0  # the longest timeout_s: whoever writes such a file has given up or died
+_STALE_TEMP_S = 3600.0  # the longest timeout_s: the writer of such a file has given up or died
 _MEMORY = "/dev/shm"  # noqa: S108 - what we use below it is checked for owner and mode
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -261,7 +262,7 @@ class SharedStorageStore:
 
 
 def _default_path() -> str:
-    """A directory of this user's alone, in memory where there is one. Raises ConfigError if somebody else made it."""
+    """A directory of this user's alone, in memory where there is one. Raises ConfigError if another user made it."""
     base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     path = f"{base}/baton-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

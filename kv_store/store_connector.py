@@ -99,7 +99,7 @@ class _Job:
     @property
     def urgency(self) -> int:
         """The less, the sooner: by who waits for it. A request cannot be computed, or not for less; a peer's request
-        waits; nobody waits."""
+        waits; the caller does not."""
         if self.kind == "save":
             return 3 if self.transfer.is_for_tier else 2
         return 0 if self.kind == "lookup" else 1

@@ -1,6 +1,6 @@
 """One prefill in the engine, from submission to the last saved block.
 
-1. `start` submits it: a producer if somebody will fetch the KV, else a request for a single token.
+1. `start` submits it: a producer if a decode pod will fetch the KV, else a request for a single token.
 2. The engine says RequestStarted, KVSaved as chunks leave, and the first token; saves may go on after it.
 3. With the first token and all KV saved, the transfer is delivered. Whatever goes wrong before fails it.
 
@@ -138,8 +138,8 @@ class Producer:
             self._deliver_if_complete()
 
     def fail(self, error: BatonError) -> None:
-        """No more will come: whoever waits for the token or the KV hears why. A dead engine writes nothing."""
-        self._end(error, is_quiet=not self._may_write or isinstance(error, EngineDeadError))
+        """No more will come: those that wait for the token or the KV are told why. A dead engine writes nothing."""
+        self._end(error, is_quiescent=not self._may_write or isinstance(error, EngineDeadError))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -157,16 +157,16 @@ class Producer:
         else:
             self._end(error)
 
-    def _end(self, error: BatonError, *, is_quiet: bool = True) -> None:
+    def _end(self, error: BatonError, *, is_quiescent: bool = True) -> None:
         self._forget()
         if self._transfer is not None:
-            self._transfers.fail(self._transfer, error, is_quiet=is_quiet)
+            self._transfers.fail(self._transfer, error, is_quiescent=is_quiescent)
         self._refuse_token(error)
 
     def _refuse_token(self, error: BatonError) -> None:
         if not self.first_token.done():
             self.first_token.set_exception(error)
-            self.first_token.exception()  # seen, even if nobody waits any more
+            self.first_token.exception()  # seen, even if no caller waits any more
 
     def _note_started(self, event: RequestStarted) -> None:
         self._started = event

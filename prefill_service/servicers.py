@@ -133,7 +133,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                     quarantine_s=self._quarantine_s,
                 )
                 await context.write(pods_pb2.HandoffEvent(computing=computing))
-            if transfer.error is not None and not transfer.is_quiet:
+            if transfer.error is not None and not transfer.is_quiescent:
                 raise transfer.error
             if transfer.is_settled:
                 await context.write(_verdict(transfer, transfer.digests[told_digests:]))

@@ -21,7 +21,7 @@ A direct connector's transfer is settled only when its engine writes no more: a 
 After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
 A failed transfer is only remembered; it no longer counts as open work of the pod.
 
-Leases. Each wait has one; whoever is waited for renews it by being heard of:
+Leases. Each wait has one; news of the awaited side renews it:
 
     waits for                                       began with                      renewed by
     the producer                                    the consumer's stream           (nothing)
@@ -103,7 +103,7 @@ class Transfer:
         self.first_token: SampledToken | None = None  # set once all KV is there: delivered
         self.error: BatonError | None = None  # set if it failed
         self.changed = asyncio.Event()  # news for the consumer
-        self.is_quiet = True  # False: it failed, and nobody knows whether its engine still writes
+        self.is_quiescent = True  # False: it failed, and its engine may still write
         self.producer: ProducingLeg | None = None  # while it runs
         self.lease: asyncio.TimerHandle | None = None
 
@@ -176,12 +176,12 @@ class TransferRegistry:
             transfer.first_token = first_token
             self._settle(transfer)
 
-    def fail(self, transfer: Transfer, error: BatonError, *, is_quiet: bool = True) -> None:
-        """No more KV will come. The first verdict counts. `is_quiet` False: but a direct connector may still write, so
-        that the consumer gets no verdict."""
+    def fail(self, transfer: Transfer, error: BatonError, *, is_quiescent: bool = True) -> None:
+        """No more KV will come. The first verdict counts. `is_quiescent` False: but a direct connector may still write,
+        so that the consumer gets no verdict."""
         if not transfer.is_settled:
             transfer.error = error
-            transfer.is_quiet = is_quiet
+            transfer.is_quiescent = is_quiescent
             self._admission.release()
             self._settle(transfer)
 
@@ -249,13 +249,13 @@ class TransferRegistry:
     def forget(self) -> None:
         """After `close`: the consumers of what is left have had their time."""
         for transfer in list(self._transfers.values()):
-            self.fail(transfer, UnavailableError("the pod is closing"), is_quiet=False)
+            self.fail(transfer, UnavailableError("the pod is closing"), is_quiescent=False)
             self._remove(transfer)
 
     def violations(self) -> list[str]:
-        """Transfers that nobody will remove."""
+        """Transfers that will never be removed."""
         return [
-            f"transfer {transfer.key}: nobody will remove it"
+            f"transfer {transfer.key}: it will never be removed"
             for transfer in self._transfers.values()
             if transfer.lease is None
             and transfer.producer is None

@@ -128,5 +128,5 @@ class RouterMetrics:
             self.errors.labels(code.label)
 
     def watch_index(self, index: PrefixIndex) -> None:
-        """Show what `index` holds whenever somebody asks."""
+        """Show what `index` holds whenever metrics are read."""
         self.registry.register(IndexMetrics(index))

@@ -52,7 +52,7 @@ class Route(NamedTuple):
     prefill: Sent | None
 
 
-class _Seat:
+class _KnownPod:
     """The router's side of one simulated pod."""
 
     def __init__(self, pod: SimulatedPod, load: PodLoad, facts: PodFacts) -> None:
@@ -75,9 +75,9 @@ class SimulatedRouter:
         self._terms = Terms(ttft_slo_s=setting.limits.ttft_s, itl_slo_s=setting.limits.itl_s)
         prefill, decode = self._tables = PodTable(), PodTable()
         self.sends_prompts_away = setting.num_prefill > 0 and setting.remote_prefill != "never"
-        self._seats = [self._seat(pod, prefill, f"p{n}") for n, pod in enumerate(pods[: setting.num_prefill])]
-        self._seats += [self._seat(pod, decode, f"d{n}") for n, pod in enumerate(pods[setting.num_prefill :])]
-        self._seat_at = {seat.facts.address: seat for seat in self._seats}
+        self._pods_known = [self._seat(pod, prefill, f"p{n}") for n, pod in enumerate(pods[: setting.num_prefill])]
+        self._pods_known += [self._seat(pod, decode, f"d{n}") for n, pod in enumerate(pods[setting.num_prefill :])]
+        self._pod_at = {known.facts.address: known for known in self._pods_known}
         self._planner = Planner(
             prefill,
             decode,
@@ -131,31 +131,31 @@ class SimulatedRouter:
 
     def on_report(self, pod_number: int, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
         """What the pod of that number says, of its load and of its cache."""
-        seat = self._seats[pod_number]
-        seat.load.report(stats)
+        known = self._pods_known[pod_number]
+        known.load.report(stats)
         if stored or removed:
-            seat.sequence += 1
-            assert self._index.apply(seat.facts.slot, seat.sequence, stored, removed)
+            known.sequence += 1
+            assert self._index.apply(known.facts.slot, known.sequence, stored, removed)
 
     def check(self) -> list[str]:
         """What is left that should not be; empty: nothing."""
         return self._index.check_integrity() + [
-            f"claims on {seat.facts.address} were not given back"
-            for seat in self._seats
-            if (seat.load.num_requests, seat.load.num_tokens, seat.load.work, seat.load.num_blocks) != (0, 0, 0, 0)
+            f"claims on {known.facts.address} were not given back"
+            for known in self._pods_known
+            if (known.load.num_requests, known.load.num_tokens, known.load.work, known.load.num_blocks) != (0, 0, 0, 0)
         ]
 
     def check_index(self, prompt: bytes) -> list[str]:
         """Where the index is wrong about how much of a prompt a pod holds."""
         indexed = self._index.match(prompt, self._clock.now + _NO_LIMIT_S).computed
         return [
-            f"{seat.facts.address}: the index has {indexed[seat.facts.slot]} blocks of a prompt"
-            for seat in self._seats
-            if indexed[seat.facts.slot] != seat.pod.cache.match(split(prompt))
+            f"{known.facts.address}: the index has {indexed[known.facts.slot]} blocks of a prompt"
+            for known in self._pods_known
+            if indexed[known.facts.slot] != known.pod.cache.match(split(prompt))
         ]
 
     def _claim(self, placement: Placement, query: Query, *, computes: bool) -> Sent:
-        seat = self._seat_at[placement.facts.address]
+        known = self._pod_at[placement.facts.address]
         uncached = max(1.0, query.num_prompt_tokens - placement.cached_tokens)
         share = Share(
             tokens=query.num_prompt_tokens if computes else 0,
@@ -165,11 +165,11 @@ class SimulatedRouter:
         )
         num_held = int(placement.cached_tokens) // query.block_size
         expectation = self._index.expect(
-            seat.facts.slot, query.block_hashes, num_held, self._clock.now, _NO_LIMIT_S, arrives=not computes
+            known.facts.slot, query.block_hashes, num_held, self._clock.now, _NO_LIMIT_S, arrives=not computes
         )
-        return Sent(seat.pod, PodClaim(seat.load, share, expectation))
+        return Sent(known.pod, PodClaim(known.load, share, expectation))
 
-    def _seat(self, pod: SimulatedPod, table: PodTable, address: str) -> _Seat:
+    def _seat(self, pod: SimulatedPod, table: PodTable, address: str) -> _KnownPod:
         hardware = self._hardware
         load = PodLoad(table.step_times)
         facts = PodFacts(
@@ -183,7 +183,7 @@ class SimulatedRouter:
             target_itl_s=TARGET_ITL_S,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
         )
-        seat = _Seat(pod, load, facts)
-        self._index.apply(facts.slot, seat.sequence, b"", b"", is_snapshot=True)
+        known = _KnownPod(pod, load, facts)
+        self._index.apply(facts.slot, known.sequence, b"", b"", is_snapshot=True)
         load.row = table.add(facts, load.current())
-        return seat
+        return known

@@ -1,4 +1,4 @@
-"""Words of others as values of a metric's label: not without bound, as each value is a time series for good."""
+"""Words of peers as values of a metric's label: bounded, as each value is a time series that stays."""
 
 from __future__ import annotations
 

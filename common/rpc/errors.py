@@ -126,7 +126,7 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
     except DecodeError as error:  # where a stream is read; `parsing` refuses other calls
         await abort_with(context, InvalidRequestError(f"a message cannot be parsed: {error}"))
     except Exception:
-        logger.exception("a call failed for an unforeseen reason")
+        logger.exception("a call failed: internal error")
         await abort_with(context, BatonError("internal error; the log of the process that answered has the details"))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-# What BlockFormat.namespace, of any version, and BlockHash.hex() can be. Other names are somebody else's.
+# What BlockFormat.namespace, of any version, and BlockHash.hex() can be. Other names are not ours.
 NAMESPACE_PATTERN = r"v[1-9][0-9]{0,3}-[0-9a-f]{16}-[1-9][0-9]{0,3}"
 HASH_PATTERN = r"[0-9a-f]{32}"
 NAMESPACE = re.compile(NAMESPACE_PATTERN)

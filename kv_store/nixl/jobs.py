@@ -32,7 +32,7 @@ class Job:
 
 
 class JobTable:
-    """All unsettled jobs, and the results that nobody has polled."""
+    """All unsettled jobs, and the results that were not polled."""
 
     def __init__(self, on_settled: Callable[[], None]) -> None:
         self._on_settled = on_settled

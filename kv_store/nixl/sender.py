@@ -78,8 +78,8 @@ class Sender:
         return True
 
     def abandon(self) -> None:
-        """Stop all transfers; those under way must not be asked about again. Peers are met anew when next written to.
-        Idempotent."""
+        """Stop all transfers; those under way must not be asked about again. Peers are connected to again when next
+        written to. Idempotent."""
         agent, self._agent = self._agent, None
         self._own_blocks = None
         self._peers.clear()
@@ -119,7 +119,8 @@ class Sender:
             self._drop(agent, peer)
 
     def _break(self, agent: Agent, peer: _Peer) -> None:
-        """Meet the peer anew when next written to, if it is still there. What is under way to it fails by itself."""
+        """Connect to the peer again when next written to, if it is still there. What is under way to it fails by
+        itself."""
         peer.is_broken = True
         if not peer.num_under_way:
             self._drop(agent, peer)

@@ -3,7 +3,7 @@
 1. A request arrives. It is predicted when it would have its tokens; if that breaks a limit that it names, or there is
    neither room on the pods nor a place in the queue, it is refused at once and told when to come back.
                                                                                       room, forecast, limits, admission
-2. While the cluster has room and nobody waits, it is dispatched at once.                         gate
+2. While the cluster has room and no other waits, it is dispatched at once.                       gate
 3. Else it waits. Strict priorities; within one, tenants share by weight; within a tenant, in order.    fair_queue
 4. Pods report, answers end: there is room, and the next one is dispatched.                       gate
 5. Nothing that waits is dropped: it leaves by being served, by its client, or by its deadline.

@@ -32,10 +32,10 @@ class Admission:
         self.queue = FairQueue()
         self.num_active = 0  # generations that were dispatched and have not ended
         self._departures = DepartureRate()
-        self._by_tenant: dict[str, _Waiting] = {}  # those of which somebody waits
+        self._by_tenant: dict[str, _Waiting] = {}  # those with a request that waits
 
     def can_start(self, num_requests: int, room: Room) -> bool:
-        """Whether so many generations could be dispatched at once, if nobody waited."""
+        """Whether so many generations could be dispatched at once, if none waited."""
         return self.num_active + num_requests <= self.config.max_inflight and room.fits(num_requests)
 
     def passes(self, ticket: Ticket, room: Room) -> bool:
@@ -87,7 +87,7 @@ class Admission:
         self._watch(now)
 
     def next(self, room: Room, now: float) -> Ticket | None:
-        """The ticket to dispatch now; None: nobody waits, or there is no room for who is first."""
+        """The ticket to dispatch now; None: none waits, or there is no room for the first."""
         ticket = self.queue.head()
         if ticket is None or not self.can_start(ticket.num_requests, room):
             return None
@@ -129,7 +129,7 @@ class Admission:
         its share. One it may have in any case.
         """
         tenant = ticket.tenant
-        if not tenant.name:  # everybody together: there is nobody to keep a place for
+        if not tenant.name:  # one tenant for all: there is no other to keep a place for
             return 0.0
         others = [each.weight for name, each in self._by_tenant.items() if name != tenant.name]
         served = tenant.weight / sum((*others, tenant.weight))

@@ -21,7 +21,7 @@ def longest_of(requests: Sequence[GenerationRequest]) -> GenerationRequest:
 
 
 def unplanned_ticket(requests: Sequence[GenerationRequest]) -> Ticket:
-    """For requests that need not wait, so that nobody has to know what they cost."""
+    """For requests that need not wait, so that their cost does not matter."""
     first = requests[0]
     return Ticket(
         first.terms.tenant,

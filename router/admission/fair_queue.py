@@ -5,7 +5,7 @@ start tag: the virtual time, or the tenant's last finish tag if that is later. T
 becomes the virtual time; the finish tag is the start tag plus cost / weight. Whatever the costs, two tenants that both
 wait all the time differ in what they got, by weight, by at most one ticket's cost of each.
 
-A priority that nobody waits in is forgotten, with all tags: who waited before owes nothing. All operations but
+A priority in which none waits is forgotten, with all tags: what waited before owes nothing. All operations but
 `cost_before` are O(log n).
 """
 
@@ -105,7 +105,7 @@ class _PriorityClass:
 
 
 class FairQueue:
-    """Tickets that wait. Whoever is to be refused is refused before: there is no bound in here."""
+    """Tickets that wait. The caller bounds their number."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -131,13 +131,13 @@ class FairQueue:
         self.num_requests += ticket.num_requests
 
     def head(self) -> Ticket | None:
-        """The one whose turn it is; None: nobody waits."""
+        """The one whose turn it is; None: none waits."""
         while self._priorities and self._priorities[0] not in self._classes:
             heapq.heappop(self._priorities)
         return self._classes[self._priorities[0]].head() if self._priorities else None
 
     def serve_head(self) -> Ticket:
-        """Take out the one whose turn it is. Somebody must wait."""
+        """Take out the one whose turn it is. There must be one."""
         ticket = self.head()
         assert ticket is not None
         self._classes[ticket.priority].serve_head()
@@ -150,7 +150,7 @@ class FairQueue:
         self._forget(ticket)
 
     def cost_before(self, tenant: Tenant, priority: int, cost: float) -> float:
-        """Cost of what would be served before such a ticket if it came now and nobody after it.
+        """Cost of what would be served before such a ticket if it came now and none after it.
 
         O(tenants + priorities) of those that wait.
         """

@@ -18,7 +18,7 @@ class Forecast(NamedTuple):
     is_idle: bool  # some candidate has nothing else to do, so that waiting makes its ITL no shorter
 
 
-UNKNOWN = Forecast(0.0, 0.0, 0.0, 0.0, is_idle=False)  # nobody is refused on a guess
+UNKNOWN = Forecast(0.0, 0.0, 0.0, 0.0, is_idle=False)  # no request is refused on a guess
 
 
 def forecast(plan: Plan, estimates: Estimates) -> Forecast:

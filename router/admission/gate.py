@@ -1,6 +1,6 @@
 """The queue at work: requests wait here until there is room for them.
 
-All state changes on the event loop. Whoever may have made room calls `wake`. Tickets are then dispatched, a few at a
+All state changes on the event loop. What may have made room calls `wake`. Tickets are then dispatched, a few at a
 time; each decision sees the claims of the one before.
 """
 
@@ -149,7 +149,7 @@ class Gate:
         except BatonError as error:
             waiter.dispatched.set_exception(error)
         except Exception as error:
-            logger.exception("a request could not be dispatched for an unforeseen reason")
+            logger.exception("a request could not be dispatched: internal error")
             waiter.dispatched.set_exception(error)
         else:
             waiter.dispatched.set_result(None)

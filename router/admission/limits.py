@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 
     waited_s: float  # so far, before it came to be judged
     queue_s: float  # from now on
-    backlog_s: float  # from now on until nobody waits, if nobody else comes
+    backlog_s: float  # from now on until none waits, if no other comes
     forecast: Forecast
     expected_output_tokens: float
 
@@ -52,7 +52,7 @@ def broken_limit(limits: Limits, expected: Expected, margin: float) -> Refusal |
     if limits.itl_s is not None and itl_s > limits.itl_s:
         least_s = itl_s if forecast.is_idle else 0.0
         # So many of the answers have to end until steps are short enough; in the time of one answer all of them do,
-        # once nobody waits who would take their places.
+        # once none waits that would take their places.
         answers_s = (1 - limits.itl_s / itl_s) * forecast.itl_s * expected.expected_output_tokens
         excess_s = expected.backlog_s + answers_s
         return _refuse("itl", ITL_HEADER, "tokens at most", limits.itl_s, itl_s, least_s, excess_s, end=" apart")
@@ -82,10 +82,10 @@ def _refuse(
     reason: str, header: str, promise: str, limit_s: float, predicted_s: float, least_s: float, excess_s: float,
     *, end: str = "",
 ) -> Refusal:  # fmt: skip
-    """`least_s`: what it would be if nobody else were served; `excess_s`: when to try again if nobody else comes."""
+    """`least_s`: what it would be if no other were served; `excess_s`: when to try again if no other comes."""
     asked = f"{header} asks for {promise} {limit_s * 1000:g} ms{end}, "
     if least_s > limit_s:
-        problem = f"{asked}{least_s * 1000:.0f} ms are predicted even if nobody else is served"
+        problem = f"{asked}{least_s * 1000:.0f} ms are predicted even with no other request"
         return Refusal(reason, UnattainableError(problem, param=header))
     problem = f"{asked}{predicted_s * 1000:.0f} ms are predicted; try again later"
     return Refusal(reason, OverloadedError(problem, param=header, retry_after_s=excess_s))

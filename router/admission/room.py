@@ -10,7 +10,7 @@ from router.placing.policies import PodColumns
 class Room(NamedTuple):
     """What the ready pods could take now."""
 
-    capacity: float  # requests that decode pods take in all, if they had none; 0: nobody can be served
+    capacity: float  # requests that decode pods take in all, if they had none; 0: none can be served
     free: float  # of these
     takes_prompts: bool  # some pod that computes prompts has not too much to compute
 
@@ -27,9 +27,9 @@ def room_of(decode: PodColumns, computing: PodColumns, overcommit: float) -> Roo
 
     Other routers' requests count as far as the pods have reported them.
     """
-    seats = overcommit * decode.max_num_seqs
+    slots = overcommit * decode.max_num_seqs
     return Room(
-        capacity=float(seats.sum()),
-        free=float((seats - decode.num_requests).clip(min=0).sum()),
+        capacity=float(slots.sum()),
+        free=float((slots - decode.num_requests).clip(min=0).sum()),
         takes_prompts=bool((computing.queued_tokens < overcommit * computing.max_num_batched_tokens).any()),
     )

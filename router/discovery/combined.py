@@ -15,7 +15,7 @@ _RESTART_S = 5.0  # after a fault of ours
 
 
 class CombinedDiscovery:
-    """Names what any of its sources names. A source that has not spoken yet keeps back nobody of the others."""
+    """Names what any of its sources names. A source that has not answered yet does not delay the others."""
 
     def __init__(self, sources: Mapping[str, Discovery], metrics: DiscoveryMetrics) -> None:
         """`sources` by name."""
@@ -46,7 +46,7 @@ class CombinedDiscovery:
         while True:
             try:
                 return await source.follow(take)
-            except Exception:  # a fault of ours must not end the source for good
+            except Exception:  # a fault of ours must not end the source
                 logger.exception("discovery by %s", name)
                 self._metrics.failures.labels(name).inc()
                 await asyncio.sleep(_RESTART_S)

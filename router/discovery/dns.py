@@ -39,7 +39,7 @@ async def system_resolve(name: str, port: int) -> list[str]:
 
 
 class DnsDiscovery:
-    """One name, looked up every `interval_s` seconds. A lookup that fails, or finds nobody, changes nothing."""
+    """One name, looked up every `interval_s` seconds. A lookup that fails, or finds no pod, changes nothing."""
 
     initial: Endpoints = ()
 

@@ -67,7 +67,7 @@ class RegistryView:
 
 
 class RegistryDiscovery:
-    """Reads the registry when it has news, and every `poll_s` seconds. A dead registry removes nobody."""
+    """Reads the registry when it has news, and every `poll_s` seconds. A dead registry removes no pod."""
 
     initial: Endpoints = ()
 

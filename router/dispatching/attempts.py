@@ -9,8 +9,8 @@ _MAX_DELAY_S = 1.0
 
 
 class Attempts:
-    """Counts the dispatches of one request. Each new token makes the count begin anew, with the attempt that brought
-    it as the first: a long stream survives any number of restarts, one that no pod can go on with does not."""
+    """Counts the dispatches of one request. Each new token resets the count, with the attempt that brought it
+    as the first: a long stream survives any number of restarts, one that no pod can go on with does not."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # attempts in a row without a token

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Route(NamedTuple):
-    """The pods of one dispatch, and the request's claims on them, which whoever gets the route releases."""
+    """The pods of one dispatch, and the request's claims on them, which the owner of the route releases."""
 
     decode: Pod
     decode_claim: PodClaim
@@ -150,8 +150,8 @@ class Dispatcher:
         return self._claim_both(plan or self.plan(request, resumed=resumed, avoid=avoid), request)
 
     def reroute(self, request: GenerationRequest, decode: Pod, failed: Collection[str]) -> Route | None:
-        """Plan anew, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is ready,
-        with this decode pod. None: there is no other prefill pod."""
+        """Plan again, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is
+        ready, with this decode pod. None: there is no other prefill pod."""
         model = self.cluster.model
         if model is None:
             return None
@@ -160,7 +160,7 @@ class Dispatcher:
         return None if plan is None else self._claim_both(plan, request)
 
     def has_room_besides(self, pod: Pod, num_tokens: int) -> bool:
-        """Whether another decode pod has a seat, and blocks for so many tokens."""
+        """Whether another decode pod has a slot, and blocks for so many tokens."""
         return any(
             other.info is not None
             and other.load.current().num_requests < other.info.max_num_seqs

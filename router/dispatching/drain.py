@@ -37,7 +37,7 @@ class DrainWatch:
             self._timers[pod] = asyncio.get_running_loop().call_later(self._delay_s, self._clear, pod)
 
     def close(self) -> None:
-        """Move nobody any more. Idempotent."""
+        """Move no more requests. Idempotent."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -2,7 +2,7 @@
 
 All state changes in callbacks on the event loop (`on_delta`, `on_lost`, the end of the prefill call, the deadline
 timer), none of which blocks. The front takes the output by iterating; what came since the last time is one merged
-delta, so a slow client holds up nobody and memory is bounded by `max_tokens`.
+delta, so a slow client delays no other and memory is bounded by `max_tokens`.
 
 What breaks, and what follows:
 
@@ -32,8 +32,8 @@ from router.dispatching.dispatcher import Dispatcher, Route
 from router.dispatching.kept import KnownChoice
 from router.dispatching.legs import Legs, PrefillLeg, open_legs
 from router.dispatching.migrations import MigrationSlot
-from router.dispatching.plausible import checked_report, checked_seconds, lie_in_end, lie_in_tokens
 from router.dispatching.token_log import OutputDelta, TokenLog
+from router.dispatching.validity import checked_report, checked_seconds, invalid_end, invalid_tokens
 from router.placing.planner import Plan
 from router.pods import Pod
 from router.requests.request import GenerationRequest
@@ -131,7 +131,7 @@ class Generation:
         )
 
     def known(self) -> KnownChoice:
-        """All of it so far, for whoever resumes it."""
+        """All of it so far, for a client that resumes it."""
         reason = self._finish_reason
         if self._stopped_by_front:  # the text said so, and will again: to the pods, the last token was like any other
             reason = FinishReason.LENGTH
@@ -168,14 +168,14 @@ class Generation:
 
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """See DeltaSink."""
-        is_lie = delta.start_index > len(self._output)
-        if lie := self._lie_in(delta):
-            self._on_disagreement(lie, is_lie=True)
+        is_invalid = delta.start_index > len(self._output)
+        if problem := self._problem_in(delta):
+            self._on_disagreement(problem, is_invalid=True)
             return
         if not self._reported and delta.HasField("report"):
             self._note(checked_report(delta.report, len(self.request.prompt_token_ids)))
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
-            self._on_disagreement(conflict, is_lie=is_lie)
+            self._on_disagreement(conflict, is_invalid=is_invalid)
             return
         if delta.finish_reason:
             self._on_decode_end(delta, now)
@@ -186,20 +186,20 @@ class Generation:
         """See DeltaSink."""
         self._lose(UnavailableError(f"decode pod {self._decode_address} was lost: {error.message}"), "pod_lost")
 
-    def _lie_in(self, delta: pods_pb2.TokenDelta) -> str:
+    def _problem_in(self, delta: pods_pb2.TokenDelta) -> str:
         start, sampling = delta.start_index, self.request.sampling
-        lie = ""
+        problem = ""
         if delta.token_ids or delta.logprobs:
-            lie = lie_in_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
-        if not lie and delta.finish_reason:
+            problem = invalid_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
+        if not problem and delta.finish_reason:
             num_tokens = max(len(self._output), start + len(delta.token_ids))
-            lie = lie_in_end(delta.finish_reason, num_tokens, sampling.max_tokens)
-        return lie
+            problem = invalid_end(delta.finish_reason, num_tokens, sampling.max_tokens)
+        return problem
 
-    def _on_disagreement(self, conflict: str, *, is_lie: bool) -> None:
+    def _on_disagreement(self, conflict: str, *, is_invalid: bool) -> None:
         """The decode pod's tokens are not those that are known, or cannot be anybody's."""
         error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
-        if self._legs is not None and is_lie:
+        if self._legs is not None and is_invalid:
             self._legs.decode.pod.note_invalid(error, self.request)
         elif self._legs is not None:
             self._legs.decode.pod.note_disagreement(error, self.request)
@@ -247,15 +247,15 @@ class Generation:
             self._on_prefill_response(leg.pod, response)
 
     def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
-        """Raises UnavailableError for an answer that cannot be true."""
+        """Raises UnavailableError for an invalid answer."""
         sampling = self.request.sampling
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
-        lie = lie_in_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
-        lie = lie or lie_in_end(response.finish_reason, 1, sampling.max_tokens)
+        problem = invalid_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
+        problem = problem or invalid_end(response.finish_reason, 1, sampling.max_tokens)
         if response.finish_reason in (common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR):
-            lie = lie or f"finish reason {response.finish_reason} with a token"
-        if lie:
-            error = UnavailableError(f"prefill pod {pod.address} says what cannot be: {lie}")
+            problem = problem or f"finish reason {response.finish_reason} with a token"
+        if problem:
+            error = UnavailableError(f"prefill pod {pod.address} sent an invalid answer: {problem}")
             pod.note_invalid(error, self.request)
             raise error
 
@@ -307,7 +307,7 @@ class Generation:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: failed unforeseen", self._transfer_id, exc_info=error)
+            logger.error("%s: internal error", self._transfer_id, exc_info=error)
             self.fail(BatonError("internal error; the router's log has the details"))
 
     # --- output ---
@@ -421,8 +421,8 @@ class Generation:
             self.fail(failure)
 
     async def _may_try_elsewhere(self, full: Pod | None) -> bool:
-        """The pod had no room. A request that no pod has had may be refused, if there is nobody else to ask; any other
-        waits for its turn."""
+        """The pod had no room. A request that no pod has had may be refused, if there is no other to ask; any other
+        request waits for its turn."""
         if not (self._was_admitted or len(self._output)):
             return any(pod is not full for pod in self._dispatcher.cluster.ready_decode())
         self._attempts.refused()
@@ -436,7 +436,7 @@ class Generation:
             if not await cluster.wait_until_ready(pod_wait_s):
                 raise UnavailableError(f"{error.message}; {cluster.explain()}")
             if not self._was_admitted:
-                return  # it has cost nobody anything yet
+                return  # no pod has computed anything of it yet
             self._slot = await self._dispatcher.migrations.enter()
             if cluster.can_serve:
                 return

@@ -9,7 +9,7 @@ from router.dispatching.metrics import SurvivalMetrics
 
 class MigrationLine:
     """First come, first served. A place in it costs nothing but the request itself, of which there are `max_inflight`
-    at most; whoever waits may be cancelled."""
+    at most; one that waits may be cancelled."""
 
     def __init__(self, limit: int, metrics: SurvivalMetrics) -> None:
         """`limit`: most under way at once."""

@@ -100,14 +100,14 @@ class CompletionsEndpoint:
             async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
                 await exchange.run_while_connected(work)
         except RequestCancelledError:
-            pass  # nobody is there to be told; the generation counted it
+            pass  # the client is gone; the generation counted it
         except TimeoutError:
             self._service.metrics.errors.labels(ErrorCode.DEADLINE_EXCEEDED.label).inc()
             logger.warning("a client stopped reading its answer; its connection is closed")
         except BatonError as error:
             await self._refuse(exchange, error)
         except Exception:
-            logger.exception("a request failed for an unforeseen reason")
+            logger.exception("a request failed: internal error")
             await self._refuse(exchange, BatonError(_INTERNAL))
 
     async def _refuse(self, exchange: Exchange, error: BatonError) -> None:

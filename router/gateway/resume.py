@@ -2,7 +2,7 @@
 
     id: 1.<identity>.<request id>.<position>-<position>-...
 
-Each event that brings text has one. It says all that is needed to go on exactly, whoever is asked: clients send it back
+Each event that brings text has one. It says all that is needed to go on exactly, at any router: clients send it back
 as `Last-Event-ID`, with the same body, to any router of the cluster.
 
     identity   base64url of 20 bytes: a digest of what was asked for, by whom, of which model; then the seed

@@ -4,10 +4,10 @@ Life of a pod in it:
 
 1. `join` gives it a slot, a bit in the masks below.
 2. Its events come in order: first a snapshot, then what changed. `apply` returns False on a gap, and the caller asks
-   for a snapshot. An event that cannot be true raises ImpossibleEventError, and the caller ejects the pod.
+   for a snapshot. An invalid event raises InvalidEventError, and the caller refuses the pod.
 3. `expect` adds a prompt that was sent to the pod and that it will therefore hold soon, before any event says so:
    else a burst of equal prefixes would be spread over the pods.
-4. `forget` ends it, at a disconnect or a new incarnation. At once for whoever asks; memory is given back bit by bit, so
+4. `forget` ends it, at a disconnect or a new incarnation. At once for all lookups; memory is given back bit by bit, so
    that the loss of a pod with many blocks does not stop the event loop.
 
 A lookup costs O(log blocks) for each depth at which pods drop out, not O(blocks): block hashes are chained, so a pod
@@ -35,8 +35,8 @@ _EXPECTED_PER_EXPIRY = 256  # new expectations until all are looked through for 
 _MAX_EXPECTATIONS = 16_384  # more are not counted
 
 
-class ImpossibleEventError(BatonError):
-    """A pod reports what cannot be true of its cache."""
+class InvalidEventError(BatonError):
+    """A pod reports something impossible about its cache."""
 
 
 class IndexSize(NamedTuple):
@@ -146,15 +146,15 @@ class PrefixIndex:
         the sequence number after the last one's, and says what changed since: what was `removed`, then what was
         `stored`. A large snapshot may be cut: the rest follows as events that store.
 
-        Returns False, and changes nothing, if events are missing. Raises ImpossibleEventError.
+        Returns False, and changes nothing, if events are missing. Raises InvalidEventError.
         """
         holder = self._holders[slot]
         if len(stored) % HASH_BYTES or len(removed) % HASH_BYTES:
-            raise ImpossibleEventError(f"block hashes are cut: {len(stored)} bytes stored, {len(removed)} removed")
+            raise InvalidEventError(f"block hashes are cut: {len(stored)} bytes stored, {len(removed)} removed")
         self._sweep()
         if is_snapshot:
             if removed:
-                raise ImpossibleEventError(f"a snapshot removes {len(removed) // HASH_BYTES} blocks")
+                raise InvalidEventError(f"a snapshot removes {len(removed) // HASH_BYTES} blocks")
             self._clear(holder)
         elif holder.sequence is None or sequence != holder.sequence + 1:
             holder.sequence = None
@@ -230,7 +230,7 @@ class PrefixIndex:
             masks[block_hash] = masks.get(block_hash, 0) | bit
         self._num_holdings += len(held) - before
         if len(held) + holder.num_unindexed > holder.capacity:
-            raise ImpossibleEventError(
+            raise InvalidEventError(
                 f"{len(held) + holder.num_unindexed} blocks are reported as held, the cache has {holder.capacity}"
             )
 
@@ -243,7 +243,7 @@ class PrefixIndex:
             elif holder.num_unindexed:
                 holder.num_unindexed -= 1
             else:
-                raise ImpossibleEventError(f"block {block_hash.hex()} is removed but was never stored")
+                raise InvalidEventError(f"block {block_hash.hex()} is removed but was never stored")
 
     def _unmark(self, block_hash: bytes, bit: int) -> None:
         mask = self._masks[block_hash] & ~bit
@@ -277,7 +277,7 @@ class PrefixIndex:
         """(depth, pods that hold all blocks before it), for each depth at which pods drop out, in order."""
         masks = self._masks
         drops: list[tuple[int, int]] = []
-        stack = [(0, first, num_blocks, 0)]  # held(low) is known, held(high) too, block num_blocks is held by nobody
+        stack = [(0, first, num_blocks, 0)]  # held(low) is known, held(high) too, block num_blocks is held by no pod
         while stack:
             low, at_low, high, at_high = stack.pop()
             if at_low == at_high:

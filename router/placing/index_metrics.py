@@ -1,4 +1,4 @@
-"""What the prefix index holds, for whoever asks the metrics page."""
+"""What the prefix index holds, as metrics."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
 2. A decode pod is chosen to take the prompt over, and a prefill pod that fits it to compute the prompt.
 3. A decode pod is chosen to do both.
 4. `remote_prefill` auto: the prompt goes away, unless the first token would come from the decode pod in half the time,
-   since it holds the conversation so far, or since the prefill pods are busy. Less is not worth it, as whoever prefills
-   keeps the prompt for the next one. And a decode pod on which others wait for tokens must keep its target ITL.
+   since it holds the conversation so far, or since the prefill pods are busy. Less is not worth it, as the pod that
+   prefills keeps the prompt for the next one. And a decode pod on which others wait for tokens must keep its target
+   ITL.
 """
 
 from __future__ import annotations

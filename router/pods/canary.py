@@ -90,7 +90,7 @@ async def try_prefill(
     prefill: Callable[[pods_pb2.PrefillRequest], Awaitable[pods_pb2.PrefillResponse]],
 ) -> None:
     """One token through a prefill pod. Raises a BatonError."""
-    await prefill(pods_pb2.PrefillRequest(request=_request(), epoch=1))  # no transfer: nobody fetches the KV
+    await prefill(pods_pb2.PrefillRequest(request=_request(), epoch=1))  # no transfer: no pod fetches the KV
 
 
 async def try_decode(session: DecodeSession, timeout_s: float) -> None:

@@ -219,7 +219,7 @@ class Cluster:
     # --- judging ---
 
     def _judge(self) -> None:
-        """Decide anew which model is served and who fits; called whenever a pod's state may have changed."""
+        """Decide again which model is served and which pods fit; called whenever a pod's state may have changed."""
         offered = [
             ModelFacts.of(pod.info)
             for pod in self.decode_pods
@@ -242,8 +242,8 @@ class Cluster:
         """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
             return False, f"it is not a {pod.role_name} pod"
-        if lie := pod.lie or _nonsense(info):
-            return False, lie
+        if violation := pod.violation or _nonsense(info):
+            return False, violation
         if self.model is None:
             return None, ""
         mismatch = self.model.mismatch(ModelFacts.of(info))
@@ -284,12 +284,12 @@ class Cluster:
 
 
 def _nonsense(info: pods_pb2.PodInfo) -> str:
-    """What a pod says of itself that cannot be true; empty: nothing."""
+    """What is invalid about the facts that a pod reports; empty: nothing."""
     for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if getattr(info, name) < 1:
-            return f"it says that its {name} is {getattr(info, name)}, which cannot be true"
+            return f"it reports an invalid {name}: {getattr(info, name)}"
     if not 0 <= info.target_itl_ms < math.inf:
-        return f"it says that its target_itl_ms is {info.target_itl_ms}, which cannot be true"
+        return f"it reports an invalid target_itl_ms: {info.target_itl_ms}"
     return ""
 
 

@@ -15,7 +15,7 @@ from common.errors import BatonError, ErrorCode
 from router.pods.config import HealthConfig
 from router.pods.suspicion import Cause, Suspicion
 
-Reason = Literal["prefill", "decode", "canary", "lie", "stall"]
+Reason = Literal["prefill", "decode", "canary", "invalid", "stall"]
 Outcome = Literal["ok", "busy", "failed"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -104,7 +104,7 @@ class PodHealth:
     def note_invalid(self, detail: str, cause: Cause) -> None:
         """The pod gave an answer to the request `cause` that cannot be right. Two such requests are enough."""
         self._suspicion.used_by(cause)
-        self._fail(detail, "lie", cause, self._half)
+        self._fail(detail, "invalid", cause, self._half)
 
     def note_stall(self, detail: str) -> bool:
         """The engine has stopped in the middle of its work. Whether the pod was ejected."""

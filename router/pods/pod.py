@@ -23,7 +23,7 @@ from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.step_times import StepTimes
 from router.discovery import Role
-from router.placing.index import ImpossibleEventError, PrefixIndex
+from router.placing.index import InvalidEventError, PrefixIndex
 from router.placing.policies import PodFacts
 from router.pods.canary import CanaryLoop, try_decode, try_prefill
 from router.pods.config import HealthConfig
@@ -93,7 +93,7 @@ class Pod:
         self.load = PodLoad(step_times)
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
-        self.lie = ""  # what it reported that cannot be true; it is refused for as long as it lives
+        self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.session: DecodeSession | None = None  # of a connected decode pod
         self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
@@ -110,7 +110,7 @@ class Pod:
         self._stats: pods_pb2.PodStats | None = None
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
         self._index = index
-        self._liar: int | None = None  # its incarnation
+        self._invalid_incarnation: int | None = None  # its incarnation
         self._incarnation: int | None = None  # the last one that was connected
 
     @property
@@ -165,14 +165,14 @@ class Pod:
     def on_kv_events(self, sequence: int, stored: bytes, removed: bytes, *, is_snapshot: bool) -> bool:
         """Take over what the pod says about its prefix cache, see PrefixIndex.apply. False: a snapshot is needed.
 
-        A pod that says what cannot be true gets no more requests until it is started anew.
+        A pod that reports something invalid gets no more requests until it is restarted.
         """
-        if self.slot is None or self.lie:
+        if self.slot is None or self.violation:
             return True
         try:
             applied = self._index.apply(self.slot, sequence, stored, removed, is_snapshot=is_snapshot)
-        except ImpossibleEventError as error:
-            self.accuse(f"its KV events cannot be true: {error.message}")
+        except InvalidEventError as error:
+            self.reject(f"its KV events are invalid: {error.message}")
             return True
         self.is_fed = self.is_fed or applied
         if not applied:
@@ -204,11 +204,11 @@ class Pod:
                 raise
             raise UnavailableError("the connection was closed") from None  # under the call, by `watch`
 
-    def accuse(self, lie: str) -> None:
-        """It said what cannot be true, whatever else is wrong: it is refused for as long as this incarnation lives."""
-        if self.info is not None and not self.lie:
-            self.lie = lie
-            self._liar = self.info.incarnation
+    def reject(self, violation: str) -> None:
+        """It reported something invalid: it is refused as long as this incarnation lives, whatever else happens."""
+        if self.info is not None and not self.violation:
+            self.violation = violation
+            self._invalid_incarnation = self.info.incarnation
             self._on_change()
 
     # --- health ---
@@ -258,7 +258,7 @@ class Pod:
             error = error_from_pb(delta.error)
             if error.param == KV_FAILURE_PARAM:  # of the handoff
                 return
-        elif delta.finish_reason == common_pb2.FINISH_REASON_ABORT:  # not by us: then nobody would listen
+        elif delta.finish_reason == common_pb2.FINISH_REASON_ABORT:  # not by us: then there would be no sink
             error = UnavailableError("it ended the request")
         self._note_outcome(error, "decode", sink.cause)
 
@@ -309,8 +309,8 @@ class Pod:
         self.info = info
         self.slot = self._index.join(capacity=max(1, info.num_blocks))
         self.is_fed = False
-        if info.incarnation != self._liar:
-            self.lie = ""
+        if info.incarnation != self._invalid_incarnation:
+            self.violation = ""
         self.load.connected()
         if info.incarnation != self._incarnation:
             self._incarnation = info.incarnation
@@ -387,6 +387,6 @@ class Pod:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants this task to end."""
+    """Whether this task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -24,7 +24,7 @@ async def follow_stats(
     *,
     first_pause_s: float = _FIRST_PAUSE_S,
 ) -> NoReturn:
-    """Give each report to `take`. If that says False, KV events are missing: begin anew, with a snapshot.
+    """Give each report to `take`. If that says False, KV events are missing: start over, with a snapshot.
 
     Streams lose nothing, so a pod whose events have gaps has a fault. It may keep it: each time it is asked after twice
     the pause, from `first_pause_s` seconds on. Raises UnavailableError, or what gRPC says, when the pod ends the

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() t
 class Tenant:
     """Whose request it is."""
 
-    name: str = ""  # for logs, metrics and fairness; empty: nobody has said who they are
+    name: str = ""  # for logs, metrics and fairness; empty: the request came without a key
     salt: str = ""  # part of every block hash, so that tenants share no KV; empty: shared by all who have none
     weight: float = 1.0  # its share while requests queue, relative to others'
     min_priority: int | None = None  # the most urgent that its requests may have; None: any
@@ -47,7 +47,7 @@ class Terms:
     """Of one request. Absent limits are None; times are seconds."""
 
     tenant: Tenant = field(default_factory=Tenant)
-    session: str = ""  # whose requests should go to the same pod; empty: nobody's
+    session: str = ""  # whose requests should go to the same pod; empty: no session
     timeout_s: float | None = None  # until the request is ended as overdue
     ttft_slo_s: float | None = None  # until its first token
     itl_slo_s: float | None = None  # between two tokens

@@ -6,7 +6,7 @@ import ipaddress
 
 from common.errors import OverloadedError, UnavailableError
 
-_IPV6_SITE = 64  # bits of an address; whoever has one address has all that begin with the same bits
+_IPV6_SITE = 64  # bits of an address; a host that has one address has all that begin with the same bits
 
 
 class BodyBudget:

@@ -14,7 +14,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_keys_file: Annotated[
         str,
         Meta(
-            description="YAML file of the API keys, see docs/security.md; read anew when it changes and on SIGHUP. "
+            description="YAML file of the API keys, see docs/security.md; read again when it changes and on SIGHUP. "
             "Empty, and no BATON_API_KEYS in the environment: everybody may ask."
         ),
     ] = ""

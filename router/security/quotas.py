@@ -25,7 +25,7 @@ class Generated(Protocol):
 
 
 class Account:
-    """One tenant's use. What is refused costs it nothing, and nobody else notices."""
+    """One tenant's use. What is refused costs it nothing, and no other tenant notices."""
 
     def __init__(self, name: str, quota: Quota, metrics: SecurityMetrics, clock: Callable[[], float]) -> None:
         self._name = name

@@ -25,7 +25,7 @@ _CHECK_INTERVAL_S = 2.0
 
 
 class Security:
-    """Reads keys, and reads them anew while `run` is under way."""
+    """Reads keys, and reads them again while `run` is under way."""
 
     def __init__(self, config: SecurityConfig, host: str, registry: CollectorRegistry) -> None:
         """Raises ConfigError."""
@@ -44,7 +44,7 @@ class Security:
             self.http_tls = _tls_context(self._certificate)
             self._watched.append(WatchedFiles([config.tls_cert, config.tls_key], self._reload_certificate))
         if keys is None and not _is_loopback(host):
-            logger.warning("no API keys are configured: whoever reaches %s may use the model", host or "this machine")
+            logger.warning("no API keys are configured: any client that reaches %s is served", host or "this machine")
 
     @property
     def open_paths(self) -> frozenset[str]:
@@ -52,12 +52,12 @@ class Security:
         return OPEN_PATHS if self._config.metrics_need_key else OPEN_PATHS | {"/metrics"}
 
     def check(self, *, force: bool = False) -> None:
-        """Read anew what has changed, or everything."""
+        """Read again what has changed, or everything."""
         for files in self._watched:
             files.check(force=force)
 
     def reload(self) -> None:
-        """Read everything anew, now."""
+        """Read everything again, now."""
         self.check(force=True)
 
     async def run(self) -> None:

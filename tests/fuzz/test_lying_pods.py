@@ -1,4 +1,4 @@
-"""Pods that say what cannot be: the client gets the true answer all the same, and the router's figures stay sound."""
+"""Pods whose answers are invalid: the client gets the true answer all the same, and the router's figures stay sound."""
 
 from __future__ import annotations
 

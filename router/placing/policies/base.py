@@ -32,7 +32,7 @@ class RequestFacts:
     block_size: int  # tokens
     expected_output_tokens: float
     handoff_token_s: float = 0.0  # seconds that moving one token's KV between pods takes
-    session: str = ""  # whose requests should stay together; empty: nobody's
+    session: str = ""  # whose requests should stay together; empty: no session
     target_itl_s: float = math.inf  # seconds between its tokens that prompts beside it must not exceed
 
 
@@ -42,7 +42,7 @@ class Candidates:
     def __init__(
         self, request: RequestFacts, leg: Leg, pods: PodColumns, num_cached_blocks: NDArray[np.int64] | None = None
     ) -> None:
-        """`num_cached_blocks`: leading blocks of the prompt that each pod holds, by slot; None: nobody holds any."""
+        """`num_cached_blocks`: leading blocks of the prompt that each pod holds, by slot; None: no pod holds any."""
         self.request = request
         self.leg = leg
         self.pods = pods

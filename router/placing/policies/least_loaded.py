@@ -14,7 +14,7 @@ def load_of(pods: PodColumns) -> Column:
     """The sum of what each leg waits for, in comparable units:
 
     - steps needed for the prompt tokens that are queued,
-    - share of the seats taken, which the time of a decode step grows with,
+    - share of the slots taken, which the time of a decode step grows with,
     - share of the KV cache in use, since a full one makes requests wait or preempts them.
     """
     queued_steps = pods.queued_tokens / pods.max_num_batched_tokens

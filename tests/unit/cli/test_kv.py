@@ -245,7 +245,7 @@ def test_purge_asks_before_it_deletes(tmp_path, monkeypatch, capsys):
     directory = Directory(tmp_path)
     fill(directory, 1, 2)
     assert kv("purge", directory, "--all") == 2  # pytest's stdin is no terminal
-    assert capsys.readouterr().err == "baton: error: --yes: required where nobody can be asked\n"
+    assert capsys.readouterr().err == "baton: error: --yes: required when stdin is not a terminal\n"
     for answer, num_left in (("\n", 2), ("no\n", 2), ("y\n", 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert kv("purge", directory, "--all") == 0

@@ -140,7 +140,7 @@ async def test_a_pod_that_lies_about_its_cache_gets_nothing_until_it_is_started_
     await cluster.until(lambda: pod.info is None)
     await liar.start()
     await cluster.until(lambda: pod.fits is not None)
-    assert pod.lie, "the same process again"
+    assert pod.violation, "the same process again"
     await liar.stop()
     await cluster.until(lambda: pod.info is None)
     liar.info.MergeFrom(pods_pb2.PodInfo(incarnation=7))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.types import HASH_BYTES
-from router.placing.index import ImpossibleEventError, PrefixIndex
+from router.placing.index import InvalidEventError, PrefixIndex
 
 NOW = 100.0
 
@@ -81,7 +81,7 @@ def test_events_must_come_in_order():
 )
 def test_impossible_events(stored, removed, is_snapshot, said):
     index = index_of(blocks("a"), capacity=3)
-    with pytest.raises(ImpossibleEventError, match=said):
+    with pytest.raises(InvalidEventError, match=said):
         index.apply(0, 2, stored, removed, is_snapshot=is_snapshot)
     index.forget(0)
     assert index.check_integrity() == []
@@ -94,7 +94,7 @@ def test_memory_is_bounded_and_what_is_beyond_may_still_be_removed():
     assert index.match(blocks("a", "b", "c"), NOW).computed.tolist() == [3, 1]
     assert index.apply(1, 2, b"", chain("a", "b")[1])
     assert index.size.num_unindexed == 0
-    with pytest.raises(ImpossibleEventError):
+    with pytest.raises(InvalidEventError):
         index.apply(1, 3, b"", chain("a", "b")[1])
     assert index.apply(0, 2, b"", chain("a", "b", "c")[2])
     assert index.apply(1, 4, chain("a", "b")[1], b""), "room again"

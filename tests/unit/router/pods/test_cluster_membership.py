@@ -93,7 +93,7 @@ async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
         assert ready_metric(cluster, decode_at(fake)) == 0
         assert pod.session is not None
         assert not pod.session.broken
-        cluster.note_ejection(pod, "lie")
+        cluster.note_ejection(pod, "invalid")
         cluster.note_canary(pod, "ok")
         claim.release(time.monotonic())
         assert cluster.pods == []

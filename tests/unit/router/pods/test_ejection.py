@@ -164,4 +164,4 @@ async def test_a_pod_whose_facts_cannot_be_true_is_refused(start_cluster, fact):
     setattr(liar.info, fact, 0)
     cluster = await start_cluster([liar], [FakeDecodePod()], wait=False)
     await cluster.until(lambda: state_of(cluster, liar) is PodState.REFUSED)
-    assert (await health_of(cluster, liar))["detail"] == f"it says that its {fact} is 0, which cannot be true"
+    assert (await health_of(cluster, liar))["detail"] == f"it reports an invalid {fact}: 0"

@@ -158,7 +158,7 @@ def test_invalid_answers_to_two_requests_eject(health, owner):
         health.note_invalid("it skipped", Request("same"))
     assert owner.said == []
     health.note_invalid("it skipped", Request("another"))
-    assert owner.said == ["lie"]
+    assert owner.said == ["invalid"]
     assert "it skipped" in health.detail
 
 

@@ -1,4 +1,4 @@
-"""What a pod may say of a request. What no sound pod says is a lie: it reaches neither the client nor any figure."""
+"""Whether an answer of a pod can be valid. An invalid one reaches neither the client nor any metric."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ENDS = (
 )
 
 
-def lie_in_tokens(
+def invalid_tokens(
     start: int,
     token_ids: Sequence[int],
     logprobs: Sequence[common_pb2.PositionLogprobs],
     sampling: SamplingParams,
     vocab_size: int,
 ) -> str:
-    """What cannot be true of tokens from output index `start` on; empty: nothing."""
+    """What is invalid about tokens from output index `start` on; empty: nothing."""
     if token_ids and max(token_ids) >= vocab_size:
         return f"token {max(token_ids)} is outside the vocabulary of {vocab_size}"
     if start + len(token_ids) > sampling.max_tokens:
@@ -44,8 +44,8 @@ def lie_in_tokens(
     return ""
 
 
-def lie_in_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:
-    """What cannot be true of how a request ended on a pod, with `num_tokens` tokens of output; empty: nothing."""
+def invalid_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:
+    """What is invalid about how a request ended on a pod, with `num_tokens` tokens of output; empty: nothing."""
     if finish_reason not in _ENDS:
         return f"finish reason {finish_reason} does not exist"
     if finish_reason == common_pb2.FINISH_REASON_STOP and not num_tokens:
