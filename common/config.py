@@ -26,7 +26,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -51,6 +51,8 @@ _BYTE_UNITS = {
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _OPTION = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 _BYTE_SIZE_FIELD = re.compile(r".*_(memory|bytes)")
+_HELP_ALL = "--help-all"
+_USAGE = "%(prog)s [options]"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -141,6 +143,7 @@ class _Leaf(NamedTuple):
     type: mi.Type
     help: str
     default: object  # msgspec.NODEFAULT: required
+    topic: str  # what its struct is about
 
     @property
     def option(self) -> str:
@@ -157,20 +160,33 @@ def field_names(struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = 
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = frozenset()
+    parser: argparse.ArgumentParser,
+    struct_type: type[msgspec.Struct],
+    *,
+    exclude: frozenset[str] = frozenset(),
+    shown: Collection[str] | None = None,
 ) -> None:
-    """Adds one option per setting of `struct_type` to `parser`, but for the field names in `exclude`.
+    """Adds one option per setting of `struct_type` to `parser`, except for the field names in `exclude`.
 
-    Parsing keeps the text (None: not given); `build` converts and checks it.
+    Help has a group for each nested struct, and describes the settings in `shown` only, if that is given. Parsing keeps
+    the text (None: not given); `build` converts and checks it.
     """
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in _leaves(struct_type, exclude):
-        shape = _without_none(leaf.type)
-        if isinstance(shape, mi.BoolType):
-            parser.add_argument(leaf.option, action=argparse.BooleanOptionalAction, default=None, help=_help(leaf))
-        elif isinstance(shape, mi.ListType | mi.VarTupleType | mi.DictType):
-            parser.add_argument(leaf.option, action="append", metavar=_metavar(leaf, shape), help=_help(leaf))
-        else:
-            parser.add_argument(leaf.option, metavar=_metavar(leaf, shape), help=_help(leaf))
+        if leaf.topic not in groups:
+            groups[leaf.topic] = parser.add_argument_group(leaf.topic)
+        text = _help(leaf) if shown is None or leaf.name in shown else argparse.SUPPRESS
+        _add_argument(groups[leaf.topic], leaf, text)
+
+
+def _add_argument(group: argparse._ArgumentGroup, leaf: _Leaf, text: str) -> None:
+    shape = _without_none(leaf.type)
+    if isinstance(shape, mi.BoolType):
+        group.add_argument(leaf.option, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif isinstance(shape, mi.ListType | mi.VarTupleType | mi.DictType):
+        group.add_argument(leaf.option, action="append", metavar=_metavar(leaf, shape), help=text)
+    else:
+        group.add_argument(leaf.option, metavar=_metavar(leaf, shape), help=text)
 
 
 def build(
@@ -212,8 +228,21 @@ def parse(
     description: str | None = None,
     exclude: frozenset[str] = frozenset(),
 ) -> T:
-    """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`."""
-    parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`.
+
+    A struct may name in `EVERYDAY` what `--help` describes; `--help-all` describes everything.
+    """
+    everyday: Collection[str] | None = getattr(struct_type, "EVERYDAY", None)
+    arguments = sys.argv[1:] if argv is None else argv
+    epilog = None
+    if everyday is not None and _HELP_ALL in arguments:
+        everyday = None
+    elif everyday is not None:
+        num_others = len(field_names(struct_type, exclude=exclude)) - len(everyday)
+        epilog = f"{num_others} more settings, rarely needed: {prog} {_HELP_ALL}"
+    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False, usage=_USAGE)
+    if hasattr(struct_type, "EVERYDAY"):
+        parser.add_argument(_HELP_ALL, action="help", help="show all settings and exit")
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -221,8 +250,8 @@ def parse(
         default=[],
         help=f"YAML file; its section `{section}` gives defaults. Of several files the later one wins.",
     )
-    add_arguments(parser, struct_type, exclude=exclude)
-    args = parser.parse_args(argv)
+    add_arguments(parser, struct_type, exclude=exclude, shown=everyday)
+    args = parser.parse_args(arguments)
     settings = Section({})
     for file in args.config:
         settings = load_yaml(file).section(section).over(settings)
@@ -292,7 +321,12 @@ def _walk(described: mi.StructType, instance: object, exclude: frozenset[str]) -
         if isinstance(field_type, mi.StructType):
             yield from _walk(field_type, default, exclude)
         elif not isinstance(_without_none(field_type), mi.StructType | mi.UnionType):
-            yield _Leaf(field.name, field_type, help_text, default)
+            yield _Leaf(field.name, field_type, help_text, default, _topic(described.cls))
+
+
+def _topic(struct_type: type[msgspec.Struct]) -> str:
+    """The first line of its docstring, without what comes after a colon or the period."""
+    return (struct_type.__doc__ or struct_type.__name__).splitlines()[0].partition(":")[0].rstrip(".")
 
 
 def _unwrap(kind: mi.Type) -> tuple[mi.Type, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,35 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one router needs."""
+
+    EVERYDAY: ClassVar[frozenset[str]] = frozenset(
+        {
+            "host",
+            "port",
+            "grpc_port",
+            "prefill",
+            "decode",
+            "model",
+            "served_model_name",
+            "prefill_policy",
+            "decode_policy",
+            "remote_prefill",
+            "kv_failure_policy",
+            "request_timeout_s",
+            "max_body_bytes",
+            "max_inflight",
+            "max_queued",
+            "shutdown_grace_s",
+            "log_level",
+            "api_keys_file",
+            "tls_cert",
+            "tls_key",
+            "cluster_ca",
+            "cluster_cert",
+            "cluster_key",
+            "registry",
+        }
+    )
 
     host: Annotated[str, Meta(description="Address to listen on, HTTP and gRPC.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000

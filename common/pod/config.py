@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import PurePath
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,35 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pod."""
+
+    EVERYDAY: ClassVar[frozenset[str]] = frozenset(
+        {
+            "host",
+            "port",
+            "pod_id",
+            "served_model_name",
+            "connector",
+            "connector_path",
+            "connector_options",
+            "metrics_port",
+            "drain_timeout_s",
+            "log_level",
+            "cluster_ca",
+            "cluster_cert",
+            "cluster_key",
+            "model",
+            "dtype",
+            "device",
+            "max_model_len",
+            "num_threads",
+            "kv_cache_memory",
+            "max_num_batched_tokens",
+            "target_itl_ms",
+            "max_num_seqs",
+            "registry",
+            "advertise",
+        }
+    )
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="gRPC port; 0 picks a free one.")] = 0

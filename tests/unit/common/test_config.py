@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ from common.config import (
     ArgumentParser,
     add_arguments,
     build,
+    field_names,
     load_yaml,
     parse,
     parse_byte_size,
@@ -21,6 +22,10 @@ from common.config import (
 )
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
+from common.pod.config import PodConfig
+from decode_service.config import DecodeConfig
+from prefill_service.config import PrefillConfig
+from router.config import RouterConfig
 
 
 class Cache(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +201,32 @@ def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "100% yours. (default: pod)" in text
     assert "--policy {fcfs,priority}" in text
     assert "--internal" not in text
+
+
+class Everyday(Pod, frozen=True, kw_only=True):
+    """A process with few settings that matter: and this is not part of its topic."""
+
+    EVERYDAY: ClassVar[frozenset[str]] = frozenset({"block_size"})
+
+
+def test_help_describes_what_operators_turn_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    described = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            parse(Everyday, [option], prog="test", section="pod")
+        described[option] = " ".join(capsys.readouterr().out.split())
+    assert "--block-size N Tokens per block." in described["--help"]
+    assert "--policy" not in described["--help"]
+    assert "more settings, rarely needed: test --help-all" in described["--help"]
+    assert "--policy {fcfs,priority}" in described["--help-all"]
+    assert "rarely needed" not in described["--help-all"]
+    assert parse(Everyday, ["--policy", "priority"], prog="test", section="pod").policy == "priority"
+
+
+@pytest.mark.parametrize("settings", [RouterConfig, PrefillConfig, DecodeConfig])
+def test_everyday_settings_are_settings_and_not_many(settings: type[PodConfig] | type[RouterConfig]) -> None:
+    assert set(field_names(settings)) > settings.EVERYDAY
+    assert len(settings.EVERYDAY) < 26
 
 
 def test_the_engine_settings_parse() -> None:
