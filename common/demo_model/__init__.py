@@ -1,6 +1,6 @@
 """The demo model that ships with Baton: a tiny chat model, small enough to live in the repository.
 
-`train.py` in this folder makes it from scratch; `python -m common.demo_model.train --help` says how.
+`python -m demo_training.train` makes it from scratch, in a checkout of the repository.
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from common.demo_model.tables import listed, rows
+from demo_training.tables import listed, rows
 
 
 class Fact(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.demo_model import demo_model_path
-from common.demo_model.corpus import SPECIAL_TOKENS, Corpus, Exchange, render_chat
-from common.demo_model.facts import all_facts
+from demo_training.corpus import SPECIAL_TOKENS, Corpus, Exchange, render_chat
+from demo_training.facts import all_facts
 
 MAX_DIRECTORY_BYTES = 12 * 1024 * 1024
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from common.demo_model.facts import (
+from demo_training.facts import (
     ANIMALS,
     COUNTRIES,
     DAYS,
@@ -20,8 +20,8 @@ from common.demo_model.facts import (
     all_facts,
     capitalized,
 )
-from common.demo_model.stories import HEROES, NAMES, tell_story
-from common.demo_model.tables import rows
+from demo_training.stories import HEROES, NAMES, tell_story
+from demo_training.tables import rows
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_START = "<|im_start|>"

@@ -1,7 +1,7 @@
 """Train the demo model from scratch on the CPU, or measure what it knows.
 
-    python -m common.demo_model.train --out DIR         # tokenizer, config and weights
-    python -m common.demo_model.train --evaluate DIR    # a table of accuracies
+    python -m demo_training.train --out DIR         # tokenizer, config and weights
+    python -m demo_training.train --evaluate DIR    # a table of accuracies
 
 Training takes fifteen to twenty-five minutes on two cores. The same seed gives the same weights on the
 same machine.
@@ -32,8 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common.demo_model.corpus import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, Corpus
-from common.demo_model.facts import all_facts
+from demo_training.corpus import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, Corpus
+from demo_training.facts import all_facts
 
 VOCAB_SIZE = 2048
 MAX_POSITION_EMBEDDINGS = 4096

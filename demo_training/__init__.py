@@ -1,0 +1,1 @@
+"""Makes the demo model from scratch; not part of the distribution. `python -m demo_training.train --help` says how."""
