@@ -16,7 +16,7 @@ up: $(RUNTIME)
 test: lint
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-## Long suites: more fault repetitions, bigger property tests.
+## Long suites: all faults, long random runs, a soak of 10,000 requests, bigger property tests. An hour or two.
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import ConfigError
+from common.observability.task_figures import TaskFigures
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
 from common.rpc.channel import open_channel
@@ -96,6 +97,7 @@ class Router:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if a port cannot be had. `stop` undoes a partial start, too."""
+        self.metrics.registry.register(TaskFigures(asyncio.get_running_loop()))
         self._stack.callback(self.service.close)
         if self._registry is not None:
             self._stack.push_async_callback(self._registry.close)

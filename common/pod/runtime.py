@@ -27,6 +27,7 @@ from common.engine.client.base import EngineClient
 from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
 from common.observability.logging import setup_logging
 from common.observability.metrics_server import MetricsServer
+from common.observability.task_figures import TaskFigures
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
 from common.pod.announce import Announcer, open_registry
@@ -104,6 +105,7 @@ class PodRuntime:
             stack.push_async_callback(self.server.stop)
             stack.push_async_callback(front.close)
             if self.config.metrics_port is not None:
+                context.metrics.registry.register(TaskFigures(asyncio.get_running_loop()))
                 metrics = MetricsServer(self.config.host, self.config.metrics_port, context.metrics.registry)
                 self.metrics_port = stack.enter_context(metrics).port
             await self.server.start()

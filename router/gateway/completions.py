@@ -227,7 +227,7 @@ class CompletionsEndpoint:
                 opening, echo = job.format.opening(index), job.echoes[index]
             async for delta in generation:
                 event_id = stream.advance(index, delta.token_ids, ended=delta.finish_reason is not None)
-                if opening or delta.text or delta.logprobs or delta.finish_reason is not None:
+                if opening or echo or delta.text or delta.logprobs or delta.finish_reason is not None:
                     await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo))
                     opening, echo = b"", ""
 

@@ -10,41 +10,17 @@ from typing import NamedTuple
 import grpc
 import httpx
 import openai
-import psutil
 import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
 from common.pb import pods_pb2, pods_pb2_grpc
-from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
+from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.metrics import pod_metrics
 from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 96
 MAX_CHAT_TOKENS = 160
-
-
-class PodMetrics:
-    """What a pod says of itself to Prometheus."""
-
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        process = psutil.Process(cluster.pid_of(name))
-        listening = [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        grpc_port = int(cluster.addresses[name].rpartition(":")[2])
-        (port,) = [port for port in listening if port != grpc_port]
-        self._url = f"http://127.0.0.1:{port}/metrics"
-
-    def __getitem__(self, name: str) -> float:
-        """The counter or gauge baton_<name>."""
-        for line in httpx.get(self._url).text.splitlines():
-            if line.startswith((f"baton_{name} ", f"baton_{name}_total ")):
-                return float(line.rpartition(" ")[2])
-        raise KeyError(name)
-
-    async def until(self, name: str, at_least: float) -> None:
-        """Returns once the figure has come to `at_least`."""
-        async with asyncio.timeout(SETTLE_DEADLINE_S):
-            while await asyncio.to_thread(self.__getitem__, name) < at_least:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
 
 
 def config_file(directory: Path, decode: str = "") -> str:
@@ -87,7 +63,7 @@ async def test_a_prefill_pod_finds_what_another_one_computed(tmp_path: Path, opt
     prompt = "The sun is a star and the sky is blue. " * 20 + PROMPTS[0]
     expected = greedy_completion(prompt, MAX_TOKENS, ignore_eos=True)
     with running_cluster("--prefill", "2", "--config", config_file(tmp_path), *options) as cluster:
-        pods = {name: PodMetrics(cluster, name) for name in ("prefill-0", "prefill-1")}
+        pods = {name: pod_metrics(cluster, name) for name in ("prefill-0", "prefill-1")}
         assert await complete(cluster, [prompt]) == [expected]
         (first,) = [name for name, metrics in pods.items() if metrics["prompt_tokens"] > 0]
         (second,) = pods.keys() - {first}
@@ -115,7 +91,7 @@ async def test_what_is_preempted_is_restored_from_host_memory(tmp_path: Path, co
     config = config_file(tmp_path, decode="num_blocks: 41")
     options = ("--connector", connector, "--connector-options", "host_bytes=64MiB", "--config", config)
     with running_cluster(*options) as cluster:
-        decode = PodMetrics(cluster, "decode-0")
+        decode = pod_metrics(cluster, "decode-0")
         assert await complete(cluster, prompts) == expected
         assert decode["num_preemptions"] > 0
         assert decode["tier_hits"] > 0
@@ -129,7 +105,7 @@ async def test_the_next_turn_of_a_chat_restores_what_the_decode_pod_computed(tmp
     question, next_question = "Tell me a story about a dog and a cat.", "And then?"
     options = ("--connector", "redis", "--connector-options", "offload=true", "--config", config_file(tmp_path))
     with running_cluster(*options) as cluster:
-        prefill, decode = PodMetrics(cluster, "prefill-0"), PodMetrics(cluster, "decode-0")
+        prefill, decode = pod_metrics(cluster, "prefill-0"), pod_metrics(cluster, "decode-0")
         first = await chat(cluster, question)
         assert first.answer == greedy_chat(question, MAX_CHAT_TOKENS)
         num_full = (first.num_tokens - 1) // BLOCK_SIZE  # nobody computes the KV of the last token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.e2e.faults.fleets import Fleets, plan_for
 from tests.e2e.faults.matrix import CUT, Case, Outcome
 from tests.e2e.faults.network import obstacle
 from tests.e2e.faults.traffic import MAX_TOKENS, NUM_JOBS, make_jobs
+from tests.e2e.machine import describe_machine
 
 _EXPLANATION = """# Faults while requests run
 
@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         if args.markdown:
             explanation = _EXPLANATION.format(
-                options=" --all" if args.all else "", machine=_machine(), num_jobs=NUM_JOBS, max_tokens=MAX_TOKENS
+                options=" --all" if args.all else "",
+                machine=describe_machine(),
+                num_jobs=NUM_JOBS,
+                max_tokens=MAX_TOKENS,
             )
             args.markdown.write_text("\n".join([explanation, *_HEAD, *lines, ""]))
     return int(failed)
@@ -86,13 +89,6 @@ def _row(connector: str, case: Case, outcome: Outcome | AssertionError | str) ->
         case _:
             answers, recovery = outcome, ""
     return f"| {connector} | {case.fault} | {case.victim} | {case.stage.value} | {answers} | {recovery} |"
-
-
-def _machine() -> str:
-    """Cores and processor of this machine, and what else it does."""
-    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    model = next((value.strip() for name, _, value in fields if name.strip() == "model name"), "an unknown processor")
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, load average {os.getloadavg()[2]:.1f} over 15 minutes"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import contextlib
 import signal
 from typing import Protocol
 
+import psutil
+
 from tests.e2e.faults.fleet import Fleet
 from tests.e2e.faults.server_process import ServerProcess
 
@@ -57,16 +59,44 @@ class Restart:
 class Hang:
     """SIGSTOP to all processes of the server, which go on when everybody has given them up."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, *, at_most_s: float | None = None) -> None:
+        """`at_most_s`: after so many seconds it goes on by itself."""
         self._server = server
+        self._at_most_s = at_most_s
 
     async def strike(self) -> None:
         """Its connections stay open, and nobody answers."""
         self._server.send(signal.SIGSTOP)
+        if self._at_most_s is not None:
+            asyncio.get_running_loop().call_later(self._at_most_s, self._server.send, signal.SIGCONT)
 
     async def heal(self) -> None:
         """It goes on where it was, with requests that others have answered."""
         self._server.send(signal.SIGCONT)
+
+
+class Death:
+    """One process of a pod, its front or its engine, hangs, so that some requests are sure to wait for it, and is then
+    killed. The other must notice by itself, and end. The pod is started again at once."""
+
+    def __init__(self, server: ServerProcess, *, of_engine: bool) -> None:
+        self._server = server
+        self._of_engine = of_engine
+
+    async def strike(self) -> None:
+        """It hangs."""
+        self._victim().send_signal(signal.SIGSTOP)
+
+    async def heal(self) -> None:
+        """It is killed, and a new incarnation is started."""
+        processes = self._server.processes()
+        self._victim().kill()
+        await asyncio.to_thread(self._server.wait_gone, processes)
+        self._server.start()
+
+    def _victim(self) -> psutil.Process:
+        front, engine = self._server.processes()
+        return engine if self._of_engine else front
 
 
 class Slow:

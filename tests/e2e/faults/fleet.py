@@ -55,14 +55,29 @@ class Size(NamedTuple):
 class Fleet:
     """All processes of one cluster."""
 
-    def __init__(self, connector: str, directory: Path, size: Size, settings: Settings, network: Network) -> None:
-        """`directory` is empty, and the fleet's own."""
+    def __init__(
+        self,
+        connector: str,
+        directory: Path,
+        size: Size,
+        settings: Settings,
+        network: Network,
+        num_blocks: int = NUM_BLOCKS,
+    ) -> None:
+        """`directory` is empty, and the fleet's own; `num_blocks` are those of a pod."""
         self.connector = connector
         self._network = network
         settings_file = directory / "settings.yaml"
         settings_file.write_text(yaml.safe_dump(settings))
-        engine = EngineConfig(cache=CacheConfig(num_blocks=NUM_BLOCKS))
-        config = ClusterConfig(prefill=size.num_prefill, decode=size.num_decode, connector=connector, engine=engine)
+        engine = EngineConfig(cache=CacheConfig(num_blocks=num_blocks))
+        self.blocks = directory / "blocks"  # of the shared-storage connector
+        config = ClusterConfig(
+            prefill=size.num_prefill,
+            decode=size.num_decode,
+            connector=connector,
+            connector_path=str(self.blocks) if connector == "shared-storage" else "",
+            engine=engine,
+        )
         ports = pick_ports(LOOPBACK, 4)
         plan = plan_cluster(config, ports[0], ports[1], directory, settings_file)
         for file, text in plan.files.items():
@@ -82,6 +97,7 @@ class Fleet:
         self.router = server(_router(plan.router, ROUTER, ports[:2], ports[:2]))
         self.peer = server(_router(plan.router, PEER, ports[:2], ports[2:]))
         self._stores = [server(store.spec) for store in plan.stores]
+        self.redis_url = plan.stores[0].url if plan.stores else ""  # of the redis connector
         host = network.host(ROUTER)
         self._http = {ROUTER: f"{host}:{ports[0]}", PEER: f"{host}:{ports[2]}"}
         self._grpc = {ROUTER: f"{host}:{ports[1]}", PEER: f"{host}:{ports[3]}"}
@@ -129,6 +145,13 @@ class Fleet:
         for router in (self.router, self.peer):
             eventually(partial(self._reaches_all, router), START_DEADLINE_S, partial(self._unready, router))
 
+    def settle(self) -> None:
+        """Returns when everything is ready again and nothing is under way."""
+        self.wait_ready()
+        self.check_integrity()
+        for router in (self.router, self.peer):
+            eventually(partial(self._serves_none, router), SETTLE_DEADLINE_S, lambda: "a router has requests under way")
+
     def check_integrity(self) -> None:
         """Returns when every pod says that it is sound and holds nothing for anybody."""
         for pod in self.pods:
@@ -160,6 +183,9 @@ class Fleet:
     def _unready(self, router: ServerProcess) -> str:
         return f"{router.name} does not reach every pod\n{self.output}"
 
+    def _serves_none(self, router: ServerProcess) -> bool:
+        return self.metric(router, "baton_num_requests_inflight") == 0
+
     def _is_idle(self, pod: ServerProcess) -> bool:
         with grpc.insecure_channel(self.target(pod)) as channel:
             report = pods_pb2_grpc.PodStub(channel).CheckIntegrity(
@@ -176,7 +202,12 @@ class Fleet:
 
 @contextlib.contextmanager
 def running_fleet(
-    connector: str, size: Size, *, settings: Settings = SETTINGS, separate: bool = False
+    connector: str,
+    size: Size,
+    *,
+    settings: Settings = SETTINGS,
+    num_blocks: int = NUM_BLOCKS,
+    separate: bool = False,
 ) -> Iterator[Fleet]:
     """A fleet that is ready; ended afterwards, and checked that it ends well if the test did.
 
@@ -187,7 +218,7 @@ def running_fleet(
         names = [*(f"prefill-{index}" for index in range(size.num_prefill))]
         names += [f"decode-{index}" for index in range(size.num_decode)]
         network = stack.enter_context(namespaces(names, directory)) if separate else Loopback()
-        yield from _run(Fleet(connector, directory, size, settings, network))
+        yield from _run(Fleet(connector, directory, size, settings, network, num_blocks))
 
 
 def _run(fleet: Fleet) -> Iterator[Fleet]:

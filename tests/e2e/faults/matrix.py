@@ -158,17 +158,10 @@ def descriptors_of(fleet: Fleet) -> Descriptors:
 
 def _settle(fleet: Fleet, idle: Descriptors) -> None:
     """Returns when the fleet is as it was."""
-    fleet.wait_ready()
-    fleet.check_integrity()
-    for router in (fleet.router, fleet.peer):
-        eventually(partial(_is_idle, fleet, router), SETTLE_DEADLINE_S, lambda: "a router has requests under way")
+    fleet.settle()
     for server in fleet.servers:
         bound = idle[server.name] + NUM_SPARE_CONNECTIONS
         eventually(partial(_holds, server, bound), SETTLE_DEADLINE_S, partial(_excess, server, bound))
-
-
-def _is_idle(fleet: Fleet, router: ServerProcess) -> bool:
-    return fleet.metric(router, "baton_num_requests_inflight") == 0
 
 
 def _holds(server: ServerProcess, bound: int) -> bool:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import httpx
 import pytest
 
-from common.engine.llm import LLM
+from common.demo_model import demo_model_path
+from common.tokenization import Tokenizer
 from common.types import SamplingParams
+from tests.e2e.clients.answers import Checker, Job
+from tests.e2e.clients.fronts import Front, answer_of
+from tests.e2e.clients.http_client import HttpFront, http_client
+from tests.e2e.clients.progress import Progress
+from tests.e2e.clients.reference import answered
+from tests.e2e.clients.specs import Api, RequestSpec
 from tests.e2e.faults.fleet import ROUTER_SETTINGS, Fleet, Settings, Size, running_fleet
-from tests.e2e.faults.http_streams import HttpJob, failure_of, timeout
-from tests.e2e.reference import PROMPTS, greedy_completion
+from tests.e2e.reference import PROMPTS
 
 MAX_TOKENS = 24
-ANCHOR_EVERY = 25  # so many jobs, one is also answered by `transformers`
 VICTIMS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 FIRST_KILL = 0.1  # share of the tokens that clients have received
 RUN_DEADLINE_S = 300.0
@@ -27,47 +31,38 @@ SETTINGS: Settings = {
 
 
 class Run:
-    """As many clients as jobs, each with its own; whoever is done begins anew while pods remain to be killed."""
+    """As many clients as jobs; each sends its request again as long as pods remain to be killed."""
 
-    def __init__(self, fleet: Fleet, jobs: Sequence[HttpJob]) -> None:
+    def __init__(self, fleet: Fleet, jobs: Sequence[Job]) -> None:
         self.failures: list[str] = []
         self.num_answers = 0
         self._fleet = fleet
         self._jobs = jobs
-        self._num_events = 0
-        self._begun = asyncio.Event()
+        self._checker = Checker(Tokenizer.from_directory(demo_model_path()))
+        self._progress = Progress()
         self._all_killed = False
 
     async def run(self) -> None:
         """Returns when every stream has ended and every pod is back."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        url, _ = self._fleet.http(self._fleet.router)
-        async with (
-            asyncio.timeout(RUN_DEADLINE_S),
-            httpx.AsyncClient(limits=limits, timeout=timeout()) as client,
-            asyncio.TaskGroup() as group,
-        ):
+        async with asyncio.timeout(RUN_DEADLINE_S), http_client() as client, asyncio.TaskGroup() as group:
+            front = HttpFront(client, [self._fleet.http(self._fleet.router)[0]])
             group.create_task(self._kill_each())
             for job in self._jobs:
-                group.create_task(self._client(client, url, job))
+                group.create_task(self._client(front, job))
 
-    async def _client(self, client: httpx.AsyncClient, url: str, job: HttpJob) -> None:
+    async def _client(self, front: Front, job: Job) -> None:
         while True:
-            failure = await failure_of(client, url, job, self._on_event)
+            answer = await answer_of({Api.HTTP: front}, job.spec, self._progress)
+            failure = answer.error or self._checker.difference(job, answer)
             self.num_answers += 1
             if failure:
-                self.failures.append(f"{job.prompt!r}: {failure}")
+                self.failures.append(f"{job.spec}: {failure}")
             if self._all_killed or failure:
                 return
 
-    def _on_event(self) -> None:
-        self._num_events += 1
-        if self._num_events >= FIRST_KILL * MAX_TOKENS * len(self._jobs):
-            self._begun.set()
-
     async def _kill_each(self) -> None:
         """One after the other is back: a decode pod is always alive."""
-        await self._begun.wait()
+        await self._progress.until(int(FIRST_KILL * MAX_TOKENS * len(self._jobs)))
         for name in VICTIMS:
             victim = self._fleet.server(name)
             await asyncio.to_thread(victim.wait_gone, victim.kill())
@@ -85,7 +80,7 @@ class Run:
     ],
 )
 async def test_each_pod_is_killed_once_and_every_answer_is_exact(connector: str, num_streams: int) -> None:
-    jobs = await asyncio.to_thread(make_http_jobs, num_streams)
+    jobs = await asyncio.to_thread(make_jobs, num_streams)
     with running_fleet(connector, Size(2, 2), settings=SETTINGS) as fleet:
         run = Run(fleet, jobs)
         await run.run()
@@ -94,9 +89,9 @@ async def test_each_pod_is_killed_once_and_every_answer_is_exact(connector: str,
         await asyncio.to_thread(fleet.check_integrity)
 
 
-def make_http_jobs(count: int) -> list[HttpJob]:
+def make_jobs(count: int) -> list[Job]:
     """Short prompts; greedy and seeded in turn, every fifth with logprobs."""
-    asked = []
+    specs = []
     for index in range(count):
         greedy = index % 2 == 0
         params = SamplingParams(
@@ -106,14 +101,6 @@ def make_http_jobs(count: int) -> list[HttpJob]:
             ignore_eos=True,
             num_logprobs=0 if index % 5 == 0 else None,
         )
-        asked.append((f"{index}. {PROMPTS[index % len(PROMPTS)]}", params))
-    with LLM() as llm:
-        answers = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
-    jobs = []
-    for (prompt, params), answer in zip(asked, answers, strict=True):
-        logprobs = [position.sampled for position in answer.logprobs or []]
-        jobs.append(HttpJob(prompt, params, answer.text, len(answer.token_ids), logprobs))
-    for job in jobs[::ANCHOR_EVERY]:
-        if job.params.temperature == 0:
-            assert job.text == greedy_completion(job.prompt, MAX_TOKENS, ignore_eos=True)
-    return jobs
+        prompt = f"{index}. {PROMPTS[index % len(PROMPTS)]}"
+        specs.append(RequestSpec(name=str(index), api=Api.HTTP, prompt=prompt, params=params))
+    return answered(specs, serially=False)

@@ -89,6 +89,7 @@ async def test_metrics_are_served_over_http() -> None:
     assert float(figures["baton_prompt_tokens_total"]) == 20
     assert float(figures["baton_generation_tokens_total"]) == 3
     assert float(figures["baton_num_requests_running"]) == 0
+    assert float(figures["baton_num_asyncio_tasks"]) > 0
     assert float(figures['baton_request_success_total{finished_reason="length"}']) == 1
 
 

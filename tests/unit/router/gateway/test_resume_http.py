@@ -131,20 +131,33 @@ async def spoken(start_cluster, says):
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_the_answer_goes_on_after_any_event(spoken, path, body):
     """Nothing is kept of a stream that the router has ended well: it is computed again."""
-    events = await ask(spoken.client, path, body)
-    usage = [event.json.get("usage") for event in events[:-1]]
+    events = await check_every_resumption(spoken.client, path, body)
     assert len(events) > 10
+    assert spoken.metric("baton_stream_resume_total", source="kept") == 0
+    await spoken.until_quiet()
+
+
+async def test_an_echo_is_not_lost_while_the_first_tokens_have_no_text(start_cluster, says):
+    """An event of one choice says how many tokens of the others were delivered, theirs without text included."""
+    cluster = await start_cluster([], [FakeDecodePod(says("🦜🌍 and on"))])
+    events = await check_every_resumption(cluster.client, COMPLETIONS, {**TEXT, "n": 2, "echo": True})
+    assert [choice["text"] for choice in content(events).values()] == ["Hi🦜🌍 and on"] * 2
+
+
+async def check_every_resumption(client, path, body):
+    """All events of a stream; resumed after any of them, it goes on the same."""
+    events = await ask(client, path, body)
+    usage = [event.json.get("usage") for event in events[:-1]]
     for number, event in enumerate(events[:-1]):
         if not event.id:
             continue
-        rest = await ask(spoken.client, path, body, event.id)
+        rest = await ask(client, path, body, event.id)
         assert content(events[: number + 1] + rest) == content(events)
         assert rest[-1].data == "[DONE]"
         if usage[-1] is not None:
             assert rest[-2].json["usage"]["total_tokens"] == usage[-1]["total_tokens"]
         assert {each.json["id"] for each in rest[:-1]} <= {event.json["id"]}
-    assert spoken.metric("baton_stream_resume_total", source="kept") == 0
-    await spoken.until_quiet()
+    return events
 
 
 BODY = {"prompt": PROMPT, "max_tokens": 8}
