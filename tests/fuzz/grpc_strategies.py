@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from common.pb import inference_pb2
+from tests.fuzz.http_strategies import API_KEY
 from tests.fuzz.proto_strategies import messages, nearly
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -51,4 +52,7 @@ _entries = st.one_of(
     st.tuples(st.sampled_from(["x-session-id", "x-odd", "last-event-id"]), _ascii),
     st.tuples(st.sampled_from(["x-slo-ttft-ms-bin", "authorization-bin"]), st.binary(max_size=10)),
 )
-metadata: st.SearchStrategy[Metadata] = st.lists(_entries, max_size=3).map(tuple)
+CREDENTIALS: Metadata = (("authorization", f"Bearer {API_KEY}"),)
+metadata: st.SearchStrategy[Metadata] = st.builds(
+    tuple.__add__, st.sampled_from([(), CREDENTIALS]), st.lists(_entries, max_size=3).map(tuple)
+)

@@ -14,6 +14,7 @@ from router.gateway.protocol import ChatBody, CompletionBody
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/route/explain"]
 MAX_BODY_BYTES = 4096  # of the router that gets them
+API_KEY = "key-of-fuzzed-requests-0123456789"  # where there are keys
 
 _FIELDS = sorted({field.encode_name for body in (CompletionBody, ChatBody) for field in msgspec.structs.fields(body)})
 _ODD_JSON = [
@@ -138,7 +139,8 @@ _known_headers = st.one_of(
     st.tuples(st.just("connection"), st.sampled_from(["close", "upgrade", "keep-alive, x"])),
     st.tuples(st.just("upgrade"), st.sampled_from(["websocket", "h2c"])),
 )
-headers = st.lists(_known_headers, max_size=4)
+_credentials = st.sampled_from([[], [("authorization", f"Bearer {API_KEY}")]])
+headers = st.builds(list.__add__, _credentials, st.lists(_known_headers, max_size=4))
 
 
 @dataclass(frozen=True)

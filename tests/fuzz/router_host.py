@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import yaml
+
+from router.security.config import SecurityConfig
+from router.security.keys import digest_of
 from router.testing import FakeDecodePod, FakePrefillPod
+from tests.fuzz.budget import Budget
 from tests.fuzz.host import Footprint, Host, hosted
-from tests.fuzz.http_strategies import MAX_BODY_BYTES
+from tests.fuzz.http_strategies import API_KEY, MAX_BODY_BYTES, Call
+from tests.fuzz.raw_http import exchange
 from tests.unit.router.router_cluster import RouterCluster, run_cluster
 
 MAX_MODEL_LEN = 128
+_NEIGHBOURS_KEY = "key-of-a-neighbour-0123456789"
+_SMALL = Call(
+    method="POST",
+    target="/v1/completions",
+    headers=(("authorization", f"Bearer {_NEIGHBOURS_KEY}"),),
+    body=b'{"prompt": [5, 6], "max_tokens": 2}',
+).encode()
 
 
 @contextmanager
@@ -39,3 +53,23 @@ def check_quiet(host: Host[RouterCluster]) -> None:
     assert cluster.metric("baton_requests_inflight") == 0
     assert cluster.router.cluster.index.check_integrity() == []
     assert cluster.metric("baton_request_errors_total", code="internal") == 0
+
+
+def budget(host: Host[RouterCluster], sent: bytes = _SMALL) -> Budget:
+    """Of one request to the router; a neighbour sends `sent` meanwhile."""
+
+    async def ask() -> None:
+        answer = await exchange(host.value.router.port, [sent])
+        assert answer is not None
+        assert answer.status == 200, answer
+
+    return Budget(host, ask)
+
+
+def key_file(directory: Path) -> SecurityConfig:
+    """Keys of the clients here."""
+    keys = {"fuzzed": API_KEY, "neighbour": _NEIGHBOURS_KEY}
+    entries = [{"name": name, "hash": f"sha256:{digest_of(key).hex()}"} for name, key in keys.items()]
+    path = directory / "keys.yaml"
+    path.write_text(yaml.safe_dump(entries))
+    return SecurityConfig(api_keys_file=str(path))

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from common.pb import inference_pb2
 from common.pb.inference_pb2_grpc import InferenceStub
 from common.rpc.channel import open_channel
-from tests.fuzz.grpc_strategies import Metadata, good_requests, metadata, requests
+from router.security.config import SecurityConfig
+from tests.fuzz.grpc_strategies import CREDENTIALS, Metadata, good_requests, metadata, requests
 from tests.fuzz.host import DEADLINE_S, Footprint, Host, profile, sizes
 from tests.fuzz.http_strategies import MAX_BODY_BYTES
 from tests.fuzz.proto_strategies import bytes_of, messages
-from tests.fuzz.router_host import check_quiet, router_host
+from tests.fuzz.router_host import budget, check_quiet, key_file, router_host
 from tests.unit.router.router_cluster import RouterCluster
 
 METHODS = ["Generate", "GenerateStream", "Abort", "ListModels"]
@@ -31,15 +32,16 @@ _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,  # too large, or too much at once
+    grpc.StatusCode.UNAUTHENTICATED,  # without a key, where there are keys
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # that the request named
 }
 _aborts = messages(inference_pb2.AbortRequest).filter(lambda abort: abort.ByteSize() <= MAX_BODY_BYTES)
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host[RouterCluster]]:
-    with router_host() as host:
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "keys"])
+def host(request, tmp_path_factory) -> Iterator[Host[RouterCluster]]:
+    with router_host(security=key_file(tmp_path_factory.mktemp("keys")) if request.param else SecurityConfig()) as host:
         yield host
 
 
@@ -49,7 +51,9 @@ def channel(host) -> Iterator[grpc.aio.Channel]:
 
     async def connect() -> grpc.aio.Channel:
         channel = open_channel(host.value.router.grpc_address)
-        await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=DEADLINE_S)
+        await InferenceStub(channel).ListModels(
+            inference_pb2.ListModelsRequest(), timeout=DEADLINE_S, metadata=CREDENTIALS
+        )
         return channel
 
     channel = host.run(connect())
@@ -65,48 +69,55 @@ def settle(host: Host[RouterCluster], channel: grpc.aio.Channel) -> None:
     """Calls that were cancelled have come, which they do in order, and are over."""
     router = host.value.router
     for _ in range(2):
-        host.run(InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=DEADLINE_S))
+        host.run(
+            InferenceStub(channel).ListModels(
+                inference_pb2.ListModelsRequest(), timeout=DEADLINE_S, metadata=CREDENTIALS
+            )
+        )
     loads = [pod.load for pod in router.cluster.pods]
     host.wait_for(lambda: not router.service._running and not any(load.num_requests for load in loads))
 
 
-@sizes(150, 5_000)
+@sizes(80, 5_000)
 def test_any_message_is_answered(host, channel, num_examples):
     stub = InferenceStub(channel)
 
     @profile(num_examples)
     @given(st.sampled_from(["Generate", STREAMED]), requests, metadata)
     def holds(method: str, request: inference_pb2.GenerateRequest, sent: Metadata) -> None:
-        host.run(check_call(getattr(stub, method)(request, metadata=sent, timeout=DEADLINE_S)))
+        with budget(host):
+            host.run(check_call(getattr(stub, method)(request, metadata=sent, timeout=DEADLINE_S)))
 
     holds()
 
 
-@sizes(100, 5_000)
+@sizes(50, 5_000)
 def test_any_bytes_are_answered_or_refused(host, channel, num_examples):
     @profile(num_examples)
     @given(st.sampled_from([*METHODS, "None", ""]), bytes_of(good_requests), metadata)
     def holds(method: str, sent: bytes, entries: Metadata) -> None:
         allowed = _REFUSALS | ({grpc.StatusCode.UNIMPLEMENTED} if method not in METHODS else set())
-        host.run(check_call(raw_call(channel, method, sent, metadata=entries), allowed, may_not_parse=True))
+        with budget(host):
+            host.run(check_call(raw_call(channel, method, sent, metadata=entries), allowed, may_not_parse=True))
 
     holds()
 
 
-@sizes(100, 5_000)
+@sizes(50, 5_000)
 def test_calls_cancelled_at_any_point_leave_nothing_behind(host, channel, num_examples):
     stub = InferenceStub(channel)
 
     @profile(num_examples)
     @given(st.sampled_from(["Generate", STREAMED]), good_requests, st.integers(0, 40), st.integers(0, 6))
     def holds(method: str, request: inference_pb2.GenerateRequest, num_turns: int, num_reads: int) -> None:
-        call = getattr(stub, method)(request, timeout=DEADLINE_S)
-        host.run(leave(call, num_turns, num_reads if method == STREAMED else 0))
+        with budget(host):
+            call = getattr(stub, method)(request, timeout=DEADLINE_S, metadata=CREDENTIALS)
+            host.run(leave(call, num_turns, num_reads if method == STREAMED else 0))
 
     holds()
 
 
-@sizes(60, 2_000)
+@sizes(30, 2_000)
 def test_an_abort_ends_what_it_names_at_any_point(host, channel, num_examples):
     stub = InferenceStub(channel)
 
@@ -116,13 +127,14 @@ def test_an_abort_ends_what_it_names_at_any_point(host, channel, num_examples):
         request = inference_pb2.GenerateRequest(text="Hi", request_id="mine")
         if is_meant:
             abort.request_id = "mine"
-        host.run(check_aborted(stub, request, abort, num_turns))
+        with budget(host):
+            host.run(check_aborted(stub, request, abort, num_turns))
 
     holds()
 
 
 def test_a_good_request_is_answered_after_all_that(host, channel):
-    answer = host.run(InferenceStub(channel).Generate(GOOD, timeout=DEADLINE_S))
+    answer = host.run(InferenceStub(channel).Generate(GOOD, timeout=DEADLINE_S, metadata=CREDENTIALS))
     assert len(answer.token_ids) == 4
 
 
@@ -153,10 +165,10 @@ async def check_aborted(
     stub: InferenceStub, request: inference_pb2.GenerateRequest, abort: inference_pb2.AbortRequest, num_turns: int
 ) -> None:
     """The generation ends either way, and the abort says whether it was its doing."""
-    generating = asyncio.ensure_future(stub.Generate(request, timeout=DEADLINE_S))
+    generating = asyncio.ensure_future(stub.Generate(request, timeout=DEADLINE_S, metadata=CREDENTIALS))
     for _ in range(num_turns):
         await asyncio.sleep(0)
-    found = (await stub.Abort(abort, timeout=DEADLINE_S)).found
+    found = (await stub.Abort(abort, timeout=DEADLINE_S, metadata=CREDENTIALS)).found
     answer = await generating
     assert answer.finish_reason
     assert not found or abort.request_id == "mine"

@@ -9,29 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.security.config import SecurityConfig
 from tests.fuzz.host import Host, profile, sizes
 from tests.fuzz.http_strategies import Call, calls, cut_into_pieces, mutated, streams
 from tests.fuzz.raw_http import RawAnswer, exchange, leave
-from tests.fuzz.router_host import check_quiet, router_host
+from tests.fuzz.router_host import budget, check_quiet, key_file, router_host
 from tests.unit.router.router_cluster import RouterCluster
 
 _SERVER_ERRORS = {503, 504}  # no pod for it, or not in the time that it has named
 _LIMIT_HEADERS = {"x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"}
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host[RouterCluster]]:
-    with router_host() as host:
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "keys"])
+def host(request, tmp_path_factory) -> Iterator[Host[RouterCluster]]:
+    with router_host(security=key_file(tmp_path_factory.mktemp("keys")) if request.param else SecurityConfig()) as host:
         yield host
 
 
-@sizes(150, 4_000)
+@sizes(80, 4_000)
 def test_any_request_is_answered(host, num_examples):
     @profile(num_examples)
     @given(calls, st.data())
     def holds(call: Call, data: st.DataObject) -> None:
         pieces = data.draw(cut_into_pieces(call.encode()))
-        answer = host.run(exchange(host.value.router.port, pieces))
+        with budget(host):
+            answer = host.run(exchange(host.value.router.port, pieces))
         assert answer is not None
         check_answer(answer)
 
@@ -39,12 +41,14 @@ def test_any_request_is_answered(host, num_examples):
     check_quiet(host)
 
 
-@sizes(150, 4_000)
+@sizes(80, 4_000)
 def test_any_bytes_are_answered_or_refused(host, num_examples):
     @profile(num_examples)
     @given(mutated(), st.data())
     def holds(sent: bytes, data: st.DataObject) -> None:
-        answer = host.run(exchange(host.value.router.port, data.draw(cut_into_pieces(sent))))
+        pieces = data.draw(cut_into_pieces(sent))
+        with budget(host):
+            answer = host.run(exchange(host.value.router.port, pieces))
         if answer is not None:
             check_answer(answer)
 
@@ -52,7 +56,7 @@ def test_any_bytes_are_answered_or_refused(host, num_examples):
     check_quiet(host)
 
 
-@sizes(80, 4_000)
+@sizes(50, 4_000)
 def test_clients_that_go_away_leave_nothing_behind(host, num_examples):
     @profile(num_examples)
     @given(calls | streams(), st.data())
@@ -61,7 +65,9 @@ def test_clients_that_go_away_leave_nothing_behind(host, num_examples):
         sent = sent[: data.draw(st.integers(0, len(sent)))] if data.draw(st.booleans()) else sent
         pieces = data.draw(cut_into_pieces(sent))
         num_answer_bytes = data.draw(st.integers(0, 2000)) if sent == call.encode() else 0
-        host.run(leave(host.value.router.port, pieces, num_answer_bytes, reset=data.draw(st.booleans())))
+        reset = data.draw(st.booleans())
+        with budget(host):
+            host.run(leave(host.value.router.port, pieces, num_answer_bytes, reset=reset))
 
     holds()
     check_quiet(host)

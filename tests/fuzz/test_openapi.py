@@ -16,7 +16,7 @@ from schemathesis.specs.openapi import checks
 
 from tests.fuzz.host import DEADLINE_S, Host, profile, sizes
 from tests.fuzz.http_strategies import good_chats, good_completions
-from tests.fuzz.router_host import check_quiet, router_host
+from tests.fuzz.router_host import budget, check_quiet, router_host
 from tests.unit.router.router_cluster import RouterCluster
 
 _CHECKS = [
@@ -70,7 +70,8 @@ def test_answers_are_as_described(host, operations, label, num_examples):
     @given(st.data(), st.sampled_from(GenerationMode))
     def holds(data: st.DataObject, mode: GenerationMode) -> None:
         case = data.draw(operation.as_strategy(generation_mode=mode))
-        host.run(asyncio.to_thread(check, case, host.value.router.http_url))
+        with budget(host):
+            host.run(asyncio.to_thread(check, case, host.value.router.http_url))
 
     holds()
     check_quiet(host)
@@ -83,7 +84,8 @@ def test_good_answers_are_as_described(host, operations, label, bodies, num_exam
     @given(bodies)
     def holds(body: dict[str, Any]) -> None:
         case = operations[label].Case(body=body, media_type="application/json")
-        host.run(asyncio.to_thread(check, case, host.value.router.http_url))
+        with budget(host):
+            host.run(asyncio.to_thread(check, case, host.value.router.http_url))
 
     holds()
     check_quiet(host)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
+from tests.fuzz.budget import Budget
 from tests.fuzz.host import DEADLINE_S, Footprint, Host, hosted, profile, sizes
 from tests.fuzz.pod_strategies import METHODS, Facts, Step, steps
 from tests.fuzz.proto_strategies import bytes_of
@@ -77,6 +78,16 @@ def host(request) -> Iterator[Host[Pods]]:
         yield host
 
 
+def budget(host: Host[Pods]) -> Budget:
+    """Of what is sent to the pods; a neighbour asks both who they are meanwhile."""
+
+    async def ask() -> None:
+        for pod in (host.value.prefill, host.value.decode):
+            await PodStub(pod.channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=DEADLINE_S)
+
+    return Budget(host, ask)
+
+
 @sizes(90, 3_000)
 def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     pods = host.value
@@ -86,7 +97,8 @@ def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     @profile(num_examples)
     @given(st.lists(steps(pods.facts), min_size=1, max_size=5))
     def holds(sequence: list[Step]) -> None:
-        host.run(run_all(pods, sequence))
+        with budget(host):
+            host.run(run_all(pods, sequence))
         host.run(check_clean(pods))
         host.run(check_served(pods))
 
@@ -104,7 +116,9 @@ def test_any_bytes_are_answered_or_refused(host, num_examples):
     @given(st.sampled_from(METHODS), st.data())
     def holds(method: str, data: st.DataObject) -> None:
         good = steps(pods.facts, method).map(lambda step: step.sent[0] if step.sent else pods_pb2.GetInfoRequest())
-        host.run(check_raw(pods, method, data.draw(bytes_of(good))))
+        sent = data.draw(bytes_of(good))
+        with budget(host):
+            host.run(check_raw(pods, method, sent))
 
     holds()
     host.run(check_clean(pods))

@@ -17,6 +17,7 @@ from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
 from common.errors import ConfigError, ModelLoadError
@@ -35,6 +36,7 @@ class Worker:
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
+        bound_kernel_caches()
         if self._config.model.num_threads is not None:
             torch.set_num_threads(self._config.model.num_threads)
         if self._config.connector is not None:  # first, because its errors come at once and a model may take minutes

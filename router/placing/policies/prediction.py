@@ -93,5 +93,6 @@ def predict(
 def _room_beside(pods: PodColumns, step_s: Column, token_s: Column, target_s: Column) -> Column:
     """Prompt tokens of a step beside streams, which without them takes `step_s`. See `common.step_budget`."""
     most = np.maximum(pods.max_num_batched_tokens - pods.num_requests, 1)
-    allowed = np.maximum((target_s - step_s) / token_s, pods.min_prefill_tokens)
-    return np.minimum(allowed, most)
+    with np.errstate(over="ignore"):  # clients may name any target: then all that fits is allowed
+        allowed = (target_s - step_s) / token_s
+    return np.minimum(np.maximum(allowed, pods.min_prefill_tokens), most)

@@ -27,9 +27,6 @@ from tests.e2e.soak.visits import KEY, OPERATOR_KEY, REQUESTS_PER_MINUTE, SMALL_
 NUM_CLIENTS = 8  # at once
 SAMPLE_EVERY = 500  # requests
 NUM_BLOCKS = 512  # of a pod
-# oneDNN, and ideep above it, keep a compiled kernel for each number of rows that a step has had, up to 1024 of them: by
-# default an engine core grows for thousands of requests, which would hide a leak.
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 
 
 class Soak:
@@ -137,5 +134,5 @@ def soak_cluster(connector: str, directory: Path) -> Iterator[Cluster]:
     router = {"remote_prefill": "prefer", "api_keys_file": str(keys)}
     settings.write_text(yaml.safe_dump({"router": router, "prefill": metrics, "decode": metrics}))
     options = ("--decode", "2", "--connector", connector, "--num-blocks", str(NUM_BLOCKS), "--config", str(settings))
-    with running_cluster(*options, env=_KERNEL_CACHES) as cluster:
+    with running_cluster(*options) as cluster:
         yield cluster

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +49,15 @@ def test_least_loaded_spares_a_pod_for_each_kind_of_load(load):
     candidates = candidates_of(table_of(a={}, b=load, c={}))
     assert "b" not in chosen(create_policy("least_loaded"), candidates, 6)
     assert "b" in chosen(create_policy("round_robin"), candidates, 6)
+
+
+def test_a_target_beyond_all_measure_is_none():
+    pods = table_of(a={"target_itl_s": math.inf}).columns()
+    predictions = [
+        Candidates(replace(REQUEST, target_itl_s=target_s), Leg.DECODE, pods).prediction
+        for target_s in (1e305, math.inf)
+    ]
+    assert predictions[0].itl_s == predictions[1].itl_s
 
 
 def test_least_loaded_weighs_load_against_size():
