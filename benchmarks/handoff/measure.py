@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import statistics
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -70,8 +69,8 @@ class Taken:
     beside: list[loads.Beside] = field(default_factory=list)
     at_once: list[loads.AtOnce] = field(default_factory=list)
     at_once_unbounded: list[loads.AtOnce] = field(default_factory=list)  # with target_itl_ms null
-    itls: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by batch; in a pod
-    steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by batch; offline
+    itls: dict[int, list[float]] = field(default_factory=dict)  # by batch; in a pod
+    steps: dict[int, list[float]] = field(default_factory=dict)  # by batch; offline
     scheduler: list[float] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)  # by row: why there is nothing
 
@@ -181,12 +180,12 @@ class Benchmark:
                 load = functools.partial(
                     loads.steady_itls, num_streams=batch, num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens
                 )
-                taken.itls[batch] += client.run(load)
+                taken.itls.setdefault(batch, []).extend(client.run(load))
 
         def offline() -> None:
             times = side.run("offline.py", self._model.directory, num_prompt_tokens, num_tokens, *plan.batches)
             for batch in plan.batches:
-                taken.steps[batch] += times[str(batch)]
+                taken.steps.setdefault(batch, []).extend(times[str(batch)])
 
         for measure in (in_pod, offline) if turn % 2 == 0 else (offline, in_pod):
             measure()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -22,7 +21,7 @@ from deploy.parent_death import PARENT_PID_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 120
-_STOP_TIMEOUT_S = 60
+_STOP_TIMEOUT_S = 60.0
 _SCRIPT_TIMEOUT_S = 300
 _KEPT_LINES = 30  # of a cluster's output, for the message of a failure
 
@@ -83,11 +82,14 @@ class Side:
         launcher = subprocess.Popen(
             command, env=self.env, cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        try:
-            yield _wait_ready(launcher, lines)
-        finally:
-            _stop(launcher)
+        assert launcher.stdout is not None
+        with launcher.stdout as output, ThreadPoolExecutor(1) as reader:
+            try:
+                url = _wait_ready(launcher, output)
+                reader.submit(deque, output, 0)  # reads on, so that the pipe never fills
+                yield url
+            finally:
+                _stop(launcher)
 
 
 def _orphan_proof(*arguments: str) -> list[str]:
@@ -100,19 +102,18 @@ def _help_of_up(side: Side) -> str:
     return subprocess.run(command, env=side.env, cwd=side.root, capture_output=True, text=True, check=True).stdout
 
 
-def _wait_ready(launcher: subprocess.Popen[str], lines: deque[str]) -> str:
-    """Reads until the line with the example request; a thread reads on, so that the pipe never fills."""
-    assert launcher.stdout is not None
-    for line in launcher.stdout:
+def _wait_ready(launcher: subprocess.Popen[str], output: IO[str]) -> str:
+    """Reads until the line with the example request; the URL in it."""
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
+    for line in output:
         lines.append(line)
         if line.strip().startswith("curl "):
-            threading.Thread(target=lines.extend, args=(launcher.stdout,), daemon=True).start()
             return line.split()[2].removesuffix("/v1/completions")
     raise SystemExit(f"a cluster did not start: exit code {launcher.wait()}\n{''.join(lines)}")
 
 
 def _stop(launcher: subprocess.Popen[str]) -> None:
-    launcher.send_signal(signal.SIGTERM)
+    launcher.terminate()
     try:
         launcher.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
