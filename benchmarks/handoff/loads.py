@@ -23,7 +23,7 @@ _CALIBRATION_REPEATS = 3
 class Handoffs:
     """Streams handed over by a prefill pod that never rests."""
 
-    gaps: list[float]  # from first to second token, less a decode step
+    gaps: list[float]  # from first to second token, less the median of the stream's later gaps
     decode_s: float  # a decode step, median
     step_s: float  # a step of the prefill pod, median
 
@@ -75,10 +75,10 @@ async def handoffs(client: Client, *, step_tokens: int, step_s: float, seconds: 
         while len(streams) < min_samples or time.perf_counter() < until:
             await asyncio.sleep(client.random.random() * step_s)  # in any phase of a step
             streams.append(await client.complete(PROBE_TOKENS, _PROBE_OUTPUT_TOKENS))
-    decode_s = statistics.median(gap for stream in streams for gap in stream.gaps_s[1:])
+    decode_steps = [statistics.median(stream.gaps_s[1:]) for stream in streams]
     return Handoffs(
-        gaps=[stream.gaps_s[0] - decode_s for stream in streams],
-        decode_s=decode_s,
+        gaps=[stream.gaps_s[0] - decode_s for stream, decode_s in zip(streams, decode_steps, strict=True)],
+        decode_s=statistics.median(decode_steps),
         step_s=statistics.median(later - earlier for earlier, later in itertools.pairwise(sorted(ends))),
     )
 
