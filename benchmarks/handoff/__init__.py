@@ -1,0 +1,1 @@
+"""How little prompts disturb streams; see `python -m benchmarks.handoff --help`."""
