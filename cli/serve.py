@@ -29,6 +29,6 @@ def main(argv: Sequence[str]) -> int:
     if role not in ROLES:
         raise ConfigError(f"{role}: unknown role; known: {', '.join(ROLES)}")
     # OpenMP threads that spin while they wait take the cores from the other processes of the machine: with fewer cores
-    # than busy threads a step took 10 to 20 times as long, and without such rivals it is no faster.
+    # than busy threads a step took 10 to 20 times as long. `baton up`, which shares out the cores, lets them spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return int(import_with_extra(ROLES[role], role, _NEEDS[role]).main(options))

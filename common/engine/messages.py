@@ -175,6 +175,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_address: bytes = b""  # of a direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
+    num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -125,6 +125,8 @@ class PodRuntime:
     def ready_line(self) -> str:
         """What the process prints when it serves."""
         line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
+        if self.context.spec.num_threads:
+            line += f" threads={self.context.spec.num_threads}"
         return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
 
     async def serve(self, stop: asyncio.Event) -> int:

@@ -22,6 +22,7 @@ class ModelFacts:
     available_kv_bytes: int  # what the KV cache may take, from settings and measured free memory
     device: str
     dtype: str
+    num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
 
 
 class OpenConnector(NamedTuple):

@@ -56,6 +56,7 @@ class Worker:
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            num_threads=torch.get_num_threads() if loaded.device.type == "cpu" else 0,
         )
         return self._facts
 

@@ -163,6 +163,15 @@ def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch:
     assert pod_environment({"OMP_NUM_THREADS": "3"}, 2)["OMP_NUM_THREADS"] == "3"
 
 
+def test_threads_spin_only_on_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert pod_environment({}, 2)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert pod_environment({"OMP_NUM_THREADS": "4"}, 2)["OMP_WAIT_POLICY"] == "ACTIVE"
+    for base, num_engines in (({}, 9), ({"OMP_NUM_THREADS": "5"}, 2), ({"OMP_NUM_THREADS": "4,2"}, 1)):
+        assert "OMP_WAIT_POLICY" not in pod_environment(base, num_engines)
+    assert pod_environment({"OMP_WAIT_POLICY": "PASSIVE"}, 2)["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
 def test_the_curl_line_is_shell_and_json() -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8000", "baton-demo"))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/completions"]
