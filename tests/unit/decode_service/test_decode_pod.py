@@ -123,6 +123,7 @@ async def test_abort_ends_a_running_request_and_ignores_unknown_ones(pod: Runnin
     await router.prefill_failed("nobody")
     await router.abort("a")
     assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert pod.metric("baton_request_success_total", finished_reason="abort") == 1
     await pod.wait_clean()
 
 
@@ -182,6 +183,7 @@ async def test_draining_pod_refuses_new_work_and_finishes_the_old(pod: RunningPo
     new = await (await router.submit(engine_request("new", prompt_of(5)))).wait_finished()
     assert new.error is not None
     assert new.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    assert pod.metric("baton_request_failure_total", code="unavailable") == 1
     pod.gate.open()
     assert (await old.wait_finished()).tokens == expected_tokens(prompt_of(5), 8)
     assert (await drained).num_unfinished == 0
@@ -212,7 +214,23 @@ async def test_death_of_the_engine_fails_every_request() -> None:
         assert pod.context.admission.num_open == 0
 
 
-async def test_closing_pod_tells_the_router_what_it_did_not_finish() -> None:
+async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod) -> None:
+    written: list[str] = []
+
+    async def commands() -> AsyncIterator[pods_pb2.DecodeCommand]:
+        for name in ("a", "b"):
+            yield pods_pb2.DecodeCommand(submit=pods_pb2.Submit(request=engine_request(name, [])))
+
+    async def write(events: pods_pb2.DecodeEvents) -> None:
+        written.extend(delta.request_id for delta in events.deltas)
+
+    quarantine = Quarantine(duration_s=DEADLINE_S, max_blocks=1)
+    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
+    await asyncio.wait_for(session.run(commands(), write), DEADLINE_S)
+    assert written == ["a", "b"]
+
+
+async def test_closing_pod_tells_the_router_what_it_did_not_finish(caplog: pytest.LogCaptureFixture) -> None:
     async with decode_pod({}) as pod, FakeRouter(pod) as router:
         answer = await router.submit(engine_request("a", prompt_of(5), max_tokens=4000))
         await answer.wait_tokens(1)
@@ -222,3 +240,4 @@ async def test_closing_pod_tells_the_router_what_it_did_not_finish() -> None:
         assert answer.error is not None
         assert answer.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
         await router.wait_ended()
+    assert "did not take their last events" not in caplog.text

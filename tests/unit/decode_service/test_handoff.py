@@ -5,15 +5,25 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    IncompatiblePeerError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelPool
+from common.rpc.errors import abort_with
 from common.rpc.server import RpcServer
-from common.types import SampledToken
+from common.types import Logprobs, SampledToken
 from decode_service import handoff as handoff_module
 from decode_service.config import DecodeConfig
 from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, Offer, Phase
@@ -64,6 +74,7 @@ class RecordingConsumer:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.peer_block_size = 0
+        self.first_token: SampledToken | None = None
 
     def reserve(self) -> None:
         self.calls.append(("reserve",))
@@ -75,6 +86,7 @@ class RecordingConsumer:
         self.calls.append(("load", num_ready_tokens, *digests))
 
     def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
+        self.first_token = first_token
         self.calls.append(("complete", num_ready_tokens, first_token.token_id, *digests))
 
     def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiescent: bool) -> None:
@@ -143,6 +155,34 @@ async def test_bad_handoff_is_recomputed_once(events: list[pods_pb2.HandoffEvent
     assert consumer.calls[-1][1] == reason
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UnavailableError("no"), "handoff_broken"),
+        (DeadlineExceededError("no"), "handoff_timeout"),
+        (InvalidRequestError("no"), "handoff_refused"),
+        (OverloadedError("no"), "handoff_refused"),
+        (IncompatiblePeerError("no"), "incompatible"),
+    ],
+)
+async def test_status_of_the_stream_is_a_reason(error: BatonError, reason: str) -> None:
+    async with handoff_with([]) as (handoff, consumer, servicer):
+        servicer.script = lambda _, context: abort_with(context, error)
+        await handoff.run()
+    assert consumer.calls == [("recompute", reason, 0)]
+
+
+LOGPROBS = common_pb2.PositionLogprobs(sampled=-0.5, top=[common_pb2.TokenLogprob(token_id=7, logprob=-0.5)])
+
+
+@pytest.mark.parametrize(("said", "passed_on"), [(None, None), (LOGPROBS, Logprobs(sampled=-0.5, top=[(7, -0.5)]))])
+async def test_log_probabilities_come_with_the_first_token(said: Any, passed_on: Any) -> None:
+    event = pods_pb2.HandoffDelivered(num_ready_tokens=40, first_token_id=7, logprobs=said)
+    async with handoff_with([COMPUTING, pods_pb2.HandoffEvent(delivered=event)]) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.first_token == SampledToken(7, passed_on)
+
+
 async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_module, "ABORT_TIMEOUT_S", DEADLINE_S)
     async with handoff_with([COMPUTING, failed(0, code=common_pb2.ERROR_CODE_CANCELLED)]) as (
@@ -156,6 +196,69 @@ async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatc
         await running
     assert consumer.calls == [("reserve",)]
     assert handoff.phase is Phase.CANCELLED
+
+
+async def test_goodbye_that_is_never_answered_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.05)
+    async with handoff_with([]) as (handoff, consumer, servicer):
+
+        async def never_end(request_iterator, context):
+            await context.write(COMPUTING)
+            async for command in request_iterator:
+                servicer.commands.append(command)
+            await asyncio.Event().wait()
+
+        servicer.script = never_end
+        running = asyncio.create_task(handoff.run())
+        await wait_for(lambda: consumer.calls == [("reserve",)])
+        handoff.leave()
+        async with asyncio.timeout(DEADLINE_S):
+            await running
+    assert servicer.commands[-1].cancel.reason == "the request ended"
+
+
+async def test_prefill_pod_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HangingCall:
+        is_cancelled = False
+
+        async def write(self, _):
+            await asyncio.Event().wait()
+
+        def done(self):
+            return self.is_cancelled
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    call = HangingCall()
+    monkeypatch.setattr(handoff_module, "WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(handoff_module, "HandoffStub", lambda _: SimpleNamespace(Open=lambda _: call))
+    async with handoff_with([]) as (handoff, consumer, _):
+        async with asyncio.timeout(DEADLINE_S):
+            await handoff.run()
+    assert consumer.calls == [("recompute", "handoff_timeout", 0)]
+    assert call.is_cancelled
+
+
+@pytest.mark.parametrize(("said", "default"), [(0.03, 3600.0), (0.0, 0.03)])
+async def test_lease_of_the_prefill_pod_is_renewed_in_time(
+    said: float, default: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a direct connector's consumer has no blocks."""
+    monkeypatch.setattr(handoff_module, "DEFAULT_LEASE_S", default)
+    async with handoff_with([], is_direct=True) as (handoff, consumer, servicer):
+
+        async def wait_for_renewals(request_iterator, context):
+            await anext(request_iterator)
+            await context.write(pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(lease_s=said)))
+            servicer.commands += [await anext(request_iterator) for _ in range(2)]
+            await context.write(failed(0))
+
+        servicer.script = wait_for_renewals
+        async with asyncio.timeout(DEADLINE_S):
+            await handoff.run()
+    assert [command.WhichOneof("command") for command in servicer.commands] == ["renew", "renew"]
+    assert consumer.calls == [("reserve",), ("recompute", "prefill_failed", 0), ("quiet",)]
 
 
 async def test_prefill_pod_is_told_of_the_reservation() -> None:
@@ -258,7 +361,15 @@ async def test_digests_of_a_failed_transfer_are_of_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [progress(32), progress(32, b"1", b"2"), progress(16, b"1"), delivered(40, b"1"), failed(40, b"1")]
+    "event",
+    [
+        progress(32),
+        progress(32, b"1", b"2"),
+        progress(16, b"1"),
+        progress(24, b"1"),  # half a block
+        delivered(40, b"1"),
+        failed(40, b"1"),
+    ],
 )
 async def test_as_many_digests_as_blocks(event: pods_pb2.HandoffEvent) -> None:
     async with direct_handoff_with([event]) as (handoff, consumer, _):
@@ -267,7 +378,10 @@ async def test_as_many_digests_as_blocks(event: pods_pb2.HandoffEvent) -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed(32), delivered(40, b"1", b"2")])
-async def test_blocks_are_free_when_the_cancellation_is_answered(verdict: pods_pb2.HandoffEvent) -> None:
+async def test_blocks_are_free_when_the_cancellation_is_answered(
+    verdict: pods_pb2.HandoffEvent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.0)  # not for the answer of a pod that may be writing
     async with direct_handoff_with([progress(16)], on_cancel=verdict) as (handoff, consumer, servicer):
         running = asyncio.create_task(handoff.run())
         await wait_for(lambda: ("load", 16) in consumer.calls)

@@ -153,6 +153,8 @@ async def test_prefill_pod_dies(cluster: Cluster, stage: str) -> None:
     assert answer.report.recompute_reason == "handoff_broken"
     assert answer.report.num_external_tokens == (CHUNK if stage == "reserved" else 0)
     assert cluster.recomputed("handoff_broken") == 1
+    assert cluster.decode.metric("baton_kv_failure_total", reason="handoff_broken", outcome="recomputed") == 1
+    assert cluster.decode.metric("baton_handoff_total", outcome="failed") == 1
 
 
 async def test_prefill_pod_is_not_there(cluster: Cluster) -> None:
@@ -365,6 +367,7 @@ async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, s
         param="kv_failure_policy",
     )
     assert cluster.decode.metric("baton_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
+    assert cluster.decode.metric("baton_handoff_total", outcome="failed") == 1
     assert cluster.recomputed("prefill_failed") == 0
     with suppress(grpc.aio.AioRpcError):
         await call
