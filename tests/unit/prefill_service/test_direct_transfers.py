@@ -12,6 +12,7 @@ from common.engine.messages import TransferTarget
 from common.errors import NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import from_rpc_error
+from prefill_service.producer import Producer
 from tests.pods import (
     CHUNK,
     HandoffStream,
@@ -223,3 +224,28 @@ async def test_a_failed_prefill_keeps_its_transfer_until_nothing_is_written_any_
         assert pod.context.requests  # it still writes
         connector_of(pod).let_go()
         assert kinds(await stream.events())[-1] == "failed"
+
+
+async def test_a_dead_engine_writes_nothing(pod: RunningPod) -> None:
+    async with HandoffStream(pod, "t-a") as stream:
+        call = await start_and_write(pod, stream)
+        pod.executor.failure = RuntimeError("the device is gone")
+        pod.gate.open()
+        assert kinds(await stream.events())[-1] == "failed"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+
+
+async def test_no_verdict_on_writes_that_a_fault_has_lost_sight_of(
+    pod: RunningPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Producer, "_note_first_token", lambda *_: 1 / 0)
+    async with HandoffStream(pod, "t-a") as stream:
+        call = await start_and_write(pod, stream)
+        pod.gate.open()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            assert "failed" not in kinds(await stream.events())
+        assert from_rpc_error(caught.value).code.label == "internal"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+    connector_of(pod).let_go()

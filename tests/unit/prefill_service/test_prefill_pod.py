@@ -1,18 +1,22 @@
 """A prefill pod: the prefill leg and the handoff stream over real gRPC, with the test as router and decode pod."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.engine.messages import KVSaved, RequestOutput
-from common.errors import ErrorCode, NonFiniteError
+from common.errors import ErrorCode, NonFiniteError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
+from common.pod.admission import Admission
 from common.rpc.errors import from_rpc_error
-from common.types import RequestId, SamplingParams
+from common.types import RequestId, SampledToken, SamplingParams, TransferId
 from prefill_service import servicers
+from prefill_service.transfers import TransferKey, TransferRegistry
 from tests.pods import (
     CHUNK,
     DEADLINE_S,
@@ -60,6 +64,8 @@ async def test_prefill_returns_the_first_token_and_delivers_the_kv(pod: RunningP
     assert response.timing.compute_s > 0
     assert kinds(events)[0] == "computing"
     assert events[0].computing.incarnation == pod.context.incarnation
+    assert events[0].computing.lease_s == pod.context.config.transfer_lease_s
+    assert pod.metric("baton_request_success_total", finished_reason="handoff") == 1
     ready = [event.progress.num_ready_tokens for event in events[1:-1]]
     assert ready == sorted(set(ready))
     assert events[-1].delivered == pods_pb2.HandoffDelivered(
@@ -103,8 +109,12 @@ async def test_prefill_without_transfer_is_a_single_token(pod: RunningPod) -> No
     response = await start_prefill(pod, engine_request("a", prompt_of(20)), transfer=False)
     assert response.first_token_id == expected_tokens(prompt_of(20), 1)[0]
     assert response.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
-    response = await start_prefill(pod, engine_request("b", prompt_of(20), max_tokens=1), transfer=False)
-    assert response.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    for name, max_tokens, reason in (("b", 4, common_pb2.FINISH_REASON_LENGTH), ("c", 5, 0)):
+        resumed = engine_request(name, prompt_of(20), max_tokens=max_tokens, output_token_ids=[7, 8, 9])
+        response = await start_prefill(pod, resumed, transfer=False)
+        assert response.finish_reason == reason
+    await pod.wait_clean()
+    assert pod.context.stats.latest.num_generation_tokens == 3
 
 
 async def test_generation_that_ends_with_its_first_token_is_delivered_all_the_same(pod: RunningPod) -> None:
@@ -139,6 +149,19 @@ async def test_what_does_not_fit_is_named(pod: RunningPod) -> None:
     assert error.message == "block_size differs: 16 here, 24 on decode-test"
 
 
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ({"connector": "nixl"}, "connector differs: 'shared-storage' here, 'nixl' on decode-test"),
+        ({"fingerprint": b"another model"}, "fingerprint differs: {ours} here, 616e6f746865 on decode-test"),
+    ],
+)
+async def test_what_differs_is_shown(pod: RunningPod, start: dict, message: str) -> None:
+    async with HandoffStream(pod, "t-a", **start) as stream:
+        error = from_rpc_error(await stream_failure(stream))
+    assert error.message == message.format(ours=pod.context.spec.fingerprint.hex()[:12])
+
+
 @pytest.mark.parametrize(("transfer_id", "epoch", "param"), [("", 1, "transfer_id"), ("t", 0, "epoch")])
 async def test_nameless_handoff_is_refused(pod: RunningPod, transfer_id: str, epoch: int, param: str) -> None:
     async with HandoffStream(pod, transfer_id, epoch=epoch) as stream:
@@ -157,6 +180,7 @@ async def test_handoff_must_begin_with_start(pod: RunningPod, monkeypatch: pytes
 async def test_bad_and_duplicate_prefills_are_refused(pod: RunningPod) -> None:
     error = await failure_of(start_prefill(pod, engine_request("a", [])))
     assert from_rpc_error(error).param == "prompt_token_ids"
+    assert pod.metric("baton_request_failure_total", code="invalid_argument") == 1
     pod.gate.shut()
     first = start_prefill(pod, engine_request("b", prompt_of(20)))
     await wait_for(lambda: len(pod.context.requests) == 1)
@@ -199,18 +223,18 @@ async def test_decode_pod_cancels_a_running_prefill(pod: RunningPod) -> None:
         pod.gate.allow(1)
         assert kinds([await stream.event()]) == ["computing"]  # type: ignore[list-item]
         await stream.cancel()
-        error = await failure_of(call)
-        assert from_rpc_error(error).code.label == "cancelled"
+        error = from_rpc_error(await failure_of(call))
+        assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: test")
         assert kinds(await stream.events())[-1] == "failed"
     assert pod.metric("baton_handoff_total", outcome="cancelled") == 1
 
 
 async def test_cancellation_that_overtakes_the_prefill_refuses_it(pod: RunningPod) -> None:
     async with HandoffStream(pod, "t-a") as stream:
-        await stream.cancel()
+        await stream.cancel(reason="")
         assert kinds(await stream.events()) == ["failed"]
-    error = await failure_of(start_prefill(pod, engine_request("a", prompt_of(20))))
-    assert from_rpc_error(error).code.label == "cancelled"
+    error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("a", prompt_of(20)))))
+    assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: cancelled")
     assert not pod.executor.steps
 
 
@@ -230,6 +254,40 @@ async def test_start_without_prefill_fails_after_the_lease() -> None:
     async with prefill_pod({}, transfer_lease_s=0.05) as pod, HandoffStream(pod, "t-a") as stream:
         (failed,) = await stream.events()
         assert failed.failed.error.code == common_pb2.ERROR_CODE_DEADLINE_EXCEEDED
+        await wait_for(lambda: pod.metric("baton_handoff_total", outcome="failed") == 1)
+
+
+@pytest.mark.parametrize("is_delivered", [True, False])
+async def test_the_verdict_carries_what_was_not_told_before(pod: RunningPod, is_delivered: bool) -> None:
+    registry = TransferRegistry(Admission(8), max_transfers=8, lease_s=DEADLINE_S, is_direct=False)
+    events: list[pods_pb2.HandoffEvent] = []
+    is_left = asyncio.Event()
+
+    async def commands() -> AsyncIterator[pods_pb2.HandoffCommand]:
+        yield pods_pb2.HandoffCommand(start=HandoffStream(pod, "t-a")._start)
+        await is_left.wait()
+
+    class Context:
+        async def write(self, event: pods_pb2.HandoffEvent) -> None:
+            events.append(event)
+
+    telling = asyncio.create_task(servicers.HandoffServicer(pod.context, registry).Open(commands(), Context()))
+    transfer = registry.attach_producer(TransferKey(TransferId("t-a"), 1), SimpleNamespace())
+    registry.note_computing(transfer)
+    registry.note_ready(transfer, 16, [b"1"])
+    await wait_for(lambda: len(events) == 2)
+    registry.note_ready(transfer, 32, [b"2"])
+    if is_delivered:
+        registry.deliver(transfer, SampledToken(7))
+    else:
+        registry.fail(transfer, UnavailableError("no"))
+    await wait_for(lambda: len(events) == 3)
+    is_left.set()
+    await telling
+    assert kinds(events) == ["computing", "progress", "delivered" if is_delivered else "failed"]
+    assert (events[1].progress.num_ready_tokens, list(events[1].progress.digests)) == (16, [b"1"])
+    verdict = events[2].delivered if is_delivered else events[2].failed
+    assert (verdict.num_ready_tokens, list(verdict.digests)) == (32, [b"2"])
 
 
 async def test_delivery_that_nobody_fetches_is_forgotten_after_the_lease() -> None:
@@ -284,6 +342,18 @@ async def test_closing_pod_fails_its_transfers() -> None:
         await pod.runtime.stop()
         (failed,) = await stream.events()
         assert failed.failed.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+
+
+async def test_death_of_the_engine_fails_both_legs(pod: RunningPod) -> None:
+    pod.gate.shut()
+    async with HandoffStream(pod, "t-a") as stream:
+        call = start_prefill(pod, engine_request("a", prompt_of(20)))
+        await wait_for(lambda: len(pod.context.requests) == 1)
+        pod.executor.failure = RuntimeError("the device is gone")
+        pod.gate.open()
+        assert from_rpc_error(await failure_of(call)).code.label == "unavailable"
+        assert (await stream.events())[-1].failed.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    assert pod.context.admission.num_open == 0
 
 
 async def test_logits_that_are_not_finite_fail_both_legs_by_name(pod: RunningPod) -> None:
