@@ -86,7 +86,7 @@ class Generation:
     def __enter__(self) -> Self:
         """Dispatch, unless it is known to have ended. Raises UnavailableError if there is no pod for it."""
         timeout_s = self.request.deadline - time.monotonic()
-        self._deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._on_deadline)
+        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._on_deadline)
         try:
             if not self.is_over:
                 self._dispatch()

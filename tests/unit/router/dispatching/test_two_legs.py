@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2, pods_pb2
-from common.types import SamplingParams
+from common.rpc.convert import sampling_to_pb
+from common.types import HASH_BYTES, SamplingParams
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
@@ -83,7 +85,28 @@ async def test_both_legs_get_the_same_request(pair):
     assert submit.remote_prefill.transfer_id == prefill.transfer_id != ""
     assert submit.remote_prefill.epoch == prefill.epoch == 1
     assert submit.remote_prefill.prefill_address == pair.prefill[0].address
-    assert submit.timeout_s > 600
+    assert 600 < submit.timeout_s <= 605
+
+
+async def test_pods_learn_everything_about_the_request(pair):
+    service = pair.router.service
+    draft = replace(_draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3)
+    request = await service.prepare(draft)
+    async with service.run([request]) as run:
+        async for _ in run.generations[0]:
+            pass
+    sent = pair.decode[0].submits[0].request
+    assert len(sent.block_hashes) == len(LONG_PROMPT) // 16 * HASH_BYTES
+    assert sent == common_pb2.EngineRequest(
+        request_id=sent.request_id,
+        prompt_token_ids=LONG_PROMPT,
+        sampling=sampling_to_pb(request.sampling),
+        block_hashes=request.block_hashes,
+        hash_block_size=16,
+        cache_salt=request.cache_salt,
+        priority=3,
+    )
+    assert sent.cache_salt
 
 
 async def test_the_first_token_does_not_wait_for_decode(pair, text):
@@ -288,7 +311,7 @@ async def test_a_full_pod_is_passed_over_and_full_pods_shed_load(start_cluster, 
 
 
 @pytest.mark.parametrize("after_first_token", [False, True])
-async def test_a_client_that_goes_away_ends_both_legs(pair, after_first_token):
+async def test_a_client_that_goes_away_ends_both_legs(pair, caplog, after_first_token):
     prefill, decode = pair.prefill[0], pair.decode[0]
     prefill.may_answer.clear()
     decode.allowed = 1 if after_first_token else 0
@@ -306,6 +329,7 @@ async def test_a_client_that_goes_away_ends_both_legs(pair, after_first_token):
     await pair.until_quiet()
     assert pair.metric("baton_request_errors_total", code="cancelled") == 1
     assert pair.metric("baton_num_requests_inflight") == 0
+    assert "asyncio" not in {record.name for record in caplog.records}  # no callback failed
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -320,6 +344,7 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
         assert response.status_code == 504
         error = response.json()["error"]
     assert error["code"] == "deadline_exceeded"
+    assert error["message"] == "the request was not finished within 0.5 s"
     await cluster.until_quiet()
 
 
