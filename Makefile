@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+MUTANTS := $(VENV)/.installed-mutants
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu lint format proto clean
+.PHONY: up test test-slow test-gpu mutants lint format proto clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -23,6 +24,10 @@ test-slow: $(DEV)
 ## Needs a CUDA device.
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
+
+## Mutation check, see README. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
+mutants: $(MUTANTS)
+	$(BIN)/python -m tests.mutants $(MODULE) $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -48,6 +53,10 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(DEV): $(RUNTIME)
 	$(PIP) --editable '.[all,dev]'
+	@touch $@
+
+$(MUTANTS): $(DEV)
+	$(PIP) --editable '.[mutants]'
 	@touch $@
 
 clean:

@@ -290,6 +290,46 @@ async def test_the_verdict_carries_what_was_not_told_before(pod: RunningPod, is_
     assert (verdict.num_ready_tokens, list(verdict.digests)) == (32, [b"2"])
 
 
+async def test_decode_pod_that_does_not_hang_up_is_left(pod: RunningPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicers, "HANG_UP_TIMEOUT_S", 0.05)
+    async with HandoffStream(pod, "t-a") as stream:
+        await start_prefill(pod, engine_request("a", prompt_of(20)))
+        async with asyncio.timeout(DEADLINE_S):
+            while await stream.event() is not None:
+                pass
+
+
+async def test_closing_waits_until_every_decode_pod_was_told(pod: RunningPod) -> None:
+    registry = TransferRegistry(Admission(8), max_transfers=8, lease_s=DEADLINE_S, is_direct=False)
+    handoffs = servicers.HandoffServicer(pod.context, registry)
+    is_slow, may_write = asyncio.Event(), asyncio.Event()
+
+    class SlowContext:
+        async def write(self, _: pods_pb2.HandoffEvent) -> None:
+            is_slow.set()
+            await may_write.wait()
+
+    class Context:
+        async def write(self, _: pods_pb2.HandoffEvent) -> None: ...
+
+    async def commands(name: str) -> AsyncIterator[pods_pb2.HandoffCommand]:
+        yield pods_pb2.HandoffCommand(start=HandoffStream(pod, name)._start)
+
+    streams = [
+        asyncio.create_task(handoffs.Open(commands(name), context))
+        for name, context in (("t-a", SlowContext()), ("t-b", Context()))
+    ]
+    await wait_for(lambda: len(registry) == 2)
+    registry.close()
+    await is_slow.wait()
+    await streams[1]
+    closing = asyncio.create_task(handoffs.close())
+    done, _ = await asyncio.wait({closing}, timeout=0.05)
+    assert not done
+    may_write.set()
+    await asyncio.gather(closing, *streams)
+
+
 async def test_delivery_that_nobody_fetches_is_forgotten_after_the_lease() -> None:
     async with prefill_pod({}, transfer_lease_s=0.05) as pod:
         await start_prefill(pod, engine_request("a", prompt_of(20)))

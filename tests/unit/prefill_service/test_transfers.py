@@ -273,6 +273,16 @@ def test_closing_fails_what_is_open_and_tells_consumers(pod):
     assert len(pod.registry) == pod.admission.num_open == 0
 
 
+def test_a_delivery_that_is_being_told_while_the_pod_closes_counts_once(pod):
+    pod.consumer()
+    transfer = pod.producer()
+    pod.do("deliver", transfer, TOKEN)
+    pod.do("close")
+    assert len(pod.registry) == pod.admission.num_open == 0
+    pod.do("detach_consumer", transfer)
+    assert pod.admission.num_open == 0
+
+
 def test_closing_waits_for_writes_but_not_for_ever(direct):
     direct.consumer()
     transfer = direct.producer()
