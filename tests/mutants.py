@@ -50,12 +50,10 @@ TESTS = {
     "common/engine/scheduler/*": [SCHEDULER],
     "decode_service/*": [DECODE],
     "prefill_service/*": [PREFILL, f"{DECODE}/test_leases.py"],
-    "router/generation/*": [
-        *(
-            f"{ROUTER}/test_{name}.py"
-            for name in ("generation", "two_legs", "survival", "plausible", "token_log", "resume_parts", "resume_http")
-        ),
-        f"{ROUTER}/test_ejection.py",
+    "router/dispatching/*": [
+        f"{ROUTER}/dispatching",
+        f"{ROUTER}/gateway/test_resume_http.py",
+        f"{ROUTER}/pods/test_ejection.py",
         "tests/fuzz/test_lying_pods.py",
     ],
     "kv_store/inspection/*": ["tests/unit/cli/test_kv.py"],
@@ -73,7 +71,6 @@ TESTS = {
             for name in ("block_format", "host_pool", "memory_store", "registry", "staging", "store_connector")
         ),
         f"{CONTRACT}/test_connector_contract.py",
-        f"{CONTRACT}/test_regrouping.py",
         *("-k", "not redis and not shared"),
     ],
 }

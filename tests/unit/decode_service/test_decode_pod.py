@@ -224,7 +224,7 @@ async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod)
     async def write(events: pods_pb2.DecodeEvents) -> None:
         written.extend(delta.request_id for delta in events.deltas)
 
-    quarantine = Quarantine(duration_s=DEADLINE_S, max_blocks=1)
+    quarantine = Quarantine(1)
     session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
     await asyncio.wait_for(session.run(commands(), write), DEADLINE_S)
     assert written == ["a", "b"]

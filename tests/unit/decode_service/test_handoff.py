@@ -73,7 +73,6 @@ class ScriptedHandoff(pods_pb2_grpc.HandoffServicer):
 class RecordingConsumer:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.peer_block_size = 0
         self.first_token: SampledToken | None = None
 
     def reserve(self) -> None:
@@ -258,7 +257,7 @@ async def test_lease_of_the_prefill_pod_is_renewed_in_time(
         async with asyncio.timeout(DEADLINE_S):
             await handoff.run()
     assert [command.WhichOneof("command") for command in servicer.commands] == ["renew", "renew"]
-    assert consumer.calls == [("reserve",), ("recompute", "prefill_failed", 0), ("quiet",)]
+    assert consumer.calls == [("reserve",), ("recompute", "prefill_failed", 0), ("quiescent",)]
 
 
 async def test_prefill_pod_is_told_of_the_reservation() -> None:

@@ -12,6 +12,7 @@ from common.engine.messages import (
     KVTransferParams,
     RequestOutput,
     RequestStarted,
+    TransferQuiesced,
     TransferUpdate,
 )
 from common.pb import common_pb2, pods_pb2
@@ -21,7 +22,7 @@ from common.types import FinishReason, RequestId, SampledToken, SamplingParams
 from decode_service.config import DecodeConfig
 from decode_service.quarantine import Quarantine
 from decode_service.request import DecodeRequest, Surroundings
-from tests.pods import BLOCK_SIZE, DEADLINE_S, decode_pod, prompt_of
+from tests.pods import DEADLINE_S, decode_pod, prompt_of
 
 REQUEST = AddRequest(request_id=RequestId("a"), prompt_token_ids=prompt_of(40), sampling=SamplingParams(max_tokens=8))
 SUBMIT = pods_pb2.Submit(remote_prefill=pods_pb2.RemotePrefill(transfer_id="t-a", epoch=3, prefill_address="prefill"))
@@ -32,7 +33,7 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.added: list[AddRequest] = []
-        self.updates: list[TransferUpdate] = []
+        self.updates: list[TransferUpdate | TransferQuiesced] = []
         self.forgotten: list[RequestId] = []
 
     def add(self, request: AddRequest, _: Any) -> RequestId:
@@ -41,6 +42,9 @@ class RecordingEngine:
 
     def update_transfer(self, update: TransferUpdate) -> None:
         self.updates.append(update)
+
+    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+        self.updates.append(news)
 
     def forget(self, engine_id: RequestId) -> None:
         self.forgotten.append(engine_id)
@@ -55,44 +59,44 @@ def deltas() -> list[pods_pb2.TokenDelta]:
 
 @pytest.fixture
 async def request_and_engine(deltas: list[pods_pb2.TokenDelta]) -> AsyncIterator[tuple[DecodeRequest, RecordingEngine]]:
-    """A consumer that has reserved blocks, for KV that comes in blocks of twice the size."""
+    """A consumer that has reserved blocks."""
     engine = RecordingEngine()
     async with decode_pod({}) as pod, ChannelPool() as peers:
-        quarantine = Quarantine(duration_s=DEADLINE_S, max_blocks=1)
+        quarantine = Quarantine(1)
         context = replace(pod.context, requests=engine)
         around = Surroundings(context, DecodeConfig(), peers, TaskSet(), quarantine)
         request = DecodeRequest(
             around, REQUEST, SUBMIT, emit=lambda _, delta: deltas.append(delta), on_end=lambda _: None
         )
-        request.reserve(2 * BLOCK_SIZE)
+        request.reserve()
         yield request, engine
 
 
-async def test_the_engine_learns_in_which_blocks_the_kv_comes(request_and_engine) -> None:
+async def test_the_engine_learns_that_it_is_a_consumer(request_and_engine) -> None:
     _, engine = request_and_engine
-    assert [added.transfer for added in engine.added] == [
-        KVTransferParams(transfer_id="t-a", epoch=3, role="consumer", peer_block_size=2 * BLOCK_SIZE)
-    ]
+    assert [added.transfer for added in engine.added] == [KVTransferParams(transfer_id="t-a", epoch=3, role="consumer")]
 
 
 async def test_the_engine_learns_all_that_a_failed_handoff_brought(request_and_engine) -> None:
     request, engine = request_and_engine
     request.load(16, [b"1"])
-    request.recompute("prefill_failed", 32, [b"2"], is_quiet=False)
-    request.note_quiet()
+    request.recompute("prefill_failed", 32, [b"2"], is_quiescent=False)
+    request.note_quiescent()
     settings: dict[str, Any] = {"request_id": "a~1", "epoch": 3}
     assert engine.updates == [
         TransferUpdate(**settings, num_ready_tokens=16, digests=[b"1"]),
         TransferUpdate(**settings, num_ready_tokens=32, final=True, failure="prefill_failed", digests=[b"2"]),
-        TransferUpdate(**settings, num_ready_tokens=0, is_quiet=True),
+        TransferQuiesced(**settings),
     ]
     assert len(engine.added) == 1  # it is there already
 
 
-async def test_that_the_producer_is_quiet_may_come_with_the_failure(request_and_engine) -> None:
+async def test_that_the_producer_is_quiescent_may_come_with_the_failure(request_and_engine) -> None:
     request, engine = request_and_engine
-    request.recompute("handoff_broken", 0, [], is_quiet=True)
-    assert [(update.failure, update.is_quiet) for update in engine.updates] == [("handoff_broken", True)]
+    request.recompute("handoff_broken", 0, [], is_quiescent=True)
+    quiesced, failed = engine.updates
+    assert quiesced == TransferQuiesced(request_id="a~1", epoch=3), "first: the failure lets the engine use the blocks"
+    assert failed.failure == "handoff_broken"
 
 
 async def test_an_end_without_a_token_is_told(request_and_engine, deltas) -> None:

@@ -271,7 +271,9 @@ async def test_the_verdict_carries_what_was_not_told_before(pod: RunningPod, is_
         async def write(self, event: pods_pb2.HandoffEvent) -> None:
             events.append(event)
 
-    telling = asyncio.create_task(servicers.HandoffServicer(pod.context, registry).Open(commands(), Context()))
+    telling = asyncio.create_task(
+        servicers.HandoffServicer(pod.context, registry, quarantine_s=60.0).Open(commands(), Context())
+    )
     transfer = registry.attach_producer(TransferKey(TransferId("t-a"), 1), SimpleNamespace())
     registry.note_computing(transfer)
     registry.note_ready(transfer, 16, [b"1"])
@@ -301,7 +303,7 @@ async def test_decode_pod_that_does_not_hang_up_is_left(pod: RunningPod, monkeyp
 
 async def test_closing_waits_until_every_decode_pod_was_told(pod: RunningPod) -> None:
     registry = TransferRegistry(Admission(8), max_transfers=8, lease_s=DEADLINE_S, is_direct=False)
-    handoffs = servicers.HandoffServicer(pod.context, registry)
+    handoffs = servicers.HandoffServicer(pod.context, registry, quarantine_s=60.0)
     is_slow, may_write = asyncio.Event(), asyncio.Event()
 
     class SlowContext:

@@ -268,7 +268,7 @@ def test_closing_fails_what_is_open_and_tells_consumers(pod):
     pod.do("close")
     for each in (transfer, waiting):
         assert isinstance(each.error, UnavailableError)
-        assert each.is_quiet
+        assert each.is_quiescent
         assert each.changed.is_set()
     assert len(pod.registry) == pod.admission.num_open == 0
 
@@ -291,7 +291,7 @@ def test_closing_waits_for_writes_but_not_for_ever(direct):
     assert (transfer.is_settled, len(direct.registry)) == (False, 1)
     direct.do("forget")
     assert transfer.is_settled
-    assert not transfer.is_quiet
+    assert not transfer.is_quiescent
     assert len(direct.registry) == direct.admission.num_open == 0
 
 
@@ -303,12 +303,12 @@ def test_what_settles_after_closing_is_kept_for_nobody(direct):
     assert len(direct.registry) == direct.admission.num_open == 0
 
 
-def test_a_transfer_that_nobody_will_remove_is_a_violation(direct):
+def test_a_transfer_that_is_never_removed_is_a_violation(direct):
     transfer = direct.producer()
     assert direct.registry.violations() == []
     transfer.producer = None
-    assert direct.registry.violations() == ["transfer t/1: nobody will remove it"]
+    assert direct.registry.violations() == ["transfer t/1: it will never be removed"]
     direct.consumer()
     assert direct.registry.violations() == []
     transfer.consumer_left = True
-    assert direct.registry.violations() == ["transfer t/1: nobody will remove it"]
+    assert direct.registry.violations() == ["transfer t/1: it will never be removed"]

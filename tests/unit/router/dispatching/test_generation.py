@@ -12,13 +12,13 @@ import pytest
 from common.errors import InvalidRequestError, OverloadedError, UnavailableError
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.types import FinishReason
-from router.generation import Generation
-from router.survival.config import SurvivalConfig
-from router.terms import Tenant
+from router.dispatching.config import SurvivalConfig
+from router.dispatching.generation import Generation
+from router.requests.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod, _PrefillServicer
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod
-from tests.unit.router.test_survival import on_a_draining_pod, started, until
-from tests.unit.router.test_two_legs import BODY, TOKENS, Stream, _draft, text  # noqa: F401  (a fixture)
+from tests.unit.router.dispatching.test_survival import on_a_draining_pod, started, until
+from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, _draft, text  # noqa: F401  (a fixture)
 
 
 async def test_each_figure_of_an_answer_is_counted_once(start_cluster):
@@ -213,7 +213,7 @@ async def test_iteration_ends_after_the_end(start_cluster, how):
     ],
 )
 async def test_what_the_client_did_wrong_is_no_warning(start_cluster, caplog, error, level):
-    caplog.set_level(logging.INFO, "router.generation")
+    caplog.set_level(logging.INFO, "router.dispatching")
     cluster = await start_cluster()
     cluster.decode[0].allowed = 0
     service = cluster.router.service

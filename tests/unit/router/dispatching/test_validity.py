@@ -8,7 +8,7 @@ import pytest
 
 from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
-from router.generation.plausible import checked_report, checked_seconds, lie_in_end, lie_in_tokens
+from router.dispatching.validity import checked_report, checked_seconds, invalid_end, invalid_tokens
 
 VOCAB_SIZE = 500
 SAMPLING = SamplingParams(max_tokens=8, num_logprobs=2)
@@ -38,7 +38,7 @@ def position(sampled: float = -0.5, *top: tuple[int, float]) -> common_pb2.Posit
     ],
 )
 def test_tokens(start, token_ids, logprobs, fault):
-    assert lie_in_tokens(start, token_ids, logprobs, SAMPLING, VOCAB_SIZE) == fault
+    assert invalid_tokens(start, token_ids, logprobs, SAMPLING, VOCAB_SIZE) == fault
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_tokens(start, token_ids, logprobs, fault):
 )
 def test_log_probabilities_that_nobody_asked_for(num_logprobs, logprobs, fault):
     sampling = SamplingParams(max_tokens=8, num_logprobs=num_logprobs)
-    assert lie_in_tokens(0, [1], logprobs, sampling, VOCAB_SIZE) == fault
+    assert invalid_tokens(0, [1], logprobs, sampling, VOCAB_SIZE) == fault
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_log_probabilities_that_nobody_asked_for(num_logprobs, logprobs, fault):
     ],
 )
 def test_ends(finish_reason, num_tokens, fault):
-    assert lie_in_end(finish_reason, num_tokens, 8) == fault
+    assert invalid_end(finish_reason, num_tokens, 8) == fault
 
 
 def test_figures_of_a_report():

@@ -6,7 +6,7 @@ import pytest
 
 from common.pb import common_pb2
 from common.types import FinishReason
-from router.generation.token_log import OutputDelta, TokenLog
+from router.dispatching.token_log import OutputDelta, TokenLog
 
 
 def logprobs(*values: float) -> list[common_pb2.PositionLogprobs]:
