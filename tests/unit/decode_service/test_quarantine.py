@@ -16,6 +16,7 @@ async def test_blocks_come_back_in_their_time() -> None:
     await wait_for(lambda: len(ended) == 2)
     assert ended == ["first", "second"]
     assert quarantine.num_blocks == 0
+    assert not quarantine._timers, "nothing of them is kept"
 
 
 async def test_closed_quarantine_tells_nobody() -> None:
