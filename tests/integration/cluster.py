@@ -99,13 +99,21 @@ async def running_cluster(
     prefix_caching: bool = True,
     tls: ClusterTlsConfig | None = None,
     security: SecurityConfig | None = None,
+    connector: str = "shared-storage",
+    connector_options: dict[str, str] | None = None,
+    **scheduler: float | None,
 ) -> AsyncIterator[Cluster]:
-    """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked."""
+    """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
+
+    `scheduler`: fields of SchedulerConfig.
+    """
     directory = _with_tokenizer(tiny_model_dir(model), path / "model")
     settings = {
         "model": ModelConfig(model=str(directory), num_threads=1),
-        "scheduler": SchedulerConfig(max_num_batched_tokens=CHUNK),
-        "connector_path": str(path / "kv"),
+        "scheduler": SchedulerConfig(**{"max_num_batched_tokens": CHUNK, **scheduler}),  # type: ignore[arg-type]
+        "connector": connector,
+        "connector_path": str(path / "kv") if connector == "shared-storage" else "",
+        "connector_options": connector_options or {},
         "tls": tls or ClusterTlsConfig(),
     }
     async with AsyncExitStack() as stack:

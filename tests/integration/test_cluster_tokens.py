@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from tests.integration.cluster import BLOCK_SIZE, CHUNK, running_cluster
+from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 12
@@ -34,6 +37,31 @@ async def test_tokens_of_two_by_two_pods_in_a_batch_without_prefix_caching(tmp_p
         assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == reference("llama", prompts)
         assert cluster.recomputed() == 0
         assert all(pod.context.stats.latest.num_generation_tokens for pod in (*cluster.prefill, *cluster.decode))
+
+
+@pytest.mark.parametrize("target_itl_ms", [0.001, 5.0, None])
+@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path, connector, target_itl_ms):
+    """Requests that go to prefill pods and to the decode pod alike, so that prompts run beside streams."""
+    prompts = [prompt_of(length, seed=seed) for seed in range(3) for length in LENGTHS]
+    expected = reference("llama", prompts)
+    with running_redis() if connector == "redis" else nullcontext() as redis:
+        options = {"url": redis.url} if redis is not None else {}
+        async with running_cluster(
+            tmp_path,
+            "llama",
+            connector=connector,
+            connector_options=options,
+            target_itl_ms=target_itl_ms,
+            min_prefill_tokens=3,
+            max_num_batched_tokens=64,
+        ) as cluster:
+            assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == expected
+            assert cluster.recomputed() == 0
+        async with running_cluster(
+            tmp_path / "colocated", "llama", num_prefill=0, target_itl_ms=target_itl_ms, min_prefill_tokens=3
+        ) as cluster:
+            assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == expected
 
 
 async def test_tokens_survive_forced_preemption(tmp_path):
