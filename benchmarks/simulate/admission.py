@@ -52,7 +52,7 @@ class SimulatedGate:
             arrived_at=now,
         )
         room = router.room(admission.config.overcommit)
-        outlook = Outlook(self._limits, forecast(plan, router.placing.estimates), query.expected_output_tokens)
+        outlook = Outlook(self._limits, forecast(plan, router.estimates), query.expected_output_tokens)
         if (refusal := admission.refusal(ticket, outlook, room, now)) is not None:
             request.refuse(getattr(refusal.error, "retry_after_s", float("inf")))
         elif admission.passes(ticket, room):

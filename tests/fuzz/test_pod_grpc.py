@@ -66,8 +66,10 @@ class Pods:
 async def running_pods(*, is_direct: bool) -> AsyncIterator[Pods]:
     store = None if is_direct else {}
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(prefill_pod(store, transfer_lease_s=SHORT_S))
-        waits = {f"handoff_{name}_s": SHORT_S for name in ("connect_timeout", "queue_timeout", "quarantine")}
+        prefill = await stack.enter_async_context(
+            prefill_pod(store, transfer_lease_s=SHORT_S, handoff_quarantine_s=SHORT_S)
+        )
+        waits = {f"handoff_{name}_s": SHORT_S for name in ("connect_timeout", "queue_timeout")}
         decode = await stack.enter_async_context(decode_pod(store, handoff_stall_timeout_s=SHORT_S, **waits))
         yield Pods(prefill, decode)
 
