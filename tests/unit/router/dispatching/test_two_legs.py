@@ -102,7 +102,6 @@ async def test_pods_learn_everything_about_the_request(pair):
         prompt_token_ids=LONG_PROMPT,
         sampling=sampling_to_pb(request.sampling),
         block_hashes=request.block_hashes,
-        hash_block_size=16,
         cache_salt=request.cache_salt,
         priority=3,
     )
