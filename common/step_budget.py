@@ -68,7 +68,7 @@ class PromptRoom:
 
     @classmethod
     def unlimited(cls) -> PromptRoom:
-        """Nobody waits for anything but the end of it all."""
+        """Only the end of all requests counts, as in offline generation."""
         return cls(work=math.inf, least=0, knee=math.inf)
 
     @classmethod

@@ -349,7 +349,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "scheduler": SchedulerConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
-    # Nobody reads along: the steps are as large as their budget.
+    # No client waits for single tokens: the steps are as large as their budget.
     values: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {"target_itl_ms": None}}
     for name, value in options.items():
         if name not in owners:

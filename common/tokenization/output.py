@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its text: what a client reads, whoever serves it."""
+"""From the tokens of an answer to its text: what a client reads, online and offline alike."""
 
 from __future__ import annotations
 

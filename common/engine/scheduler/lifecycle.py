@@ -40,7 +40,7 @@ class Lifecycle:
 
     @property
     def has_news(self) -> bool:
-        """Whether the client or the runner is to be told something."""
+        """Whether there is news for the client or the runner."""
         return bool(self._dropped or self._outbox)
 
     def take_dropped(self) -> list[RequestId]:
@@ -49,7 +49,7 @@ class Lifecycle:
         return dropped
 
     def take_news(self, *, urgent_only: bool = False) -> list[RequestOutput]:
-        """What the client is to be told, since the last call. `urgent_only`: nothing, unless it can go on with it while
+        """News for the client since the last call. `urgent_only`: nothing, unless it can go on with it while
         a step runs."""
         if urgent_only and not self._has_urgent_news:
             return []

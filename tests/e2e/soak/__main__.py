@@ -34,8 +34,7 @@ threads / asyncio tasks (engine cores have none). At each of these moments `Chec
 no request, KV block or transfer left. "Flat" means: after the last request no process has over {growth:.0%} more
 memory, or over {spare} more descriptors, threads or tasks, than after the first {warm_up}.
 
-Answers are checked for status, finish reason and number of tokens. The compiled kernels that oneDNN and ideep keep are
-bounded by `ONEDNN_PRIMITIVE_CACHE_CAPACITY=128 LRU_CACHE_CAPACITY=128`.
+Answers are checked for status, finish reason and number of tokens.
 
 """
 
