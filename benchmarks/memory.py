@@ -1,12 +1,13 @@
 """Resident memory of engine processes over many requests of random shapes, with and without bounded kernel caches.
 
     python -m benchmarks.memory [--random-model] [--dtype bfloat16] [--requests 20000] [--max-prompt-tokens 400]
-                                 [--max-output-tokens 8] [--max-in-flight 16]
+                                 [--max-output-tokens 8] [--max-in-flight 16] [--alone]
 
 Two engine processes serve the same requests, a slice each in turn, so that both see the same load of the machine:
 "bounded" as it comes, "unbounded" with the kernel libraries' own capacities. Prompts have 1 to
 `--max-prompt-tokens` random tokens, answers 1 to `--max-output-tokens`, and 1 to `--max-in-flight` requests are in
 flight, another number for each slice. The KV cache is so small that all of it is written before the first row.
+With `--alone` there is only the bounded engine, in half the time.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--max-prompt-tokens", type=int, default=400)
     parser.add_argument("--max-output-tokens", type=int, default=8)
     parser.add_argument("--max-in-flight", type=int, default=16)
+    parser.add_argument("--alone", action="store_true", help="only the bounded engine")
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton serve` does
     print(" ".join(f"{key}: {value};" for key, value in describe_machine().items()), flush=True)
@@ -99,27 +101,32 @@ def main() -> int:
 
 
 async def compare(config: EngineConfig, args: argparse.Namespace) -> None:
-    """Both engines over the same requests."""
-    bounded = await start_engine(config, {})
-    unbounded = await start_engine(config, UNBOUNDED)
-    print("requests   MiB bounded  unbounded   tokens/s bounded  unbounded", flush=True)
-    print(f"{0:>8} {bounded.rss_mib:>13.0f} {unbounded.rss_mib:>10.0f}", flush=True)
+    """Both engines, or the bounded one alone, over the same requests."""
+    engines = {"bounded": await start_engine(config, {})}
+    if not args.alone:
+        engines["unbounded"] = await start_engine(config, UNBOUNDED)
+    print("requests  " + "".join(f" {f'MiB {name}':>14} {'tokens/s':>9}" for name in engines), flush=True)
+    print(f"{0:>8}  " + "".join(f" {engine.rss_mib:>14.0f} {'':>9}" for engine in engines.values()), flush=True)
     generator = random.Random(0)
     tokens: list[int] = []
     for number in range(args.requests // SLICE):
         requests = make_requests(generator, number, args.max_prompt_tokens, args.max_output_tokens)
         in_flight = generator.randint(1, args.max_in_flight)
         tokens.append(sum(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests))
-        for engine in (bounded, unbounded) if number % 2 else (unbounded, bounded):
+        for engine in list(engines.values())[:: 1 if number % 2 else -1]:
             await engine.serve(requests, in_flight)
         if (number + 1) * SLICE % ROW == 0:
             last = slice(-(ROW // SLICE), None)
-            rates = [sum(tokens[last]) / sum(engine.wall_s[last]) for engine in (bounded, unbounded)]
-            row = f"{bounded.rss_mib:>13.0f} {unbounded.rss_mib:>10.0f} {rates[0]:>18.0f} {rates[1]:>10.0f}"
-            print(f"{(number + 1) * SLICE:>8} {row}", flush=True)
-    print("bounded / unbounded, tokens per second:    ", ratio(unbounded.wall_s, bounded.wall_s))
-    print("bounded / unbounded, tokens per CPU second:", ratio(unbounded.cpu_s, bounded.cpu_s))
-    await asyncio.gather(bounded.client.close(), unbounded.client.close())
+            row = "".join(
+                f" {engine.rss_mib:>14.0f} {sum(tokens[last]) / sum(engine.wall_s[last]):>9.0f}"
+                for engine in engines.values()
+            )
+            print(f"{(number + 1) * SLICE:>8}  {row}", flush=True)
+    if not args.alone:
+        bounded, unbounded = engines.values()
+        print("bounded / unbounded, tokens per second:    ", ratio(unbounded.wall_s, bounded.wall_s))
+        print("bounded / unbounded, tokens per CPU second:", ratio(unbounded.cpu_s, bounded.cpu_s))
+    await asyncio.gather(*(engine.client.close() for engine in engines.values()))
 
 
 async def start_engine(config: EngineConfig, environment: dict[str, str]) -> Engine:
