@@ -250,10 +250,8 @@ class FakeExecutor:
             self._requests.pop(request_id, None)
         for new in step.new_requests:
             self._requests[new.request_id] = _FakeRequest.from_new(new)
-        for continued in step.continued_requests:
-            request = self._requests[continued.request_id]
-            request.block_ids.extend(continued.new_block_ids)
-            request.num_computed_tokens = continued.num_computed_tokens
+        for request_id, block_ids in step.new_block_ids.items():
+            self._requests[request_id].block_ids += block_ids
 
     def _compute(self, request: _FakeRequest, num_tokens: int) -> SampledToken | None:
         start = request.num_computed_tokens

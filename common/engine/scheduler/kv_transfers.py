@@ -73,8 +73,8 @@ class KVTransfers(Protocol):
         """The request has taken what arrived: `request.num_computed_tokens` says how much."""
 
     def computed(self, request: Request) -> None:
-        """A step has computed tokens of the request; the KV of `request.num_computed_tokens` tokens is in its
-        blocks."""
+        """A step has computed tokens of the request; the KV of `request.num_computed_tokens` tokens is in its blocks.
+        Not called for a decode that fills no block."""
 
     def step_ended(self) -> None:
         """Nothing more was computed in this step."""

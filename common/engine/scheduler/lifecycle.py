@@ -11,7 +11,7 @@ The Scheduler decides who is next; here is what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
@@ -183,8 +183,28 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- steps
 
-    def computed(self, request: Request, token: SampledToken | None) -> None:
-        """A step has computed KV of a running request, and sampled a token if that was all it had."""
+    def step_ended(
+        self, num_computed: Mapping[RequestId, int], sampled: Mapping[RequestId, SampledToken | None]
+    ) -> None:
+        """A step has computed so many tokens of each request, and sampled one for those that then lacked none."""
+        live, outbox, block_size = self.places.live, self._outbox, self._block_size
+        for request_id, num_tokens in num_computed.items():
+            request = live.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            token = sampled.get(request_id)
+            # Most decodes fill no block, so that there is nothing to cache or to move.
+            if num_tokens > 1 or token is None or request.is_producer or request.num_computed_tokens % block_size == 0:
+                self._computed(request, token)
+            else:
+                self.totals.num_generation_tokens += 1
+                reason = request.append(token)
+                outbox.add_token(request, token)
+                if reason is not None:
+                    self.finish(request, reason)
+        self._transfers.step_ended()
+
+    def _computed(self, request: Request, token: SampledToken | None) -> None:
         if token is None and request.num_uncomputed_tokens == 0:
             self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
             return

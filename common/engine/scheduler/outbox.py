@@ -22,17 +22,12 @@ class Outbox:
     def add_token(self, request: Request, token: SampledToken) -> None:
         """`token` was just appended to `request`."""
         output = self._outputs.get(request)
+        start = len(request.token_ids) - request.num_prompt_tokens - 1
         if output is None:
-            self._outputs[request] = RequestOutput(
-                request_id=request.request_id,
-                start_index=request.num_output_tokens - 1,
-                tokens=[token],
-                finish_reason=request.finish_reason,
-            )
+            self._outputs[request] = RequestOutput(request_id=request.request_id, start_index=start, tokens=[token])
         elif output.tokens:
             output.tokens.append(token)
         else:
-            start = request.num_output_tokens - 1
             self._outputs[request] = msgspec.structs.replace(output, start_index=start, tokens=[token])
 
     def add_event(self, request: Request, event: RequestEvent) -> None:

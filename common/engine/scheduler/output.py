@@ -21,20 +21,15 @@ class NewRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuedRequest:
-    """A request that the runner knows. Tokens that it sampled itself are not repeated."""
-
-    request_id: RequestId
-    new_block_ids: list[int]  # appended to its block table
-    num_computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. A request samples a token if and only if its scheduled tokens reach its last one."""
+    """One step. A request samples a token if and only if its scheduled tokens reach its last one.
+
+    Of a request that the runner knows only the new blocks are said: it has sampled the tokens itself, and what a step
+    schedules counts as computed in the next.
+    """
 
     new_requests: list[NewRequest] = field(default_factory=list)
-    continued_requests: list[ContinuedRequest] = field(default_factory=list)
+    new_block_ids: dict[RequestId, list[int]] = field(default_factory=dict)  # appended to tables that the runner knows
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)  # in batch order
     total_num_scheduled_tokens: int = 0
     work: float = 0.0  # the same, prompts weighed by what their attention takes; see `common.step_budget`

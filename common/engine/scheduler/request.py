@@ -117,10 +117,11 @@ class Request:
 
     def append(self, token: SampledToken) -> FinishReason | None:
         """Add an output token. The reason if the generation ends with it."""
-        self.token_ids.append(token.token_id)
-        if token.token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
+        token_id, token_ids = token.token_id, self.token_ids
+        token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_output_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
-        if len(self.token_ids) >= self.max_num_tokens:
+        if len(token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH
         return None
 

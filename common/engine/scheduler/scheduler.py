@@ -43,7 +43,7 @@ from common.engine.scheduler.admissible import Limits
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
-from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -167,9 +167,12 @@ class Scheduler:
         """A token for each request that decodes. The others of the batch, whose prompts are under way."""
         prompts: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
-            if request.num_uncomputed_tokens > 1:
+            num_computed = request.num_computed_tokens
+            if len(request.token_ids) - num_computed > 1:
                 prompts.append(request)
-            elif request.status is RequestStatus.RUNNING and self._grow(request, 1, plan):
+            elif request.status is not RequestStatus.RUNNING:
+                pass  # preempted in this step
+            elif num_computed % self._block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 plan.decode(request)
         return prompts
 
@@ -210,14 +213,15 @@ class Scheduler:
         times, config = self._step_times, self._config
         if self._target_s == math.inf:
             return PromptRoom.unlimited()
-        if not plan.num_streams:
+        stream_target_s = plan.stream_target_s
+        if stream_target_s is None:
             return PromptRoom.alone(times.line)
         if not times.is_known:
             return PromptRoom.least(config.min_prefill_tokens)
         return PromptRoom.beside_streams(
             times.line,
             step_s=times.predict(len(plan.scheduled), plan.num_context_tokens),
-            target_s=min(self._target_s, plan.target_s),
+            target_s=min(self._target_s, stream_target_s),
             least=config.min_prefill_tokens,
         )
 
@@ -281,26 +285,26 @@ class Scheduler:
     def _build(self, plan: StepPlan) -> SchedulerOutput:
         """The step as data. From here on the scheduled tokens count as computed."""
         step = SchedulerOutput(
-            total_num_scheduled_tokens=self._config.max_num_batched_tokens - plan.budget,
+            total_num_scheduled_tokens=plan.num_tokens,
             work=plan.work,
             num_context_tokens=plan.num_context_tokens,
             dropped_request_ids=self._lifecycle.take_dropped(),
         )
         self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
+        for request, block_ids in plan.new_block_ids.items():
+            if request.is_in_batch:
+                step.new_block_ids[request.request_id] = block_ids
         for request, num_tokens in plan.scheduled.items():
+            if not request.is_in_batch:
+                step.new_requests.append(self._introduce(request))
+            step.num_scheduled_tokens[request.request_id] = num_tokens
             start = request.num_computed_tokens
             request.num_computed_tokens = start + num_tokens
-            step.num_scheduled_tokens[request.request_id] = num_tokens
-            if request.is_in_batch:
-                added = plan.new_block_ids.get(request) or []
-                step.continued_requests.append(ContinuedRequest(request.request_id, added, start))
-            else:
-                step.new_requests.append(self._introduce(request, start))
             if start < request.num_prompt_tokens:
                 self._lifecycle.totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
         return step
 
-    def _introduce(self, request: Request, num_computed_tokens: int) -> NewRequest:
+    def _introduce(self, request: Request) -> NewRequest:
         request.is_in_batch = True
         return NewRequest(
             request_id=request.request_id,
@@ -308,7 +312,7 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
             block_ids=[block.block_id for block in self._kv.blocks(request)],
-            num_computed_tokens=num_computed_tokens,
+            num_computed_tokens=request.num_computed_tokens,
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
@@ -319,11 +323,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. What requests gained since the last call, in
         any way."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        for request_id in step.num_scheduled_tokens:
-            request = self._places.live.get(request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:  # not aborted while the step ran
-                self._lifecycle.computed(request, result.sampled.get(request_id))
-        self._transfers.step_ended()
+        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core

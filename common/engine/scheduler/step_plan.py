@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from common.engine.scheduler.request import Request
 from common.step_budget import prefill_work
 
@@ -11,42 +9,56 @@ from common.step_budget import prefill_work
 class StepPlan:
     """Who gets how many of the budget's tokens."""
 
-    __slots__ = ("budget", "new_block_ids", "num_context_tokens", "num_streams", "scheduled", "target_s", "work")
+    __slots__ = ("_max_tokens", "_prompt_work", "new_block_ids", "num_context_tokens", "scheduled")
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._prompt_work = 0.0  # beyond one for each token
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
         self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
-        self.num_streams = 0  # requests whose next token somebody waits for
-        self.target_s = math.inf  # shortest time between tokens that a stream was promised
-        self.work = 0.0  # tokens, those of prompts weighed by what their attention takes
-        self.num_context_tokens = 0  # whose KV the decoding requests read
+        self.num_context_tokens = 0  # whose KV the requests that compute one token read
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens given."""
+        return sum(self.scheduled.values())
+
+    @property
+    def budget(self) -> int:
+        """Tokens left."""
+        return self._max_tokens - self.num_tokens
+
+    @property
+    def work(self) -> float:
+        """Tokens given, those of prompts weighed by what their attention takes."""
+        return self.num_tokens + self._prompt_work
+
+    @property
+    def stream_target_s(self) -> float | None:
+        """Shortest time between tokens that a request which decodes was promised. None: none decodes."""
+        targets = (request.target_itl_s for request in self.scheduled if not request.is_producer)
+        return min(targets, default=None)
 
     def decode(self, request: Request) -> None:
         """Let `request` compute its last token."""
-        self.give(request, 1)
-        if not request.is_producer:
-            self.num_streams += 1
-            self.target_s = min(self.target_s, request.target_itl_s)
+        self.scheduled[request] = 1
+        self.num_context_tokens += request.num_computed_tokens
 
     def give(self, request: Request, num_tokens: int) -> None:
         """Let `request` compute `num_tokens` tokens."""
         self.scheduled[request] = num_tokens
-        self.budget -= num_tokens
         self._weigh(request, num_tokens, 1)
 
     def take_back(self, request: Request) -> None:
         """Leave `request` out of the step."""
         num_tokens = self.scheduled.pop(request, 0)
         if num_tokens:
-            self.budget += num_tokens
             self._weigh(request, num_tokens, -1)
         self.new_block_ids.pop(request, None)
 
     def _weigh(self, request: Request, num_tokens: int, sign: int) -> None:
         num_context_tokens = request.num_computed_tokens
         if num_tokens == 1:
-            self.work += sign
             self.num_context_tokens += sign * num_context_tokens
         else:
-            self.work += sign * prefill_work(num_tokens, num_context_tokens)
+            self._prompt_work += sign * (prefill_work(num_tokens, num_context_tokens) - num_tokens)

@@ -106,6 +106,7 @@ class TransferPort:
         self._lookups: dict[RequestId, _Lookup] = {}  # the last one of each request since it lost its blocks
         self._max_offloading = max(1, kv.num_blocks // PINNED_SHARE)
         self._num_offloading = 0  # blocks pinned by offloads, `_offered` included
+        self._held_back: dict[RequestId, Request] = {}  # more of them could be offered once others have settled
         self._offered: list[Block] = []  # of the next offload, pinned already
         self._offered_hashes: list[BlockHash] = []
 
@@ -191,6 +192,8 @@ class TransferPort:
 
     def step_ended(self) -> None:
         """See KVTransfers. What was offered since the last step goes below in one job."""
+        for request in list(self._held_back.values()):
+            self._offer(request)
         if self._offered:
             run = self._run(0, self._offered, tuple(self._offered_hashes))
             self._actor.put(Offload(self._issue(_Offload(self._offered)), run))
@@ -198,6 +201,7 @@ class TransferPort:
 
     def released(self, request: Request) -> None:
         """See KVTransfers."""
+        self._held_back.pop(request.request_id, None)
         if self._offloads and request.request_id in self._progress:
             start, stop = self._offloadable(request)
             self._totals.num_offloads_skipped += max(0, stop - start)
@@ -328,8 +332,12 @@ class TransferPort:
 
     def _offer(self, request: Request) -> None:
         """Let the next offload take the full blocks of `request` that are new, as many as may be pinned."""
-        start, stop = self._offloadable(request)
-        stop = min(stop, start + self._max_offloading - self._num_offloading)
+        start, end = self._offloadable(request)
+        stop = min(end, start + self._max_offloading - self._num_offloading)
+        if stop < end:
+            self._held_back[request.request_id] = request
+        else:
+            self._held_back.pop(request.request_id, None)
         if stop <= start:
             return
         self._progress[request.request_id].num_offered = stop

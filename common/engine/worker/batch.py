@@ -31,13 +31,15 @@ class PackedBatch:
 def pack_batch(
     table: RequestTable, num_scheduled_tokens: dict[RequestId, int], block_size: int, device: torch.device
 ) -> PackedBatch:
-    """Build the batch. `table` knows the requests and how many of their tokens are computed."""
+    """Build the batch. `table` knows the requests and how many of their tokens are computed; in it, those of the batch
+    count as computed from here on."""
     request_ids = list(num_scheduled_tokens)
     rows = table.rows_of(request_ids)
     starts = table.num_computed_tokens[rows]
     counts = list(num_scheduled_tokens.values())
     layout = _lay_out_decodes(starts) if max(counts) == 1 else _lay_out(starts, np.array(counts))
     rows = rows[layout.order]
+    table.num_computed_tokens[rows] = layout.ends
     token_rows = rows[layout.sequences]
     blocks, offsets = np.divmod(layout.positions, block_size)
     block_ids = table.block_tables[token_rows, blocks]

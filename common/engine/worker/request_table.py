@@ -52,11 +52,8 @@ class RequestTable:
             self._drop(request_id)
         for new in step.new_requests:
             self._add(new)
-        for continued in step.continued_requests:
-            row = self._rows[continued.request_id]
-            self.num_computed_tokens[row] = continued.num_computed_tokens
-            if continued.new_block_ids:
-                self._append_blocks(row, continued.new_block_ids)
+        for request_id, block_ids in step.new_block_ids.items():
+            self._append_blocks(self._rows[request_id], block_ids)
 
     def rows_of(self, request_ids: Sequence[RequestId]) -> npt.NDArray[np.int64]:
         """Rows of the requests, in order."""

@@ -35,7 +35,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
-from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
@@ -234,9 +234,10 @@ def stored_prompt(request: AddRequest, block_size: int = BLOCK_SIZE) -> dict[Blo
 
 
 class _RunningRequest:
-    def __init__(self, token_ids: list[int], block_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.block_ids = block_ids
+    def __init__(self, new: NewRequest) -> None:
+        self.token_ids = new.token_ids
+        self.block_ids = list(new.block_ids)
+        self.num_computed_tokens = new.num_computed_tokens
 
 
 @dataclass
@@ -244,7 +245,7 @@ class Step:
     """A step of a FakeEngine: what was computed, and what the connector was asked since the step before."""
 
     new_requests: list[NewRequest] = field(default_factory=list)
-    continued_requests: list[ContinuedRequest] = field(default_factory=list)
+    new_block_ids: dict[RequestId, list[int]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     dropped_request_ids: list[RequestId] = field(default_factory=list)
@@ -421,7 +422,7 @@ class FakeEngine:
             call()
         step, self._asked = self._asked, Step()
         step.new_requests = scheduled.new_requests
-        step.continued_requests = scheduled.continued_requests
+        step.new_block_ids = scheduled.new_block_ids
         step.num_scheduled_tokens = scheduled.num_scheduled_tokens
         step.total_num_scheduled_tokens = scheduled.total_num_scheduled_tokens
         step.dropped_request_ids = scheduled.dropped_request_ids
@@ -526,17 +527,18 @@ class FakeEngine:
         for request_id in step.dropped_request_ids:
             del self._running[request_id]
         self._take_membership(step)
-        starts = {new.request_id: new.num_computed_tokens for new in step.new_requests}
-        starts |= {known.request_id: known.num_computed_tokens for known in step.continued_requests}
-        assert starts.keys() == step.num_scheduled_tokens.keys()
+        assert {new.request_id for new in step.new_requests} <= step.num_scheduled_tokens.keys()
+        assert step.new_block_ids.keys() <= step.num_scheduled_tokens.keys()
         assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
         for request_id, count in step.num_scheduled_tokens.items():
             assert count > 0
-            self._write(self._running[request_id], starts[request_id], starts[request_id] + count)
-        sampled = {}
-        for request_id, count in step.num_scheduled_tokens.items():
             request = self._running[request_id]
-            stop = starts[request_id] + count
+            self._write(request, request.num_computed_tokens, request.num_computed_tokens + count)
+            request.num_computed_tokens += count
+        sampled = {}
+        for request_id in step.num_scheduled_tokens:
+            request = self._running[request_id]
+            stop = request.num_computed_tokens
             assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), f"{request_id} reads other KV"
             if stop == len(request.token_ids) and request_id in self.broken:
                 sampled[request_id] = None
@@ -548,9 +550,9 @@ class FakeEngine:
     def _take_membership(self, step: SchedulerOutput) -> None:
         for new in step.new_requests:
             assert new.request_id not in self._running
-            self._running[new.request_id] = _RunningRequest(new.token_ids, list(new.block_ids))
-        for known in step.continued_requests:
-            self._running[known.request_id].block_ids += known.new_block_ids
+            self._running[new.request_id] = _RunningRequest(new)
+        for request_id, block_ids in step.new_block_ids.items():
+            self._running[request_id].block_ids += block_ids
 
     def _slot(self, request: _RunningRequest, position: int) -> int:
         block_id = request.block_ids[position // self.block_size]

@@ -1,6 +1,6 @@
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.kv_connector import BlockTransfer, Destination
-from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.types import RequestId, SamplingParams, hash_prompt, root_hash
 
 R = RequestId("r")
@@ -11,9 +11,9 @@ def new_request(tokens, blocks, computed=0, sampling=GREEDY):
     return NewRequest(R, list(tokens), len(tokens), sampling, list(blocks), computed)
 
 
-def step(new=(), continued=(), scheduled=None, **kwargs):
+def step(new=(), blocks=None, scheduled=None, **kwargs):
     scheduled = scheduled or {}
-    return SchedulerOutput(list(new), list(continued), scheduled, sum(scheduled.values()), **kwargs)
+    return SchedulerOutput(list(new), blocks or {}, scheduled, sum(scheduled.values()), **kwargs)
 
 
 def started(**kwargs):
@@ -34,10 +34,9 @@ def test_chunks_and_decode_generate_the_expected_tokens():
     executor = started()
     prompt = list(range(10))
     assert not executor.execute(step([new_request(prompt, [3, 1])], scheduled={R: 7})).sampled
-    tokens = [executor.execute(step(continued=[ContinuedRequest(R, [2], 7)], scheduled={R: 3})).sampled[R].token_id]
+    tokens = [executor.execute(step(blocks={R: [2]}, scheduled={R: 3})).sampled[R].token_id]
     for computed in range(10, 13):
-        blocks = [9] if computed == 12 else []
-        result = executor.execute(step(continued=[ContinuedRequest(R, blocks, computed)], scheduled={R: 1}))
+        result = executor.execute(step(blocks={R: [9]} if computed == 12 else {}, scheduled={R: 1}))
         tokens.append(result.sampled[R].token_id)
     assert tokens == expected_tokens(prompt, 4)
 
@@ -46,7 +45,7 @@ def test_a_block_shared_by_mistake_changes_the_output():
     executor = started()
     prompt = list(range(8))
     executor.execute(step([new_request(prompt, [1, 1])], scheduled={R: 4}))
-    token = executor.execute(step(continued=[ContinuedRequest(R, [], 4)], scheduled={R: 4})).sampled[R]
+    token = executor.execute(step(scheduled={R: 4})).sampled[R]
     assert [token.token_id] != expected_tokens(prompt, 1)
 
 

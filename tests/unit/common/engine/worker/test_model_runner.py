@@ -7,7 +7,7 @@ import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.model import packed_linear
-from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
@@ -57,8 +57,8 @@ class Driver:
             NewRequest(r, self.tokens[r], num_prompt, sampling, self.blocks[r], self.computed[r])
             for r, num_prompt, sampling in self.new
         ]
-        continued = [ContinuedRequest(r, fresh[r], self.computed[r]) for r in scheduled if r not in new_ids]
-        result = self.worker.execute(SchedulerOutput(new, continued, scheduled, sum(scheduled.values()), self.dropped))
+        added = {r: blocks for r, blocks in fresh.items() if blocks and r not in new_ids}
+        result = self.worker.execute(SchedulerOutput(new, added, scheduled, sum(scheduled.values()), self.dropped))
         self.new, self.dropped = [], []
         for request_id, count in scheduled.items():
             self.computed[request_id] += count

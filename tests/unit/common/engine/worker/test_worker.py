@@ -9,7 +9,7 @@ from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, M
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
-from common.engine.scheduler.output import ContinuedRequest, NewRequest, SchedulerOutput
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker import memory
 from common.engine.worker.worker import allocate_kv_cache
 from common.errors import ConfigError
@@ -116,7 +116,7 @@ def test_handoff_between_two_executors(start):
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
-    result = producer.execute(SchedulerOutput([new], [], {request_id: 19}, 19))
+    result = producer.execute(SchedulerOutput([new], {}, {request_id: 19}, 19))
     tokens = [result.sampled[request_id].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
@@ -124,13 +124,8 @@ def test_handoff_between_two_executors(start):
     loading.start_load(BlockTransfer(2, request_id, (9, 8, 7), hashes, 3))
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
-    for computed in range(19, 24):
-        known = {"new_requests": [new]} if computed == 19 else {}
-        if computed > 19:
-            known = {"continued_requests": [ContinuedRequest(request_id, [], computed)]}
-        result = consumer.execute(
-            SchedulerOutput(**known, num_scheduled_tokens={request_id: 1}, total_num_scheduled_tokens=1)
-        )
+    for step in range(5):
+        result = consumer.execute(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1))
         tokens.append(result.sampled[request_id].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 
