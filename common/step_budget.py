@@ -11,6 +11,7 @@ chunks of about that, so that its KV travels meanwhile and a shorter prompt need
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
@@ -45,6 +46,16 @@ def knee_tokens(line: Line) -> float:
     return (1 / KNEE_LOSS - 1) * line.base_s / line.token_s
 
 
+def measured_knee(steps: Sequence[tuple[int, float]]) -> float | None:
+    """The same, of steps that were measured: tokens, ascending, and seconds. None of none.
+
+    The line of `knee_tokens` adds up what a processor does at once, reading the weights and computing, so that its knee
+    is too far out.
+    """
+    best = max((tokens / seconds for tokens, seconds in steps), default=0.0)
+    return next((tokens for tokens, seconds in steps if tokens / seconds >= (1 - KNEE_LOSS) * best), None)
+
+
 class PromptRoom:
     """What is left for prompts in one step."""
 
@@ -72,9 +83,9 @@ class PromptRoom:
         return cls(work=math.inf, least=0, knee=math.inf)
 
     @classmethod
-    def alone(cls, line: Line) -> PromptRoom:
+    def alone(cls, knee: float) -> PromptRoom:
         """No stream waits for the end of this step."""
-        return cls(work=math.inf, least=0, knee=max(knee_tokens(line), 1.0))
+        return cls(work=math.inf, least=0, knee=max(knee, 1.0))
 
     @property
     def is_full(self) -> bool:

@@ -14,7 +14,8 @@ happens to run, and a router that believed them would send everything to whichev
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 
 class Line(NamedTuple):
@@ -32,6 +33,7 @@ class Line(NamedTuple):
 PRIOR = Line(0.010, 1e-4, 1e-7)
 _FADING = 0.99  # weight of a step after one more
 _PRIOR_WEIGHT = 0.1  # steps that the prior counts for, at each of three points
+_MEASURED_WEIGHT = 10  # steps that a measured one counts for
 _TRUSTED_STEPS = 5.0  # before so many, every step is believed
 _SURPRISE = 2.0  # how much longer or shorter than expected a step may count
 _TYPICAL_CONTEXT = 1e5
@@ -93,6 +95,20 @@ class StepTimes:
         self._sums = _Sums()
         self.line = prior
 
+    @classmethod
+    def measured(cls, budget: float, steps: Sequence[tuple[float, float]]) -> Self:
+        """`steps`: tokens and seconds of some that were run for this. They take the place of the prior."""
+        fit = cls(budget)
+        if not steps:
+            return fit
+        for _ in range(_MEASURED_WEIGHT):
+            for tokens, seconds in steps:
+                fit._learn(seconds, tokens, 0.0)
+        fit._solve()
+        times = cls(budget, fit.line)
+        times._num_steps = fit._num_steps
+        return times
+
     @property
     def is_known(self) -> bool:
         """Whether enough steps were seen to promise anything."""
@@ -109,12 +125,15 @@ class StepTimes:
         if self._num_steps > _TRUSTED_STEPS:
             expected = self.predict(tokens, context)
             seconds = min(max(seconds, expected / _SURPRISE), expected * _SURPRISE)
+        self._learn(seconds, tokens, context)
+        self._solve()
+
+    def _learn(self, seconds: float, tokens: float, context: float) -> None:
         usual = self._prior.at(tokens, context)
         self._num_steps = _FADING * self._num_steps + 1
         self._log_speed = _FADING * self._log_speed + math.log(seconds / usual)
         self._sums.fade_into(self._sums, _FADING)
         self._sums.add(1 / usual**2, tokens, context / _TYPICAL_CONTEXT, seconds)
-        self._solve()
 
     def _solve(self) -> None:
         speed = math.exp(self._log_speed / self._num_steps)

@@ -13,8 +13,8 @@ keep them.
         null there, and was not a setting of older pods). The plot has the median gap against the length of a step.
     2   The same gap in median ITLs: 8 streams at once, 512 tokens in, 64 out, one prefill and one decode pod.
     3   8 streams of 128 tokens in, 128 out, beside a prompt of 2048 tokens every 2 s, all on one pod.
-    4   Time to first token of 8 prompts of 512 tokens at once on one prefill pod; ours also with target_itl_ms null,
-        where a step is as large as its budget.
+    4   Time to first token of 8 prompts of 512 tokens at once on one prefill pod that has just begun another; ours also
+        with target_itl_ms null, where a step is as large as its budget.
     5   Gap between tokens of streams on one pod that has all cores, next to the step of the same model offline.
     6   The scheduler alone: schedule and update of a decode step of 256 requests.
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from benchmarks.simulate.cache import BlockCache
 from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
-from common.step_budget import PromptRoom, prefill_work
+from common.step_budget import PromptRoom, measured_knee, prefill_work
 from common.step_times import StepTimes
 
 _LONGEST_STRETCH_S = 0.25
@@ -97,6 +97,9 @@ class PodRequest:
         return self.num_tokens - self.num_computed
 
 
+_MEASURED_STEPS = (1, 64, 128, 256, 512, 1024, 2048)  # tokens of those that an engine runs before its first request
+
+
 class SimulatedPod:
     """One pod. `on_change` is called when there is something to report."""
 
@@ -105,7 +108,9 @@ class SimulatedPod:
         self.cache = BlockCache(hardware.num_blocks)
         self.waiting: list[PodRequest] = []  # in order
         self.running: list[PodRequest] = []
-        self._step_times = StepTimes(hardware.max_num_batched_tokens)
+        steps = [(tokens, hardware.step_s(tokens, 1, 0, tokens**2 / 2)) for tokens in _MEASURED_STEPS]
+        self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, steps)
+        self._knee = measured_knee(steps) or 1.0
         self.last_step_s = 0.0
         self.last_step_tokens = 0
         self.num_preemptions = 0
@@ -170,7 +175,7 @@ class SimulatedPod:
     def _room_for_prompts(self, num_streams: int, num_decoding: int, context: int) -> PromptRoom:
         times = self._step_times
         if not num_streams:
-            return PromptRoom.alone(times.line)
+            return PromptRoom.alone(self._knee)
         if not times.is_known:
             return PromptRoom.least(MIN_PREFILL_TOKENS)
         return PromptRoom.beside_streams(

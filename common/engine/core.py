@@ -97,6 +97,7 @@ class EngineCore:
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 transfers=self._port,
+                measured_steps=executor.measure_steps(),
             )
         except BaseException:
             self.close()

@@ -33,14 +33,17 @@ class OpenConnector(NamedTuple):
 
 
 class Executor(Protocol):
-    """Owns the workers. Called by EngineCore on its one thread, in this order:
-    `load_model`, `initialize_kv_cache`, `open_connector`, then `execute` once per step, then `close`."""
+    """Owns the workers. Called by EngineCore on its one thread, in this order: `load_model`, `initialize_kv_cache`,
+    `open_connector`, `measure_steps`, then `execute` once per step, then `close`."""
 
     def load_model(self) -> ModelFacts:
         """Load weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block."""
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """Run steps of one prompt to see how long they take: tokens, and seconds. Empty: it is left to be learned."""
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """Open the connector over the KV cache, if there is one; it is the caller's until `close`. `on_settled` may be

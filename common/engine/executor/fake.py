@@ -221,6 +221,10 @@ class FakeExecutor:
         self._kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
         self._slots = self._kv_cache.view(num_blocks, 2, self._block_size).numpy()
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """Its steps take as long as the test says."""
+        return []
+
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
         """Always there."""
         return OpenConnector(

@@ -24,6 +24,10 @@ class InprocExecutor:
         """See Executor."""
         self._worker.initialize_kv_cache(num_blocks)
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """See Executor."""
+        return self._worker.measure_steps()
+
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor."""
         return self._worker.open_connector(on_settled)

@@ -47,7 +47,7 @@ from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, Schedu
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
-from common.step_budget import PromptRoom, prefill_work
+from common.step_budget import PromptRoom, knee_tokens, measured_knee, prefill_work
 from common.step_times import StepTimes
 from common.types import RequestId
 
@@ -69,8 +69,9 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         transfers: KVTransfers | None = None,
+        measured_steps: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Raises ConfigError if one request may outgrow the KV cache."""
+        """`measured_steps`: see Executor.measure_steps. Raises ConfigError if one request may outgrow the KV cache."""
         if max_model_len > kv.num_blocks * kv.block_size:
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit {kv.num_blocks} KV blocks of {kv.block_size} tokens",
@@ -89,7 +90,9 @@ class Scheduler:
         self._lifecycle = Lifecycle(kv, self._transfers)
         self._places = self._lifecycle.places
         self._running = self._places.running
-        self._step_times = StepTimes(config.max_num_batched_tokens)
+        measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
+        self._step_times = StepTimes.measured(config.max_num_batched_tokens, measured_work)
+        self._knee = measured_knee(measured_steps)
         self._num_arrivals = 0
         self._last_step_tokens = 0
 
@@ -215,7 +218,7 @@ class Scheduler:
             return PromptRoom.unlimited()
         stream_target_s = plan.stream_target_s
         if stream_target_s is None:
-            return PromptRoom.alone(times.line)
+            return PromptRoom.alone(self._knee or knee_tokens(times.line))
         if not times.is_known:
             return PromptRoom.least(config.min_prefill_tokens)
         return PromptRoom.beside_streams(

@@ -27,6 +27,7 @@ class ModelRunner:
         max_model_len: int,
         attention_backend: AttentionBackendName,
     ) -> None:
+        self.max_model_len = max_model_len
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
@@ -84,9 +85,11 @@ class ModelRunner:
         self._kv_cache[torch.tensor(block_ids, device=self._kv_cache.device)] = 0
 
     def profile(self, num_tokens: int) -> None:
-        """Run a step of one prompt of `num_tokens` tokens, to see how much memory a step takes."""
+        """Run a step of one prompt of `num_tokens` tokens, to see how long it takes or how much memory. Writes to the
+        first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
         new = NewRequest(request_id, [0] * num_tokens, num_tokens, SamplingParams(temperature=1.0), blocks, 0)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
+        self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))

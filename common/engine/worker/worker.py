@@ -20,6 +20,7 @@ from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
+from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 
 
@@ -72,6 +73,13 @@ class Worker:
             max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
             attention_backend=self._config.model.attention_backend,
         )
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """See Executor.measure_steps."""
+        assert self._loaded is not None
+        assert self._runner is not None
+        most = min(self._config.scheduler.max_num_batched_tokens, self._runner.max_model_len)
+        return measure_steps(self._runner.profile, most)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor.open_connector."""

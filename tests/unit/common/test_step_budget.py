@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.step_budget import KNEE_LOSS, PromptRoom, knee_tokens, prefill_work, tokens_within
+from common.step_budget import KNEE_LOSS, PromptRoom, knee_tokens, measured_knee, prefill_work, tokens_within
 from common.step_times import Line
 
 LINE = Line(base_s=0.010, token_s=0.0001, context_s=0.0)  # its knee: 4,900 tokens
@@ -33,6 +33,14 @@ def test_knee_leaves_so_little_throughput() -> None:
     knee = knee_tokens(LINE)
     throughput = knee / (LINE.base_s + knee * LINE.token_s)
     assert throughput == pytest.approx((1 - KNEE_LOSS) / LINE.token_s)
+
+
+def test_a_measured_knee_is_the_shortest_step_that_is_all_but_the_best() -> None:
+    """Weights are read while others are computed: below 256 tokens reading binds, above it computing."""
+    steps = [(tokens, max(0.030, tokens * 0.030 / 250)) for tokens in (1, 64, 128, 256, 512)]
+    assert measured_knee(steps) == 256
+    assert measured_knee(steps[:3]) == 128, "what longer steps would gain is not known"
+    assert measured_knee([]) is None
 
 
 @given(st.floats(0.0, 0.1), st.floats(0.001, 0.2), st.integers(1, 512), tokens, contexts)
@@ -69,7 +77,7 @@ def test_the_least_is_of_all_prompts_together() -> None:
 
 
 def test_alone_prompts_come_one_after_the_other() -> None:
-    room = PromptRoom.alone(LINE)
+    room = PromptRoom.alone(knee_tokens(LINE))
     assert room.chunk(3000, 0) == 3000
     room.take(3000, 0)
     assert not room.is_full, "a step of so few tokens wastes throughput"
@@ -81,11 +89,11 @@ def test_alone_prompts_come_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(7000, 7000), (8000, 4000), (14_700, 4900), (16_000, 5334)])
 def test_alone_a_long_prompt_is_cut_into_equal_chunks_of_about_the_knee(num_tokens: int, chunk: int) -> None:
-    assert PromptRoom.alone(LINE).chunk(num_tokens, 0) == chunk
+    assert PromptRoom.alone(knee_tokens(LINE)).chunk(num_tokens, 0) == chunk
 
 
 def test_where_a_token_costs_as_much_as_a_step_the_knee_is_still_a_token() -> None:
-    room = PromptRoom.alone(Line(base_s=0.0, token_s=1.0, context_s=0.0))
+    room = PromptRoom.alone(knee_tokens(Line(base_s=0.0, token_s=1.0, context_s=0.0)))
     assert room.chunk(10, 0) == 1
 
 

@@ -44,6 +44,17 @@ def test_steps_of_one_length_leave_the_shape_to_the_prior():
     assert times.predict(1) == pytest.approx(0.03, rel=0.15)
 
 
+def test_measured_steps_take_the_place_of_the_prior():
+    base_s, token_s = 0.02, 1.5e-3
+    times = StepTimes.measured(2048, [(tokens, base_s + tokens * token_s) for tokens in (1, 64, 128, 256)])
+    assert times.is_known
+    assert times.predict(1) == pytest.approx(base_s, rel=0.15)
+    assert times.predict(2048) == pytest.approx(2048 * token_s, rel=0.05)
+    learn(times, 1.3 * base_s, 1.3 * token_s, (512,), count=500)
+    assert times.predict(1) == pytest.approx(1.3 * base_s, rel=0.15), "steps of one length keep the measured shape"
+    assert not StepTimes.measured(2048, []).is_known
+
+
 def test_steps_that_cannot_be_are_passed_over():
     times = StepTimes(2048)
     before = times.predict(100)

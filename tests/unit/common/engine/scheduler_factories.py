@@ -121,6 +121,7 @@ def create_scheduler(
     is_direct: bool = False,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
+    measured_steps: Sequence[tuple[int, float]] = (),
     **settings: Any,
 ) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
@@ -134,6 +135,7 @@ def create_scheduler(
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
+        measured_steps=measured_steps,
     )
 
 
