@@ -62,6 +62,7 @@ class Router:
             PrefixIndex(config.max_index_blocks),
             opener,
             config.pod_health,
+            needs_prefill_pods=config.remote_prefill == "always",
         )
         self.service = InferenceService(
             config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics

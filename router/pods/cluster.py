@@ -67,8 +67,11 @@ class Cluster:
         index: PrefixIndex,
         opener: ChannelOpener = open_channel,
         health: HealthConfig = HealthConfig(),  # noqa: B008  (frozen)
+        *,
+        needs_prefill_pods: bool = False,
     ) -> None:
-        """`index` learns what the pods hold; `opener` makes the channels to them."""
+        """`index` learns what the pods hold; `opener` makes the channels to them. `needs_prefill_pods`: decode pods may
+        not compute prompts."""
         self.index = index
         metrics.watch_index(index)
         self.prefill_table = PodTable()  # of the ready ones
@@ -80,6 +83,7 @@ class Cluster:
         self._discovery = discovery
         self._opener = opener
         self._health = health
+        self._needs_prefill_pods = needs_prefill_pods
         self._metrics = metrics
         self._health_metrics = PodHealthMetrics(metrics.registry)
         self._watched: dict[Pod, asyncio.Task[None]] = {}
@@ -201,8 +205,11 @@ class Cluster:
 
     # --- health (PodOwner) ---
 
-    def may_eject(self, pod: Pod) -> bool:
-        """See PodOwner. Never the last that is ready, and only a share of those that are listed."""
+    def may_eject(self, pod: Pod, *, is_certain: bool) -> bool:
+        """See PodOwner. Never the last that is ready, and only a share of those that are listed; but any number of
+        prefill pods that have stopped, since decode pods compute prompts as well."""
+        if is_certain and pod in self.prefill_pods and not self._needs_prefill_pods:
+            return True
         peers = [peer for peer in self._of_role(pod.role_name) if peer.listed]
         num_ejected = sum(peer.health.is_ejected for peer in peers if peer is not pod)
         is_last = not any(peer.state is PodState.READY for peer in peers if peer is not pod)

@@ -26,8 +26,9 @@ _FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLI
 class HealthOwner(Protocol):
     """Who is asked, and told."""
 
-    def may_eject(self) -> bool:
-        """Whether enough other pods are left."""
+    def may_eject(self, *, is_certain: bool) -> bool:
+        """Whether enough other pods are left. `is_certain`: it has stopped or fails the router's own requests, which no
+        client can bring about."""
 
     def ejected(self, reason: Reason) -> None:
         """The pod must get no more requests."""
@@ -108,7 +109,7 @@ class PodHealth:
 
     def note_stall(self, detail: str) -> bool:
         """The engine has stopped in the middle of its work. Whether the pod was ejected."""
-        if not self.is_ejected and self._owner.may_eject():
+        if not self.is_ejected and self._owner.may_eject(is_certain=True):
             self._eject(detail, "stall")
             return True
         return False
@@ -139,7 +140,7 @@ class PodHealth:
         if self.is_ejected:
             return
         self._suspicion.add(cause, weight)
-        if self._suspicion.is_enough and self._owner.may_eject():
+        if self._suspicion.is_enough and self._owner.may_eject(is_certain=cause is None):
             self._eject(detail, reason)
 
     def _eject(self, detail: str, reason: Reason) -> None:

@@ -60,8 +60,8 @@ class PodState(enum.Enum):
 class PodOwner(Protocol):
     """What a pod asks and tells the cluster about its health."""
 
-    def may_eject(self, pod: Pod) -> bool:
-        """Whether enough others of its role are left."""
+    def may_eject(self, pod: Pod, *, is_certain: bool) -> bool:
+        """Whether enough others of its role are left. See HealthOwner."""
 
     def note_ejection(self, pod: Pod, reason: Reason) -> None:
         """Count it."""
@@ -235,9 +235,9 @@ class Pod:
         else:
             await try_prefill(lambda request: self._prefill(request, timeout_s))
 
-    def may_eject(self) -> bool:
+    def may_eject(self, *, is_certain: bool) -> bool:
         """See HealthOwner."""
-        return self._owner.may_eject(self)
+        return self._owner.may_eject(self, is_certain=is_certain)
 
     def ejected(self, reason: Reason) -> None:
         """See HealthOwner."""

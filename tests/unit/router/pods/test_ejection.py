@@ -83,6 +83,31 @@ async def test_the_only_pod_and_too_large_a_share_are_never_ejected(start_cluste
     assert states.count(PodState.READY) == 2
 
 
+async def test_the_only_prefill_pod_is_ejected_when_it_hangs_since_decode_pods_compute_prompts_too(start_cluster):
+    hung, decode = FakePrefillPod(), FakeDecodePod()
+    decode.recomputes_only = True
+    cluster = await start_cluster([hung], [decode], pod_health=SOON, remote_prefill="prefer")
+    hung.may_answer.clear()  # its front answers, its engine does not
+    answer = await cluster.complete(prompt="Hello", max_tokens=3)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert len(hung.prefills) >= 1
+    assert len(decode.prefill_failures) == 1
+    labels = {"role": "prefill", "address": hung.address}
+    assert cluster.metric("baton_pod_ejections_total", reason="canary", **labels) >= 1
+    hung.may_answer.set()
+    await cluster.until(lambda: state_of(cluster, hung) is PodState.READY)
+
+
+async def test_the_only_prefill_pod_stays_where_decode_pods_may_not_compute_prompts(start_cluster):
+    hung = FakePrefillPod()
+    cluster = await start_cluster([hung], pod_health=SOON, remote_prefill="always")
+    hung.may_answer.clear()
+    labels = {"role": "prefill", "address": hung.address}
+    while cluster.metric("baton_canary_requests_total", outcome="failed", **labels) < 3:
+        await asyncio.sleep(0.01)
+    assert state_of(cluster, hung) is PodState.READY
+
+
 async def test_overload_is_no_failure(start_cluster):
     full, free = FakeDecodePod(), FakeDecodePod()
     cluster = await start_cluster([], [full, free], pod_health=NEVER, decode_policy="round_robin")
