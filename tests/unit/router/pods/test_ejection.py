@@ -103,7 +103,7 @@ async def test_the_only_prefill_pod_stays_where_decode_pods_may_not_compute_prom
     cluster = await start_cluster([hung], pod_health=SOON, remote_prefill="always")
     hung.may_answer.clear()
     labels = {"role": "prefill", "address": hung.address}
-    while cluster.metric("baton_canary_requests_total", outcome="failed", **labels) < 3:
+    while cluster.metric("baton_canary_requests_total", outcome="failed", **labels) < 3:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert state_of(cluster, hung) is PodState.READY
 
