@@ -54,7 +54,7 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
         context: grpc.aio.ServicerContext[Any, pods_pb2.DecodeEvents],
     ) -> None:
         """One router's requests; one message per step."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._around.pod.metrics.internal_errors.inc):
             if self._closed:
                 raise UnavailableError("the pod is closing")
             session = RouterSession(self._around)

@@ -40,7 +40,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
         self, request: pods_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.PrefillResponse:
         """Returns with the first token; saves may still be going on then. Cancelled with the call."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             try:
                 first = await self._prefill(request)
             except BatonError as error:
@@ -92,7 +92,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
         context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent],
     ) -> None:
         """Ends after `delivered` or `failed`. Its break ends no prefill; a `cancel` does."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             start = await _read_start(request_iterator)
             self._check_pairing(start)
             transfer = self._transfers.attach_consumer(_key(start.transfer_id, start.epoch))

@@ -66,7 +66,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     ) -> None:
         """A report at once, then one per change, at most one per interval; several if there is much to say about the
         prefix cache."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
             with ExitStack() as stack:
                 cache = stack.enter_context(self._pod.cache.watch()) if request.with_kv_events else None
@@ -81,7 +81,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         self, request: pods_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.DrainResponse:
         """Takes no new work and returns when the old is finished, or shortly before the call's deadline."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             admission = self._pod.admission
             admission.drain()
             remaining = context.time_remaining()  # None without a deadline, whatever the type stubs say
@@ -97,7 +97,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.CheckIntegrityResponse:
         """States the invariants of engine and front."""
-        async with rpc_errors(context):
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             report = await self._pod.engine.check_integrity()
         return pods_pb2.CheckIntegrityResponse(
             violations=[*report.violations, *self._front.violations()],

@@ -25,6 +25,9 @@ class PodMetrics:
         self.request_failure = Counter(
             "baton_request_failure", "Requests that ended with an error.", ["code"], registry=self.registry
         )
+        self.internal_errors = Counter(
+            "baton_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=self.registry
+        )
         self.queue_time = Histogram(
             "baton_request_queue_time_seconds",
             "From arrival at the pod to first scheduled or reserved.",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, cast
 
@@ -112,8 +112,11 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
 
 
 @asynccontextmanager
-async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Turns what a servicer raises into the call's status; an unforeseen exception is logged and told as INTERNAL."""
+async def rpc_errors(
+    context: grpc.aio.ServicerContext[Any, Any], count_internal: Callable[[], None] = lambda: None
+) -> AsyncIterator[None]:
+    """Turns what a servicer raises into the call's status; an unforeseen exception is logged, counted and told as
+    INTERNAL."""
     try:
         yield
     except BatonError as error:
@@ -126,6 +129,7 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
     except DecodeError as error:  # where a stream is read; `parsing` refuses other calls
         await abort_with(context, InvalidRequestError(f"a message cannot be parsed: {error}"))
     except Exception:
+        count_internal()
         logger.exception("a call failed: internal error")
         await abort_with(context, BatonError("internal error; the log of the process that answered has the details"))
 

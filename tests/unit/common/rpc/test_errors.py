@@ -14,17 +14,20 @@ from common.rpc.server import RpcServer
 
 
 class FailingPrefill(pods_pb2_grpc.PrefillServicer):
-    def __init__(self, make: Callable[[], Exception]) -> None:
+    def __init__(self, make: Callable[[], Exception], count_internal: Callable[[], None]) -> None:
         self.make = make
+        self.count_internal = count_internal
 
     async def Prefill(self, request, context):  # noqa: N802
-        async with rpc_errors(context):
+        async with rpc_errors(context, self.count_internal):
             raise self.make()
 
 
-async def call_failing_with(make: Callable[[], Exception]) -> grpc.aio.AioRpcError:
+async def call_failing_with(
+    make: Callable[[], Exception], count_internal: Callable[[], None] = lambda: None
+) -> grpc.aio.AioRpcError:
     server = RpcServer("127.0.0.1", 0, ["baton.v1.Prefill"])
-    pods_pb2_grpc.add_PrefillServicer_to_server(FailingPrefill(make), server.grpc_server)
+    pods_pb2_grpc.add_PrefillServicer_to_server(FailingPrefill(make, count_internal), server.grpc_server)
     async with server, open_channel(server.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pods_pb2_grpc.PrefillStub(channel).Prefill(pods_pb2.PrefillRequest(), timeout=10)
@@ -62,8 +65,10 @@ async def test_a_message_of_a_stream_that_cannot_be_parsed_is_the_callers_fault(
     assert rpc_error.details() == "a message cannot be parsed: Wire format was corrupt"
 
 
-async def test_unforeseen_exception_is_logged_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    rpc_error = await call_failing_with(lambda: RuntimeError("the secret path"))
+async def test_unforeseen_exception_is_logged_and_counted_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    counted: list[int] = []
+    rpc_error = await call_failing_with(lambda: RuntimeError("the secret path"), lambda: counted.append(1))
+    assert counted == [1]
     assert rpc_error.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (rpc_error.details() or "")
     assert "the secret path" in caplog.text
