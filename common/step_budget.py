@@ -21,6 +21,9 @@ from common.step_times import Line
 Column = NDArray[np.float64]
 
 KNEE_LOSS = 0.02  # of the throughput of an endless step
+# Prompt tokens of a step beside streams, whatever their target: enough that prompts get on where even the smallest step
+# exceeds the target, few enough that such a step is hardly longer than one without them.
+MIN_PREFILL_TOKENS = 64
 _ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
 _FULL = 2 / 3  # of the knee: from here on no further prompt is begun; a chunk is no smaller if the prompt is longer
 

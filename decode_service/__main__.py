@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a decode pod until SIGTERM or SIGINT; returns the exit code."""
     try:
         config = parse(
-            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Serve tokens."
+            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Runs a decode pod."
         ).named("decode")
         pod = build(config)
     except ConfigError as error:

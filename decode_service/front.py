@@ -16,13 +16,15 @@ from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import rpc_errors
 from decode_service.config import DecodeConfig
-from decode_service.handoff import GOODBYE_TIMEOUT_S
+from decode_service.handoff import GOODBYE_TIMEOUT_S, HandoffTimeouts
 from decode_service.quarantine import Quarantine
 from decode_service.request import Surroundings
 from decode_service.session import RouterSession
 
 logger = logging.getLogger(__name__)
 
+# Share of the KV blocks in quarantine above which no handoff begins: the rest is for prompts that this pod computes.
+_MAX_QUARANTINED_SHARE = 0.5
 FLUSH_TIMEOUT_S = 2.0  # for routers to take the last deltas
 
 
@@ -31,15 +33,22 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
 
     service_names = ("baton.v1.Decode",)
 
-    def __init__(self, pod: PodContext, config: DecodeConfig) -> None:
-        max_blocks = max(1, int(config.max_quarantined_share * pod.spec.num_blocks))
-        quarantine = Quarantine(max_blocks)
+    def __init__(
+        self,
+        pod: PodContext,
+        config: DecodeConfig,
+        *,
+        timeouts: HandoffTimeouts | None = None,
+        max_quarantined_share: float = _MAX_QUARANTINED_SHARE,
+    ) -> None:
+        """`timeouts`: those of the settings unless given."""
         self._around = Surroundings(
             pod=pod,
             config=config,
             peers=ChannelPool(opener=pod.open_channel),
             handoffs=TaskSet(),
-            quarantine=quarantine,
+            quarantine=Quarantine(max(1, int(max_quarantined_share * pod.spec.num_blocks))),
+            timeouts=timeouts or HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
         self._sessions: set[RouterSession] = set()
         self._closed = False

@@ -12,7 +12,7 @@ hold already. The break of the stream is seen at once, and every wait has a dead
 
     waits for                                   at most                     renewed by
     the prefill's turn                          handoff_queue_timeout_s     (nothing)
-    KV                                          handoff_stall_timeout_s     each event; a slow prefill pod repeats its
+    KV                                          STALL_TIMEOUT_S             each event; a slow prefill pod repeats its
                                                                             progress as long as its engine works
     our own blocks, direct connectors only      the request's deadline      (the prefill pod can do nothing without)
 
@@ -66,13 +66,14 @@ from common.pod.convert import sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.types import SampledToken
-from decode_service.config import DecodeConfig
 
 if TYPE_CHECKING:
     from common.pb.pods_pb2_grpc import HandoffAsyncStub  # exists in the type stubs only
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 2.0  # a prefill pod is near, and this pod can compute the prompt itself
+STALL_TIMEOUT_S = 30.0  # as long as the default lease of a prefill pod, which repeats its progress three times in it
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
 DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not say how long it is
 DEFAULT_QUARANTINE_S = 60.0  # the same
@@ -132,6 +133,15 @@ class Offer:
     connector_address: bytes = b""  # direct: of our connector
 
 
+@dataclass(frozen=True, slots=True)
+class HandoffTimeouts:
+    """How long a handoff waits for its prefill pod, in seconds."""
+
+    queue_s: float  # until the pod begins to compute
+    connect_s: float = CONNECT_TIMEOUT_S
+    stall_s: float = STALL_TIMEOUT_S  # between two events of a prompt that is being computed
+
+
 class Phase(enum.Enum):
     """See the module's diagram."""
 
@@ -164,7 +174,7 @@ class Handoff:
     """One attempt. `run` is a task of the owner, who ends it with `leave` or `fail`: the prefill pod is told, for which
     the stream must be whole. Cancelling the task breaks the stream, since gRPC ends a call whose write is cancelled."""
 
-    def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: DecodeConfig) -> None:
+    def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: HandoffTimeouts) -> None:
         self.offer = offer
         self.phase = Phase.OPENING
         self._consumer = consumer
@@ -238,7 +248,7 @@ class Handoff:
     async def _open(self) -> None:
         try:
             with self._failing():
-                async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
+                async with self._peers.channel(self.offer.address, self._timeouts.connect_s) as channel:
                     if not self.is_over:  # it may have ended while we connected
                         await self._converse(HandoffStub(channel))
         except _PrefillCancelledError as cancelled:
@@ -308,7 +318,7 @@ class Handoff:
         if self._waits_for_blocks:
             return max(self._lease_s / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
         is_queued = self.phase is Phase.OPENING
-        return self._timeouts.handoff_queue_timeout_s if is_queued else self._timeouts.handoff_stall_timeout_s
+        return self._timeouts.queue_s if is_queued else self._timeouts.stall_s
 
     async def _renew(self, call: _Call) -> None:
         if self._consumer.is_alive():

@@ -34,7 +34,7 @@ from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, make_error
 from common.types import FinishReason, RequestId, SampledToken, TransferId
 from decode_service.config import DecodeConfig
-from decode_service.handoff import Handoff, Offer
+from decode_service.handoff import Handoff, HandoffTimeouts, Offer
 from decode_service.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Surroundings:
     peers: ChannelPool  # channels to prefill pods
     handoffs: TaskSet
     quarantine: Quarantine
+    timeouts: HandoffTimeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class DecodeRequest:
         elif self._around.quarantine.is_full:
             self.recompute("quarantine_full", 0)
         else:
-            self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.config)
+            self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.timeouts)
             self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
 
     def note_prefill_failed(self, epoch: int, code: ErrorCode) -> None:

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a prefill pod until SIGTERM or SIGINT; returns the exit code."""
     try:
         config = parse(
-            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Serve prompts' prefill."
+            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Runs a prefill pod."
         ).named("prefill")
         if not config.connector:
             raise ConfigError("--connector: a prefill pod needs one to hand its KV over", param="connector")

@@ -11,6 +11,9 @@ from prefill_service.config import PrefillConfig
 from prefill_service.servicers import HandoffServicer, PrefillServicer
 from prefill_service.transfers import TransferRegistry
 
+# Open at once; more are refused. It bounds the memory for transfers whose other leg never comes; a pod that queues and
+# runs as many requests as it may does not reach it.
+_MAX_TRANSFERS = 4096
 _NOTICING_S = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # until a broken connection is noticed
 _STEP_S = 15.0  # for a step that begins with it; longer than any
 
@@ -20,10 +23,10 @@ class PrefillFront:
 
     service_names = ("baton.v1.Prefill", "baton.v1.Handoff")
 
-    def __init__(self, pod: PodContext, config: PrefillConfig) -> None:
+    def __init__(self, pod: PodContext, config: PrefillConfig, *, max_transfers: int = _MAX_TRANSFERS) -> None:
         self.transfers = TransferRegistry(
             pod.admission,
-            max_transfers=config.max_transfers,
+            max_transfers=max_transfers,
             lease_s=config.transfer_lease_s,
             is_direct=pod.spec.is_direct,
         )

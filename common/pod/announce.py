@@ -27,20 +27,20 @@ _EVERYWHERE = ("0.0.0.0", "::", "[::]", "")  # noqa: S104  (compared with, not b
 
 
 class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a pod makes itself known."""
+    """Registry: where a pod announces itself."""
 
     registry: Annotated[
         str | None,
-        Meta(description="redis://[user:password@]host[:port][/db] where pods announce themselves; none: nowhere."),
+        Meta(description="Redis where pods announce themselves, redis://[user:password@]host[:port][/db]."),
     ] = None
     registry_namespace: Annotated[
         str, Meta(min_length=1, pattern="^[A-Za-z0-9._-]+$", description="Name of the cluster within the registry.")
     ] = "default"
     registry_lease_s: Annotated[
-        float, Meta(ge=0.1, le=3600, description="Seconds after which a pod that fell silent is no longer listed.")
+        float, Meta(ge=0.1, le=3600, description="Seconds after its last renewal for which a pod stays listed.")
     ] = 15.0
     advertise: Annotated[
-        str, Meta(description="host[:port] at which others reach this pod; empty: the address that it listens on.")
+        str, Meta(description="host[:port] at which others reach this pod; default: the address on which it listens.")
     ] = ""
 
     def address(self, host: str, port: int) -> str:

@@ -13,6 +13,7 @@ from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
 from common.rpc.errors import rpc_errors
+from common.step_budget import MIN_PREFILL_TOKENS
 
 DEFAULT_STATS_INTERVAL_S = 0.1
 MAX_DRAIN_WAIT_S = 24 * 3600.0  # of a call without a deadline
@@ -58,7 +59,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             connector=pod.config.connector or "",
             version=__version__,
             target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
-            min_prefill_tokens=pod.config.scheduler.min_prefill_tokens,
+            min_prefill_tokens=MIN_PREFILL_TOKENS,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)

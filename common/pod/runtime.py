@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 POD_SERVICE = "baton.v1.Pod"
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
+# An engine answers between two steps. No step takes minutes, so an engine that is silent for so long has hung; routers
+# notice much earlier, this ends the process.
+_ENGINE_TIMEOUT_S = 300.0
 
 
 class Front(OpenWork, Protocol):
@@ -71,8 +74,17 @@ FrontFactory = Callable[[PodContext], Front]
 class PodRuntime:
     """Composes one pod out of an engine and a front. An async context manager: inside, it serves."""
 
-    def __init__(self, role: Role, config: PodConfig, engine: EngineClient, make_front: FrontFactory) -> None:
-        """The runtime owns `engine`. Raises ConfigError if the pod cannot prove who it is."""
+    def __init__(
+        self,
+        role: Role,
+        config: PodConfig,
+        engine: EngineClient,
+        make_front: FrontFactory,
+        *,
+        engine_timeout_s: float = _ENGINE_TIMEOUT_S,
+    ) -> None:
+        """Takes ownership of `engine`. Raises ConfigError if the pod's certificate cannot be used."""
+        self._engine_timeout_s = engine_timeout_s
         self._role = role
         self._tls = cluster_tls(config.tls)
         self.config = config.named(role)
@@ -145,7 +157,7 @@ class PodRuntime:
         elif stopping.done():
             return EXIT_OK
         else:
-            logger.error("the engine hangs: it has answered nothing for %g s", self.config.engine_timeout_s)
+            logger.error("the engine hangs: it has answered nothing for %g s", self._engine_timeout_s)
         await self.server.set_serving(False)
         return EXIT_ENGINE_DIED
 
@@ -195,7 +207,7 @@ class PodRuntime:
         )
 
     async def _until_engine_hangs(self) -> None:
-        timeout_s = self.config.engine_timeout_s
+        timeout_s = self._engine_timeout_s
         try:
             while True:
                 async with asyncio.timeout(timeout_s):

@@ -23,21 +23,19 @@ from common.watched_files import WatchedFiles
 
 
 class ClusterTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How router and pods prove to each other who they are."""
+    """Mutual TLS between router and pods."""
 
     cluster_ca: Annotated[
         str,
-        Meta(
-            description="PEM file of the authority whose certificates router and pods trust; empty: nobody is checked."
-        ),
+        Meta(description="PEM file of the authority that signs the cluster's certificates; empty: TLS is off."),
     ] = ""
     cluster_cert: Annotated[str, Meta(description="PEM file of this process's own certificate.")] = ""
-    cluster_key: Annotated[str, Meta(description="PEM file of its private key.")] = ""
+    cluster_key: Annotated[str, Meta(description="PEM file of the certificate's private key.")] = ""
     cluster_tls_name: Annotated[
         str,
         Meta(
-            description="Name that must be in pods' certificates; empty: the host by which each is reached. For pods "
-            "whose addresses nobody knows beforehand."
+            description="Name that pods' certificates must have; empty: the host of their address. For pods whose "
+            "addresses are not known in advance."
         ),
     ] = ""
 

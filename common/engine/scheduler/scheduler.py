@@ -47,13 +47,15 @@ from common.engine.scheduler.output import ContinuedRequest, ModelRunnerOutput, 
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
-from common.step_budget import PromptRoom, prefill_work
+from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, prefill_work
 from common.step_times import StepTimes
 from common.types import RequestId
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
+# Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
+WATERMARK = 0.01
 
 
 class Scheduler:
@@ -69,6 +71,8 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         transfers: KVTransfers | None = None,
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+        watermark: float = WATERMARK,
     ) -> None:
         """Raises ConfigError if one request may outgrow the KV cache."""
         if max_model_len > kv.num_blocks * kv.block_size:
@@ -83,7 +87,8 @@ class Scheduler:
         self._transfers = NoTransfers() if transfers is None else transfers
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._watermark_blocks = int(config.watermark * kv.num_blocks)
+        self._watermark_blocks = int(watermark * kv.num_blocks)
+        self._min_prefill_tokens = min_prefill_tokens
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
         self._lifecycle = Lifecycle(kv, self._transfers)
@@ -207,18 +212,18 @@ class Scheduler:
                 return
 
     def _room_for_prompts(self, plan: StepPlan) -> PromptRoom:
-        times, config = self._step_times, self._config
+        times = self._step_times
         if self._target_s == math.inf:
             return PromptRoom.unlimited()
         if not plan.num_streams:
             return PromptRoom.alone(times.line)
         if not times.is_known:
-            return PromptRoom.least(config.min_prefill_tokens)
+            return PromptRoom.least(self._min_prefill_tokens)
         return PromptRoom.beside_streams(
             times.line,
             step_s=times.predict(len(plan.scheduled), plan.num_context_tokens),
             target_s=min(self._target_s, plan.target_s),
-            least=config.min_prefill_tokens,
+            least=self._min_prefill_tokens,
         )
 
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:

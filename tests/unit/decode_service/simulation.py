@@ -44,6 +44,7 @@ from common.pod.tasks import TaskSet
 from common.rpc.convert import finish_reason_to_pb, sampling_to_pb
 from common.types import FinishReason, RequestId, SamplingParams
 from decode_service.config import DecodeConfig
+from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
 from decode_service.request import Surroundings
 from decode_service.session import RouterSession
@@ -494,6 +495,7 @@ class DecodePod(Pod):
             peers=peers,
             handoffs=TaskSet(),
             quarantine=Quarantine(max_blocks),
+            timeouts=HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
         self.session = RouterSession(self.around)
         self.commands = Pipe(network)

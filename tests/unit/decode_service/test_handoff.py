@@ -25,8 +25,7 @@ from common.rpc.errors import abort_with
 from common.rpc.server import RpcServer
 from common.types import Logprobs, SampledToken
 from decode_service import handoff as handoff_module
-from decode_service.config import DecodeConfig
-from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, Offer, Phase
+from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, HandoffTimeouts, Offer, Phase
 from tests.pods import DEADLINE_S, wait_for
 
 Context = grpc.aio.ServicerContext
@@ -102,7 +101,7 @@ class RecordingConsumer:
 
 @asynccontextmanager
 async def handoff_with(
-    events: list[pods_pb2.HandoffEvent], *, is_direct: bool = False, **timeouts: float
+    events: list[pods_pb2.HandoffEvent], *, is_direct: bool = False
 ) -> AsyncIterator[tuple[Handoff, RecordingConsumer, ScriptedHandoff]]:
     server = RpcServer("127.0.0.1", 0, ["baton.v1.Handoff"])
     servicer = ScriptedHandoff(events)
@@ -111,8 +110,8 @@ async def handoff_with(
         address = b"here" if is_direct else b""
         offer = Offer(server.address, "t", 1, 40, 500, b"f", "c", "decode-0", 16, 64, is_direct, address)
         consumer = RecordingConsumer()
-        config = DecodeConfig(handoff_connect_timeout_s=DEADLINE_S, **timeouts)  # type: ignore[arg-type]
-        yield Handoff(offer, consumer, peers, config), consumer, servicer
+        timeouts = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)
+        yield Handoff(offer, consumer, peers, timeouts), consumer, servicer
 
 
 async def test_good_handoff_in_order() -> None:

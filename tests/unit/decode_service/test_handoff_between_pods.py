@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import grpc
 import msgspec
@@ -12,9 +13,11 @@ import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2
+from decode_service.handoff import HandoffTimeouts
 from tests.pods import (
     BLOCK_SIZE,
     CHUNK,
+    DEADLINE_S,
     FakeRouter,
     RunningPod,
     Store,
@@ -292,10 +295,12 @@ async def test_decode_pod_without_connector_computes_by_itself() -> None:
 @pytest.mark.parametrize("stage", ["opening", "reserved"])
 async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None:
     store: Store = {}
-    overdue = {"opening": "handoff_queue_timeout_s", "reserved": "handoff_stall_timeout_s"}[stage]
+    waits: dict[str, Any] = {"handoff_queue_timeout_s": 0.2}
+    if stage == "reserved":
+        waits = {"front": {"timeouts": HandoffTimeouts(queue_s=DEADLINE_S, stall_s=0.2)}}
     async with (
         prefill_pod(store) as prefill,
-        decode_pod(store, **{overdue: 0.2}) as decode,
+        decode_pod(store, **waits) as decode,
         FakeRouter(decode) as router,
     ):
         await prefill.occupy()

@@ -20,6 +20,7 @@ from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.types import FinishReason, RequestId, SampledToken, SamplingParams
 from decode_service.config import DecodeConfig
+from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
 from decode_service.request import DecodeRequest, Surroundings
 from tests.pods import DEADLINE_S, decode_pod, prompt_of
@@ -64,7 +65,9 @@ async def request_and_engine(deltas: list[pods_pb2.TokenDelta]) -> AsyncIterator
     async with decode_pod({}) as pod, ChannelPool() as peers:
         quarantine = Quarantine(1)
         context = replace(pod.context, requests=engine)
-        around = Surroundings(context, DecodeConfig(), peers, TaskSet(), quarantine)
+        around = Surroundings(
+            context, DecodeConfig(), peers, TaskSet(), quarantine, HandoffTimeouts(queue_s=DEADLINE_S)
+        )
         request = DecodeRequest(
             around, REQUEST, SUBMIT, emit=lambda _, delta: deltas.append(delta), on_end=lambda _: None
         )

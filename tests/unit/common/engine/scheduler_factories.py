@@ -41,6 +41,7 @@ from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError
+from common.step_budget import MIN_PREFILL_TOKENS
 from common.step_times import Line
 from common.types import (
     BlockHash,
@@ -121,19 +122,21 @@ def create_scheduler(
     is_direct: bool = False,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
+    watermark: float = 0.0,
+    min_prefill_tokens: int = MIN_PREFILL_TOKENS,
     **settings: Any,
 ) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
     return SchedulerWithTransfers(
-        SchedulerConfig(
-            **{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0, "target_itl_ms": None} | settings
-        ),
+        SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "target_itl_ms": None} | settings),
         KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
         ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
+        watermark=watermark,
+        min_prefill_tokens=min_prefill_tokens,
     )
 
 
