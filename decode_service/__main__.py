@@ -14,7 +14,7 @@ from decode_service.front import DecodeFront
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a decode pod until SIGTERM or SIGINT; returns the exit code."""
+    """Runs a decode pod until SIGTERM or SIGINT. Returns the exit code."""
     try:
         config = parse(
             DecodeConfig, argv, prog="baton serve decode", section="decode", description="Runs a decode pod."
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(config: DecodeConfig) -> PodRuntime:
-    """The pod that these settings describe."""
+    """Builds the pod that these settings describe."""
     engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
     return PodRuntime("decode", config, engine, lambda pod: DecodeFront(pod, config))
 

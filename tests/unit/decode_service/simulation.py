@@ -46,7 +46,7 @@ from common.types import FinishReason, RequestId, SamplingParams
 from decode_service.config import DecodeConfig
 from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import Surroundings
+from decode_service.request import PodServices
 from decode_service.session import RouterSession
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
@@ -489,7 +489,7 @@ class DecodePod(Pod):
         super().__init__("decode", config, SimulatedEngine(**settings), incarnation)
         peers: Any = network
         max_blocks = max(1, self.context.spec.num_blocks // 2)
-        self.around = Surroundings(
+        self.services = PodServices(
             pod=self.context,
             config=config,
             peers=peers,
@@ -497,7 +497,7 @@ class DecodePod(Pod):
             quarantine=Quarantine(max_blocks),
             timeouts=HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
-        self.session = RouterSession(self.around)
+        self.session = RouterSession(self.services)
         self.commands = Pipe(network)
         self.deltas = Pipe(network)
         self._write_failed = False
@@ -520,8 +520,8 @@ class DecodePod(Pod):
 
     def end(self) -> None:
         super().end()
-        self.around.quarantine.close()
-        for task in self.around.handoffs._tasks:
+        self.services.quarantine.close()
+        for task in self.services.handoffs._tasks:
             task.cancel()
 
 
@@ -815,8 +815,8 @@ class Simulation:
             "transfers": len(self.prefill.front.transfers),
             "admitted by prefill": self.prefill.context.admission.num_open,
             "admitted by decode": self.decode.context.admission.num_open,
-            "handoffs": len(self.decode.around.handoffs),
-            "blocks in quarantine": self.decode.around.quarantine.num_blocks,
+            "handoffs": len(self.decode.services.handoffs),
+            "blocks in quarantine": self.decode.services.quarantine.num_blocks,
             "requests of the prefill engine": not self.prefill.engine.is_idle,
             "requests of the decode engine": not self.decode.engine.is_idle,
             "windows": len(self.decode.windowed),

@@ -14,7 +14,7 @@ from common.types import SamplingParams
 from decode_service.config import DecodeConfig
 from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import Surroundings
+from decode_service.request import PodServices
 from decode_service.session import RouterSession
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, StepGate, decode_pod, engine_request, prompt_of, wait_for
 
@@ -168,7 +168,7 @@ async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
 
     quarantine = Quarantine(1)
     timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
-    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
+    session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
     running = asyncio.create_task(session.run(commands(), write))
     await wait_for(lambda: is_writing.is_set() and len(session) == 0)
     may_write.set()
@@ -228,7 +228,7 @@ async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod)
 
     quarantine = Quarantine(1)
     timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
-    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
+    session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
     await asyncio.wait_for(session.run(commands(), write), DEADLINE_S)
     assert written == ["a", "b"]
 

@@ -197,7 +197,7 @@ async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatc
 
 
 async def test_goodbye_that_is_never_answered_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handoff_module, "CANCEL_TIMEOUT_S", 0.05)
     async with handoff_with([]) as (handoff, consumer, servicer):
 
         async def never_end(request_iterator, context):
@@ -379,7 +379,7 @@ async def test_as_many_digests_as_blocks(event: pods_pb2.HandoffEvent) -> None:
 async def test_blocks_are_free_when_the_cancellation_is_answered(
     verdict: pods_pb2.HandoffEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.0)  # not for the answer of a pod that may be writing
+    monkeypatch.setattr(handoff_module, "CANCEL_TIMEOUT_S", 0.0)  # not for the answer of a pod that may be writing
     async with direct_handoff_with([progress(16)], on_cancel=verdict) as (handoff, consumer, servicer):
         running = asyncio.create_task(handoff.run())
         await wait_for(lambda: ("load", 16) in consumer.calls)

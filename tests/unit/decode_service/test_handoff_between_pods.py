@@ -368,7 +368,7 @@ async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, s
     assert not answer.tokens
     assert answer.error == common_pb2.Error(
         code=common_pb2.ERROR_CODE_UNAVAILABLE,
-        message="the KV did not come: prefill_failed",
+        message="the KV did not arrive: prefill_failed",
         param="kv_failure_policy",
     )
     assert cluster.decode.metric("baton_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
@@ -384,7 +384,7 @@ async def test_lost_block_fails_a_request_that_may_not_be_recomputed(cluster: Cl
     answer = await cluster.submit(policy=common_pb2.KV_FAILURE_POLICY_FAIL)
     await answer.wait_finished()
     assert answer.error is not None
-    assert answer.error.message == "the KV did not come: block_missing"
+    assert answer.error.message == "the KV did not arrive: block_missing"
     assert not answer.tokens
 
 
@@ -396,6 +396,6 @@ async def test_policy_of_the_request_overrules_that_of_the_pod(of_pod: str, of_r
         await answer.wait_finished()
         if (of_request or of_pod).lower() == "fail":
             assert answer.error is not None
-            assert answer.error.message == "the KV did not come: no_connector"
+            assert answer.error.message == "the KV did not arrive: no_connector"
         else:
             assert answer.tokens == EXPECTED

@@ -224,7 +224,7 @@ async def test_decode_pod_cancels_a_running_prefill(pod: RunningPod) -> None:
         assert kinds([await stream.event()]) == ["computing"]  # type: ignore[list-item]
         await stream.cancel()
         error = from_rpc_error(await failure_of(call))
-        assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: test")
+        assert (error.code.label, error.message) == ("cancelled", "the decode pod cancelled: test")
         assert kinds(await stream.events())[-1] == "failed"
     assert pod.metric("baton_handoff_total", outcome="cancelled") == 1
 
@@ -234,7 +234,7 @@ async def test_cancellation_that_overtakes_the_prefill_refuses_it(pod: RunningPo
         await stream.cancel(reason="")
         assert kinds(await stream.events()) == ["failed"]
     error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("a", prompt_of(20)))))
-    assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: cancelled")
+    assert (error.code.label, error.message) == ("cancelled", "the decode pod cancelled: cancelled")
     assert not pod.executor.steps
 
 
