@@ -18,7 +18,7 @@ component. Fields that hold another struct or None are set by the program and ar
 
 A `Meta` on the field gives the help text (description) and the bounds, which are checked here, by name:
 "--block-size: must be >= 1, got 0", or "baton.yaml: decode.block_size: must be ..." if that is where the value came
-from. A __post_init__ that compares settings raises ValueError and names them by their options. Every fault is a
+from. A __post_init__ that compares settings raises ValueError and names them by their options. Every error is a
 ConfigError; a process prints it on one line and exits with 2.
 """
 
@@ -75,7 +75,7 @@ class Section(Mapping[str, object]):
         self._own: Mapping[str, object] = values  # without what `over` brought in
         self.source = source  # the file
         self.path = path  # dotted path within it; empty: the document itself
-        self._below: Section | None = None  # has the names of settings that are not ours
+        self._below: Section | None = None  # names the settings that this section does not have
 
     def __getitem__(self, key: str) -> object:
         return self._values[key]
@@ -87,14 +87,14 @@ class Section(Mapping[str, object]):
         return len(self._values)
 
     def name_of(self, key: str) -> str:
-        """How error messages call the setting: "baton.yaml: prefill.block_size"."""
+        """Returns the name of the setting in error messages: "baton.yaml: prefill.block_size"."""
         if self._below is not None and key not in self._own:
             return self._below.name_of(key)
         dotted = f"{self.path}.{key}" if self.path else key
         return f"{self.source}: {dotted}" if self.source else dotted
 
     def over(self, below: Section) -> Section:
-        """The settings of both. Where both have one, this one's holds; of two mappings, key by key."""
+        """Merges two sections. This one takes precedence; mappings are merged key by key."""
         values = {**below, **self}
         for key in self.keys() & below.keys():
             own, other = self[key], below[key]
@@ -227,12 +227,12 @@ def build(
 ) -> T:
     """A `struct_type` from parsed options, else the YAML section, else defaults.
 
-    Raises ConfigError that names the setting if a value is unfit, a required one is missing or a key is unknown.
+    Raises ConfigError that names the setting if a value is invalid, a required one is missing or a key is unknown.
     """
     where = section if isinstance(section, Section) else Section(section or {})
     where.check_names(field_names(struct_type, exclude=exclude))
     values: dict[str, object] = {}
-    names: dict[str, str] = {}  # option -> how error messages call the setting, of those that YAML gave
+    names: dict[str, str] = {}  # option -> name in error messages, for settings from YAML
     for leaf in _leaves(struct_type, exclude):
         given = getattr(args, leaf.name, None)
         if given is not None:
@@ -457,9 +457,9 @@ def _metavar(leaf: _Leaf, shape: mi.Type) -> str:
 
 
 class _Setting(NamedTuple):
-    """What a value is for."""
+    """The setting for which a value is converted."""
 
-    name: str  # as error messages call it
+    name: str  # its name in error messages
     is_byte_size: bool
 
     def refuse(self, problem: str) -> ConfigError:
@@ -531,7 +531,7 @@ def _to_int(value: object, setting: _Setting) -> int:
 
 
 def _to_finite(value: object, setting: _Setting) -> float:
-    """Times become deadlines of calls, and gRPC takes an infinite one for one that has passed."""
+    """Rejects infinity: times become deadlines of calls, and gRPC treats an infinite one as expired."""
     number = _to_float(value, setting)
     if math.isinf(number):
         raise setting.refuse(f"must be finite, got {_show(value)}")

@@ -53,7 +53,7 @@ async def test_drain_ends_after_its_timeout(caplog: pytest.LogCaptureFixture) ->
         stop = asyncio.Event()
         stop.set()
         assert await pod.runtime.serve(stop) == 0
-        assert "1 requests and transfers were not finished" in caplog.text
+        assert "1 requests and transfers did not finish within" in caplog.text
 
 
 async def test_death_of_the_engine_ends_the_pod_with_code_1() -> None:
