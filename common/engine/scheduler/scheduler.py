@@ -11,14 +11,14 @@ A step:
 2. requests that decode get a token each. One that finds no free block preempts the last in order, itself at worst;
 3. consumers reserve blocks for their prompts. They need neither slot nor budget, and wait for their KV;
 4. prompts get what `PromptRoom` leaves: beside streams as much as keeps the step within its time, else one after the
-   other. Those under way and those that wait for blocks and a slot take turns by order. A request of which a tier below
-   keeps more than is here takes blocks and waits until they are restored.
+   other. Those that have begun and those that wait for blocks and a slot take turns by order. A request of which a tier
+   below keeps more than is here takes blocks and waits until they are restored.
 
 The order is the priority, then the time of arrival plus the time that the prompt takes: a short prompt passes a longer
-one that came before it, but only within the time that the longer one takes itself. So each request is passed by a
-finite number of others, whatever comes.
+one that came before it, but only within the time that the longer one takes itself. So only a finite number
+of others can pass each request.
 
-How KV gets into and out of blocks is for KVTransfers to know.
+KVTransfers moves KV in and out of blocks.
 
 No deadlock: the first request in order can preempt all others of the batch; what else holds blocks depends on no other
 request's blocks and ends by itself: handoffs, restores, and pinned blocks. No starvation: blocks are given in order (a
@@ -101,7 +101,8 @@ class Scheduler:
     # ---------------------------------------------------------------- from the client
 
     def add_request(self, message: AddRequest, now: float) -> None:
-        """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing happened."""
+        """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing has
+        changed."""
         if message.request_id in self._places.live or self._transfers.knows(message.request_id):
             raise InvalidRequestError(f"request {message.request_id} exists already", param="request_id")
         self._limits.check(message)
@@ -127,7 +128,7 @@ class Scheduler:
         return self._step_times.line.token_s * prefill_work(request.num_tokens - num_cached, num_cached)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
-        """End requests now; one output with FinishReason.ABORT for each that was live. Blocks that are on the move stay
+        """End requests now; one output with FinishReason.ABORT for each that was live. Blocks in transfer stay
         pinned until the transport no longer touches them."""
         live = [self._places.live.get(request_id) for request_id in request_ids]
         return [self._lifecycle.abort(request) for request in live if request is not None and not request.is_finished]
@@ -169,7 +170,7 @@ class Scheduler:
             self._lifecycle.start(ready.popleft(), now)
 
     def _schedule_decoding(self, plan: StepPlan) -> list[Request]:
-        """A token for each request that decodes. The others of the batch, whose prompts are under way."""
+        """A token for each request that decodes. Returns the others of the batch, whose prompts are not complete."""
         prompts: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
             if request.num_uncomputed_tokens > 1:
@@ -196,7 +197,7 @@ class Scheduler:
         return None
 
     def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: StepPlan, now: float) -> None:
-        """Share out what the step has left for prompts: to `prompts`, which are under way, and to those that wait and
+        """Share out what the step has left for prompts: to `prompts`, which have begun, and to those that wait and
         come before `last`, in order."""
         room = self._room_for_prompts(plan)
         prompts.sort(key=_order, reverse=True)
@@ -317,12 +318,12 @@ class Scheduler:
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
-        """What should be said before the step runs; called after `schedule`. Often nothing."""
+        """Returns outputs that should be sent before the step runs; called after `schedule`. Often none."""
         return self._lifecycle.take_news(urgent_only=True)
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
-        """Take the runner's answer to `step`, which took `step_s` seconds. What requests gained since the last call, in
-        any way."""
+        """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
+        the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
         for request_id in step.num_scheduled_tokens:
             request = self._places.live.get(request_id)
@@ -352,11 +353,11 @@ class Scheduler:
 
     @property
     def has_cache_change(self) -> bool:
-        """Whether the prefix cache changed since it was last asked how."""
+        """Whether the prefix cache has changed since the last `take_cache_change`."""
         return bool(self._kv.cache_changes)
 
     def take_cache_change(self) -> CacheChange:
-        """What became of the prefix cache since the last call."""
+        """Returns the changes of the prefix cache since the last call."""
         return self._kv.cache_changes.take()
 
     def stats(self) -> EngineStats:
@@ -379,7 +380,7 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
         self._kv.reset_prefix_cache()
 
     def check_integrity(self) -> IntegrityReport:

@@ -1,4 +1,4 @@
-"""A step in the making."""
+"""A step that is being planned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.step_budget import prefill_work
 
 
 class StepPlan:
-    """Who gets how many of the budget's tokens."""
+    """The tokens of the budget that each request gets."""
 
     __slots__ = ("budget", "new_block_ids", "num_context_tokens", "num_streams", "scheduled", "target_s", "work")
 
@@ -17,8 +17,8 @@ class StepPlan:
         self.budget = budget
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
         self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
-        self.num_streams = 0  # requests whose next token somebody waits for
-        self.target_s = math.inf  # shortest time between tokens that a stream was promised
+        self.num_streams = 0  # requests that decode, so that a client waits for their next token
+        self.target_s = math.inf  # tightest target of the streams for the time between tokens
         self.work = 0.0  # tokens, those of prompts weighed by what their attention takes
         self.num_context_tokens = 0  # whose KV the decoding requests read
 

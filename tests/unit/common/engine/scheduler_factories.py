@@ -557,7 +557,7 @@ class FakeEngine:
 
     def _slot(self, request: _RunningRequest, position: int) -> int:
         block_id = request.block_ids[position // self.block_size]
-        assert block_id != 0, "the null block was given away"
+        assert block_id != 0, "the null block was allocated"
         return block_id * self.block_size + position % self.block_size
 
     def _write(self, request: _RunningRequest, start: int, stop: int) -> None:
