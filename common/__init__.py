@@ -1,3 +1,3 @@
-"""What the pods and the router share."""
+"""Code that the pods and the router share."""
 
 __version__ = "0.1.0"

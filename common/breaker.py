@@ -7,7 +7,7 @@
 
     closed --failures in a row, trip--> open --its time has passed--> half open --probe--> closed, or open
 
-What stays closed for `max_s` is forgiven one doubling.
+Each `max_s` closed takes one doubling back.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ class Breaker:
     """Counts failures in a row and times the probes. Not thread-safe: its owner serialises the calls."""
 
     def __init__(self, clock: Callable[[], float], *, base_s: float, max_s: float, max_failures: int = 1) -> None:
-        """The first time open lasts `base_s` seconds, the longest `max_s`; `max_failures` in a row are one reason to
-        open."""
+        """It opens for `base_s` seconds at first, at most for `max_s`. `failed` reports `max_failures` in a row."""
         self._clock = clock
         self._base_s = base_s
         self._max_s = max_s
         self._max_failures = max_failures
         self._num_failures = 0  # in a row
-        self._level = 0.0  # doublings that are not forgiven yet
+        self._level = 0.0  # doublings, minus those that time has taken back
         self._closed_since = clock()
         self._open_until: float | None = None  # None: closed
 
     @property
     def is_closed(self) -> bool:
-        """It may be used."""
+        """Whether operations may be tried."""
         return self._open_until is None
 
     @property

@@ -1,4 +1,4 @@
-"""Ending tasks for sure."""
+"""Reliable cancellation of tasks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _AGAIN_S = 1.0
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel the tasks and wait until all have ended; whatever they end with is theirs to report.
+    """Cancels the tasks and waits until all have ended; their exceptions are not raised here.
 
-    One that goes on is cancelled anew: a library that handles its own timeout in the moment of the cancellation may
-    take the one for the other.
+    A task that goes on is cancelled again: a library that handles its own timeout at the moment of the cancellation may
+    mistake one for the other.
     """
     pending = set(tasks)
     while pending:

@@ -12,9 +12,13 @@ component. Fields that hold another struct or None are set by the program and ar
     dict[str, X]                 --option key=value, repeated           {key: value}
     int named *_memory, *_bytes  512MiB, 4GB, 1048576                   the same
 
+`--help` groups settings by topic: the first line of their struct's docstring up to a colon, unless the struct's TOPICS
+(heading -> names) has another one for them. Of a struct that names EVERYDAY settings, `--help` shows only these and
+`--help-all` shows all.
+
 A `Meta` on the field gives the help text (description) and the bounds, which are checked here, by name:
 "--block-size: must be >= 1, got 0", or "baton.yaml: decode.block_size: must be ..." if that is where the value came
-from. A __post_init__ that compares settings raises ValueError and names them by their options. Every fault is a
+from. A __post_init__ that compares settings raises ValueError and names them by their options. Every error is a
 ConfigError; a process prints it on one line and exits with 2.
 """
 
@@ -71,7 +75,7 @@ class Section(Mapping[str, object]):
         self._own: Mapping[str, object] = values  # without what `over` brought in
         self.source = source  # the file
         self.path = path  # dotted path within it; empty: the document itself
-        self._below: Section | None = None  # has the names of settings that are not ours
+        self._below: Section | None = None  # names the settings that this section does not have
 
     def __getitem__(self, key: str) -> object:
         return self._values[key]
@@ -83,14 +87,14 @@ class Section(Mapping[str, object]):
         return len(self._values)
 
     def name_of(self, key: str) -> str:
-        """How error messages call the setting: "baton.yaml: prefill.block_size"."""
+        """Returns the name of the setting in error messages: "baton.yaml: prefill.block_size"."""
         if self._below is not None and key not in self._own:
             return self._below.name_of(key)
         dotted = f"{self.path}.{key}" if self.path else key
         return f"{self.source}: {dotted}" if self.source else dotted
 
     def over(self, below: Section) -> Section:
-        """The settings of both. Where both have one, this one's holds; of two mappings, key by key."""
+        """Merges two sections. This one takes precedence; mappings are merged key by key."""
         values = {**below, **self}
         for key in self.keys() & below.keys():
             own, other = self[key], below[key]
@@ -143,7 +147,7 @@ class _Leaf(NamedTuple):
     type: mi.Type
     help: str
     default: object  # msgspec.NODEFAULT: required
-    topic: str  # what its struct is about
+    topic: str  # heading of its group in the help
 
     @property
     def option(self) -> str:
@@ -159,6 +163,31 @@ def field_names(struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = 
     return [leaf.name for leaf in _leaves(struct_type, exclude)]
 
 
+def create_parser(
+    struct_type: type[msgspec.Struct],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str | None = None,
+    exclude: frozenset[str] = frozenset(),
+) -> ArgumentParser:
+    """A parser with one option per setting of `struct_type`.
+
+    If the struct has EVERYDAY settings, `--help` describes these only, unless `arguments` ask for `--help-all`.
+    """
+    everyday: Collection[str] | None = getattr(struct_type, "EVERYDAY", None)
+    shown = None if _HELP_ALL in arguments else everyday
+    epilog = None
+    if shown is not None:
+        num_others = len(field_names(struct_type, exclude=exclude)) - len(shown)
+        epilog = f"{num_others} more settings, rarely needed: {prog} {_HELP_ALL}"
+    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False, usage=_USAGE)
+    if everyday is not None:
+        parser.add_argument(_HELP_ALL, action="help", help="show all settings and exit")
+    add_arguments(parser, struct_type, exclude=exclude, shown=shown)
+    return parser
+
+
 def add_arguments(
     parser: argparse.ArgumentParser,
     struct_type: type[msgspec.Struct],
@@ -168,8 +197,8 @@ def add_arguments(
 ) -> None:
     """Adds one option per setting of `struct_type` to `parser`, except for the field names in `exclude`.
 
-    Help has a group for each nested struct, and describes the settings in `shown` only, if that is given. Parsing keeps
-    the text (None: not given); `build` converts and checks it.
+    Help has a group for each topic, and describes the settings in `shown` only, if that is given. Parsing keeps the
+    text (None: not given); `build` converts and checks it.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in _leaves(struct_type, exclude):
@@ -198,12 +227,12 @@ def build(
 ) -> T:
     """A `struct_type` from parsed options, else the YAML section, else defaults.
 
-    Raises ConfigError that names the setting if a value is unfit, a required one is missing or a key is unknown.
+    Raises ConfigError that names the setting if a value is invalid, a required one is missing or a key is unknown.
     """
     where = section if isinstance(section, Section) else Section(section or {})
     where.check_names(field_names(struct_type, exclude=exclude))
     values: dict[str, object] = {}
-    names: dict[str, str] = {}  # option -> how error messages call the setting, of those that YAML gave
+    names: dict[str, str] = {}  # option -> name in error messages, for settings from YAML
     for leaf in _leaves(struct_type, exclude):
         given = getattr(args, leaf.name, None)
         if given is not None:
@@ -228,21 +257,9 @@ def parse(
     description: str | None = None,
     exclude: frozenset[str] = frozenset(),
 ) -> T:
-    """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`.
-
-    A struct may name in `EVERYDAY` what `--help` describes; `--help-all` describes everything.
-    """
-    everyday: Collection[str] | None = getattr(struct_type, "EVERYDAY", None)
+    """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`."""
     arguments = sys.argv[1:] if argv is None else argv
-    epilog = None
-    if everyday is not None and _HELP_ALL in arguments:
-        everyday = None
-    elif everyday is not None:
-        num_others = len(field_names(struct_type, exclude=exclude)) - len(everyday)
-        epilog = f"{num_others} more settings, rarely needed: {prog} {_HELP_ALL}"
-    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False, usage=_USAGE)
-    if hasattr(struct_type, "EVERYDAY"):
-        parser.add_argument(_HELP_ALL, action="help", help="show all settings and exit")
+    parser = create_parser(struct_type, arguments, prog=prog, description=description, exclude=exclude)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -250,7 +267,6 @@ def parse(
         default=[],
         help=f"YAML file; its section `{section}` gives defaults. Of several files the later one wins.",
     )
-    add_arguments(parser, struct_type, exclude=exclude, shown=everyday)
     args = parser.parse_args(arguments)
     settings = Section({})
     for file in args.config:
@@ -321,11 +337,15 @@ def _walk(described: mi.StructType, instance: object, exclude: frozenset[str]) -
         if isinstance(field_type, mi.StructType):
             yield from _walk(field_type, default, exclude)
         elif not isinstance(_without_none(field_type), mi.StructType | mi.UnionType):
-            yield _Leaf(field.name, field_type, help_text, default, _topic(described.cls))
+            yield _Leaf(field.name, field_type, help_text, default, _topic(described.cls, field.name))
 
 
-def _topic(struct_type: type[msgspec.Struct]) -> str:
-    """The first line of its docstring, without what comes after a colon or the period."""
+def _topic(struct_type: type[msgspec.Struct], name: str) -> str:
+    """The heading that TOPICS gives the setting, else the first line of the struct's docstring up to a colon."""
+    topics: Mapping[str, Collection[str]] = getattr(struct_type, "TOPICS", {})
+    for topic, names in topics.items():
+        if name in names:
+            return topic
     return (struct_type.__doc__ or struct_type.__name__).splitlines()[0].partition(":")[0].rstrip(".")
 
 
@@ -398,12 +418,23 @@ def _help(leaf: _Leaf) -> str:
         suffix = "required"
     elif leaf.default in (None, "", (), [], {}):
         suffix = ""
-    elif isinstance(leaf.default, bool):
-        suffix = f"default: {'on' if leaf.default else 'off'}"
     else:
-        suffix = f"default: {leaf.default}"
+        suffix = f"default: {_default_text(leaf)}"
     text = f"{leaf.help} ({suffix})" if suffix else leaf.help
     return text.replace("%", "%%")
+
+
+def _default_text(leaf: _Leaf) -> str:
+    match leaf.default:
+        case bool(is_on):
+            return "on" if is_on else "off"
+        case int(size) if leaf.is_byte_size and size:
+            exponent = min((size & -size).bit_length() - 1, 49) // 10  # of 1024, in the largest unit that divides it
+            return f"{size >> 10 * exponent}{('', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+        case float(number):
+            return f"{number:g}"
+        case other:
+            return str(other)
 
 
 def _metavar(leaf: _Leaf, shape: mi.Type) -> str:
@@ -426,9 +457,9 @@ def _metavar(leaf: _Leaf, shape: mi.Type) -> str:
 
 
 class _Setting(NamedTuple):
-    """What a value is for."""
+    """The setting for which a value is converted."""
 
-    name: str  # as error messages call it
+    name: str  # its name in error messages
     is_byte_size: bool
 
     def refuse(self, problem: str) -> ConfigError:
@@ -500,7 +531,7 @@ def _to_int(value: object, setting: _Setting) -> int:
 
 
 def _to_finite(value: object, setting: _Setting) -> float:
-    """Times become deadlines of calls, and gRPC takes an infinite one for one that has passed."""
+    """Rejects infinity: times become deadlines of calls, and gRPC treats an infinite one as expired."""
     number = _to_float(value, setting)
     if math.isinf(number):
         raise setting.refuse(f"must be finite, got {_show(value)}")

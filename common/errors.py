@@ -5,26 +5,26 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   `-- ModelLoadError          the model directory is unusable or its architecture unsupported
 |-- InvalidRequestError         400; `param` names the field
 |   |-- PromptTooLongError      400 on HTTP as OpenAI does it
-|   `-- UnprocessableError      422; a value of the right type that cannot be meant
+|   `-- UnprocessableError      422; a value of the right type that is out of range
 |-- UnknownModelError           404
 |-- UnauthenticatedError        401; no valid API key
 |-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
-|-- OverloadedError             429; `retry_after_s` says when to come back
+|-- OverloadedError             429; `retry_after_s`: when to retry
 |-- UnavailableError            503; no pod can serve, or the pod is draining
 |   |-- EngineDeadError         the engine process is gone
-|   `-- UnattainableError       no pod could keep a limit that the request names; trying again is of no use
+|   `-- UnattainableError       no pod could keep a limit that the request names; a retry cannot help
 |-- DeadlineExceededError       504
 |-- RequestCancelledError       499; the client went away
-|-- NonFiniteError              500; the model's numbers for this request are infinite or NaN
+|-- NonFiniteError              500; the model's logits for this request are infinite or NaN
 |-- IncompatiblePeerError       fingerprints, connectors or layouts do not match
 `-- TransferError               KV could not be moved; `reason` is the metric label of the recompute
     |-- BlockMissingError       the store has no such block
     |-- BlockCorruptError       length, header or digest is wrong
     |-- StoreError              the medium failed: full, unreachable, unwritable
-    |   `-- StoreUnavailableError  its circuit breaker is open: the medium was not asked
+    |   `-- StoreUnavailableError  its circuit breaker is open: the operation was not tried
     |-- TransferTimeoutError    the transfer did not end within its deadline
-    `-- TransferCancelledError  nobody wants the blocks any more
+    `-- TransferCancelledError  the blocks are no longer needed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 
 class CodeSpec(NamedTuple):
-    """How one error code looks to each kind of client."""
+    """The representations of one error code for each kind of client."""
 
     number: int  # value of baton.v1.ErrorCode
     http_status: int
@@ -70,14 +70,14 @@ class ErrorCode(enum.Enum):
         return _BY_NUMBER.get(number, cls.INTERNAL)
 
 
-MAX_MESSAGE_CHARS = 500  # of an error, as clients and peers cause them
+MAX_MESSAGE_CHARS = 500  # of an error, whose text clients and peers influence
 MAX_QUOTED_CHARS = 200  # of a value in it
 
 _BY_NUMBER = {code.value.number: code for code in ErrorCode}
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """The text, or its beginning and its end."""
+    """Returns the text, or its beginning and its end if it is too long."""
     if len(text) <= max_chars:
         return text
     num_last = max_chars // 4
@@ -85,7 +85,7 @@ def shortened(text: str, max_chars: int) -> str:
 
 
 def quoted(value: object) -> str:
-    """A value of a client or a peer, for an error message: as Python writes it, at most MAX_QUOTED_CHARS of it."""
+    """Quotes a value from a client or a peer in an error message: its repr, at most MAX_QUOTED_CHARS of it."""
     if isinstance(value, str) and len(value) > 2 * MAX_QUOTED_CHARS:
         value = value[:MAX_QUOTED_CHARS] + value[-MAX_QUOTED_CHARS:]
     return shortened(repr(value), MAX_QUOTED_CHARS)
@@ -96,7 +96,7 @@ class BatonError(Exception):
     shortened, as they may quote a client or a peer."""
 
     code = ErrorCode.INTERNAL
-    is_for_terminal = False  # of this machine: the message may be long
+    is_for_terminal = False  # True: the message may be long
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         if not self.is_for_terminal:
@@ -128,7 +128,7 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class UnprocessableError(InvalidRequestError):
-    """The request is well-formed but cannot be meant, such as a token id outside the vocabulary."""
+    """The request is well-formed but has a value out of range, such as a token id outside the vocabulary."""
 
     code = ErrorCode.UNPROCESSABLE
 
@@ -140,7 +140,7 @@ class UnknownModelError(BatonError):
 
 
 class UnauthenticatedError(BatonError):
-    """Nobody has said who they are, or nobody knows them."""
+    """The request has no API key, or an unknown one."""
 
     code = ErrorCode.UNAUTHENTICATED
 
@@ -158,7 +158,7 @@ class PayloadTooLargeError(BatonError):
 
 
 class OverloadedError(BatonError):
-    """Too much is under way or waits already; come back after `retry_after_s` seconds."""
+    """Too many requests are running or waiting; retry after `retry_after_s` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
 
@@ -168,7 +168,7 @@ class OverloadedError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """Nobody can serve this now."""
+    """No pod can serve this now."""
 
     code = ErrorCode.UNAVAILABLE
 
@@ -206,7 +206,7 @@ class IncompatiblePeerError(BatonError):
 
 
 class TransferError(BatonError):
-    """KV blocks could not be moved. Never fatal: what is missing is recomputed and counted under `reason`."""
+    """KV blocks could not be moved. Never fatal: missing KV is recomputed and counted under `reason`."""
 
     reason = "transfer"
 
@@ -230,7 +230,7 @@ class StoreError(TransferError):
 
 
 class StoreUnavailableError(StoreError):
-    """The medium failed before and is left alone until a probe succeeds. What opened the breaker has been logged."""
+    """The medium failed before and is not used until a probe succeeds. The original failure has been logged."""
 
 
 class TransferTimeoutError(TransferError):
@@ -240,6 +240,6 @@ class TransferTimeoutError(TransferError):
 
 
 class TransferCancelledError(TransferError):
-    """Nobody wants the blocks any more: the request ended or the connector closes."""
+    """The blocks are no longer needed: the request ended or the connector closes."""
 
     reason = "transfer_cancelled"

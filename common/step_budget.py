@@ -1,11 +1,11 @@
-"""How much of prompts a step takes. The engine schedules by it, the router and the simulator predict by it.
+"""How many prompt tokens a step computes: the engine schedules by this, the router and the simulator predict by it.
 
-Beside streams, a step takes as much of prompts as keeps it within the target of their ITL, and a least number of tokens
-in any case, so that prompts get on.
+Beside streams, a step takes as many prompt tokens as keep it within the streams' ITL target, and a minimum in any case,
+so that prompts make progress.
 
 Without streams, time to first token counts: prompts are computed one after the other, not side by side. A step is full
 at the knee, where more tokens would raise the throughput by no more than KNEE_LOSS; a longer prompt is cut into equal
-chunks of about that, so that its KV travels meanwhile and a shorter prompt need not wait for its end.
+chunks of about that, so that its KV is transferred meanwhile and a shorter prompt need not wait for its end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from common.step_times import Line
 Column = NDArray[np.float64]
 
 KNEE_LOSS = 0.02  # of the throughput of an endless step
+# Prompt tokens of a step beside streams, whatever their target: enough that prompts make progress where even the
+# smallest step exceeds the target, few enough that such a step is hardly longer than one without them.
+MIN_PREFILL_TOKENS = 64
 _ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
-_FULL = 2 / 3  # of the knee: from here on no further prompt is begun; a chunk is no smaller if the prompt is longer
+_FULL = 2 / 3  # of the knee, from which on no further prompt is begun; chunks of longer prompts are no smaller
 
 
 @overload
@@ -31,18 +34,18 @@ def prefill_work(num_tokens: float, num_context_tokens: float) -> float: ...
 @overload
 def prefill_work(num_tokens: Column, num_context_tokens: Column) -> Column: ...
 def prefill_work(num_tokens: float | Column, num_context_tokens: float | Column) -> float | Column:
-    """The work of computing tokens after a context, in tokens that have none before them."""
+    """Returns the work of computing tokens after a context, in units of a token without context."""
     return num_tokens * (1 + (num_context_tokens + num_tokens / 2) / _ATTENTION_PARITY)
 
 
 def tokens_within(work: float, num_context_tokens: float) -> int:
-    """How many tokens after a context are so much work: the inverse of prefill_work, rounded down."""
+    """Returns how many tokens after a context make up the work: the inverse of prefill_work, rounded down."""
     slope = 1 + num_context_tokens / _ATTENTION_PARITY
     return int(_ATTENTION_PARITY * (math.sqrt(slope * slope + 2 * max(work, 0.0) / _ATTENTION_PARITY) - slope))
 
 
 def knee_tokens(line: Line) -> float:
-    """Tokens of a step that has all but KNEE_LOSS of the throughput of an endless one."""
+    """Returns the tokens of a step whose throughput is KNEE_LOSS below that of an endless one."""
     return (1 / KNEE_LOSS - 1) * line.base_s / line.token_s
 
 
@@ -57,7 +60,7 @@ def measured_knee(steps: Sequence[tuple[int, float]]) -> float | None:
 
 
 class PromptRoom:
-    """What is left for prompts in one step."""
+    """The room for prompt tokens in one step."""
 
     __slots__ = ("_knee", "_least", "_num_taken", "_work")
 
@@ -69,33 +72,34 @@ class PromptRoom:
 
     @classmethod
     def beside_streams(cls, line: Line, *, step_s: float, target_s: float, least: int) -> PromptRoom:
-        """`step_s`: seconds of the step without prompts; `target_s`: of the step; `least`: tokens in any case."""
+        """For a step with streams. `step_s`: its seconds without prompts; `target_s`: its target; `least`: tokens in
+        any case."""
         return cls(work=(target_s - step_s) / line.token_s, least=least, knee=math.inf)
 
     @classmethod
     def least(cls, least: int) -> PromptRoom:
-        """So few tokens that the step is short, however long steps take here."""
+        """For a step with streams while step times are unknown: so few tokens that it is short on any machine."""
         return cls(work=0.0, least=least, knee=math.inf)
 
     @classmethod
     def unlimited(cls) -> PromptRoom:
-        """Only the end of all requests counts, as in offline generation."""
+        """For throughput alone, as in offline generation."""
         return cls(work=math.inf, least=0, knee=math.inf)
 
     @classmethod
     def alone(cls, knee: float) -> PromptRoom:
-        """No stream waits for the end of this step."""
+        """For a step without streams."""
         return cls(work=math.inf, least=0, knee=max(knee, 1.0))
 
     @property
     def is_full(self) -> bool:
-        """No prompt gets anything more."""
+        """Whether no prompt gets more tokens."""
         if self._knee < math.inf:
             return self._num_taken >= _FULL * self._knee
         return self._num_taken >= self._least and self._work < 1
 
     def chunk(self, num_tokens: int, num_context_tokens: int) -> int:
-        """How many of the next `num_tokens` of a prompt the step should take, after those that it took already."""
+        """Returns how many of a prompt's next `num_tokens` the step should take."""
         if self.is_full:
             return 0
         if self._knee < math.inf:
@@ -106,6 +110,6 @@ class PromptRoom:
         return min(num_tokens, allowed)
 
     def take(self, num_tokens: int, num_context_tokens: int) -> None:
-        """The step takes so many tokens of a prompt."""
+        """Counts tokens of a prompt that the step takes."""
         self._num_taken += num_tokens
         self._work -= prefill_work(num_tokens, num_context_tokens)

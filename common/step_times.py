@@ -3,12 +3,11 @@
 For all pods of a role together, the model is `base_s + tokens * token_s + context * context_s`: the tokens that the
 step computes, and the tokens of all requests there, whose KV it reads. Weighted least squares over the latest steps,
 in which old ones fade. Errors count relative to the step's length, so that short decode steps and long prefill steps
-both fit. What the steps do not show (all were of one length, say, or there were none) is taken from a prior. A step
-that is far from what was expected counts as half or twice of that, so that one hiccup changes little and a lasting
-change gets through all the same.
+both fit. A prior fills in what the steps do not show, for example if all had one length. An outlier counts
+as half or twice the expected time, so that one hiccup changes little and a lasting change is learned all the same.
 
-Of a single pod only its speed next to that is learned, and small differences count for nothing: they come from what it
-happens to run, and a router that believed them would send everything to whichever pod looks fastest.
+Of a single pod only its speed relative to that is learned, and small differences are ignored: they come from what it
+happens to run, and a router that used them would send all requests to the pod that looks fastest.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import NamedTuple, Self
 
 
 class Line(NamedTuple):
-    """Seconds of a step."""
+    """A linear model of a step's seconds."""
 
     base_s: float
     token_s: float  # per token computed
     context_s: float  # per token of the requests there
 
     def at(self, tokens: float, context: float) -> float:
-        """Of a step like that."""
+        """Returns the seconds of a step."""
         return self.base_s + tokens * self.token_s + context * self.context_s
 
 
 PRIOR = Line(0.010, 1e-4, 1e-7)
-_FADING = 0.99  # weight of a step after one more
+_FADING = 0.99  # of a step's weight, with each further step
 _PRIOR_WEIGHT = 0.1  # steps that the prior counts for, at each of three points
 _MEASURED_WEIGHT = 10  # steps that a measured one counts for
-_TRUSTED_STEPS = 5.0  # before so many, every step is believed
-_SURPRISE = 2.0  # how much longer or shorter than expected a step may count
+_TRUSTED_STEPS = 5.0  # steps before which outliers are not clipped
+_SURPRISE = 2.0  # factor to which outliers are clipped
 _TYPICAL_CONTEXT = 1e5
 _MIN_TOKEN_S = 1e-9
 _SHORTEST_S, _LONGEST_S = 1e-6, 3600.0  # of a step, and of a handoff
@@ -52,12 +51,12 @@ class _Sums:
         self.w = self.x = self.z = self.xx = self.xz = self.zz = self.y = self.xy = self.zy = 0.0
 
     def fade_into(self, other: _Sums, factor: float) -> None:
-        """Write these, times `factor`, to `other`."""
+        """Writes these sums, times `factor`, to `other`."""
         for name in _Sums.__slots__:
             setattr(other, name, factor * getattr(self, name))
 
     def add(self, weight: float, x: float, z: float, y: float) -> None:
-        """Count one point."""
+        """Adds one point."""
         self.w += weight
         self.x += weight * x
         self.z += weight * z
@@ -69,7 +68,7 @@ class _Sums:
         self.zy += weight * z * y
 
     def solve(self) -> tuple[float, float, float]:
-        """Constant and slopes; no slope is below its least, nor is the constant."""
+        """Returns the constant and the slopes, each at least its minimum."""
         xx, xz, zz = self.w * self.xx - self.x**2, self.w * self.xz - self.x * self.z, self.w * self.zz - self.z**2
         xy, zy = self.w * self.xy - self.x * self.y, self.w * self.zy - self.z * self.y
         determinant = xx * zz - xz**2
@@ -84,7 +83,7 @@ class _Sums:
 
 
 class StepTimes:
-    """Of all pods of a role together."""
+    """The step times of all pods of a role together."""
 
     def __init__(self, budget: float, prior: Line = PRIOR) -> None:
         """`budget`: most tokens of a step."""
@@ -111,7 +110,7 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were seen to promise anything."""
+        """Whether enough steps were seen for a prediction."""
         return self._num_steps > _TRUSTED_STEPS
 
     def predict(self, tokens: float, context: float = 0.0) -> float:
@@ -119,7 +118,7 @@ class StepTimes:
         return self.line.at(tokens, context)
 
     def observe(self, seconds: float, tokens: float, context: float = 0.0) -> None:
-        """Learn from one step. What cannot be (no tokens, no time, not a number) is passed over."""
+        """Learns from one step. Ignores invalid ones: no tokens, no time, not a number."""
         if not can_be(seconds, tokens):
             return
         if self._num_steps > _TRUSTED_STEPS:
@@ -147,7 +146,7 @@ class StepTimes:
 
 
 class Slowness:
-    """Of one pod: how much longer its steps take than the role's; 1 as long as that is not sure."""
+    """The slowness of one pod: its step times relative to the role's; 1 until a difference is certain."""
 
     def __init__(self) -> None:
         self._num_steps = 0.0
@@ -155,7 +154,7 @@ class Slowness:
         self.value = 1.0
 
     def observe(self, seconds: float, expected_s: float) -> None:
-        """Learn from one step, that was expected to take `expected_s`."""
+        """Learns from one step that was expected to take `expected_s`."""
         surprise = math.log(seconds / expected_s)
         if self._num_steps > _TRUSTED_STEPS:
             limit = math.log(_SURPRISE)
@@ -168,5 +167,5 @@ class Slowness:
 
 
 def can_be(seconds: float, tokens: float) -> bool:
-    """Whether a step can have been like that. What a pod makes up beyond it would turn sums into infinities."""
+    """Whether the figures of a step are plausible. Larger ones, which a pod may report, would overflow the sums."""
     return _SHORTEST_S <= seconds <= _LONGEST_S and 0 < tokens <= _MOST_TOKENS

@@ -1,4 +1,4 @@
-"""Reads files anew when they change."""
+"""Reloads files when they change."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _Stamp = tuple[int, int, int] | None  # None: not there
 
 
 class WatchedFiles:
-    """Files that belong together. A change that cannot be used is logged once, and what was before stays in force."""
+    """Files that belong together. An invalid change is logged once, and the previous version stays in use."""
 
     def __init__(self, files: Sequence[str], reload: Callable[[], None]) -> None:
-        """`reload` raises ConfigError if it cannot use the files as they are. They have just been read."""
+        """`reload` raises ConfigError if the files are invalid. It is not called for their present version."""
         self._files = [Path(file) for file in files]
         self._reload = reload
         self._stamps = self._look()
 
     def check(self, *, force: bool = False) -> None:
-        """Reload if a file has changed since the last look, or in any case."""
+        """Reloads if a file has changed since the last check, or if forced."""
         stamps = self._look()
         if stamps == self._stamps and not force:
             return
@@ -32,9 +32,9 @@ class WatchedFiles:
         try:
             self._reload()
         except ConfigError as error:
-            logger.error("what was read before stays in force: %s", error.message)
+            logger.error("cannot reload, keeping the previous version: %s", error.message)
         else:
-            logger.info("read anew: %s", names)
+            logger.info("reloaded: %s", names)
 
     def _look(self) -> list[_Stamp]:
         return [_stamp(file) for file in self._files]

@@ -14,10 +14,10 @@ from decode_service.front import DecodeFront
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a decode pod until SIGTERM or SIGINT; returns the exit code."""
+    """Runs a decode pod until SIGTERM or SIGINT. Returns the exit code."""
     try:
         config = parse(
-            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Serve tokens."
+            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Runs a decode pod."
         ).named("decode")
         pod = build(config)
     except ConfigError as error:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(config: DecodeConfig) -> PodRuntime:
-    """The pod that these settings describe."""
+    """Builds the pod that these settings describe."""
     engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
     return PodRuntime("decode", config, engine, lambda pod: DecodeFront(pod, config))
 

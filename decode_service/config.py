@@ -10,22 +10,15 @@ from common.pod.config import PodConfig
 
 
 class DecodeConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decode pod: what every pod has, and how long it waits for a handoff before it computes by itself."""
+    """Handoffs: when a decode pod computes a prompt itself, on top of what every pod has."""
 
-    handoff_connect_timeout_s: Annotated[float, Meta(gt=0, description="Seconds to connect to a prefill pod.")] = 2.0
     handoff_queue_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a prefill may wait for its turn.")
+        float, Meta(gt=0, description="Seconds that a prompt may wait in a prefill pod's queue.")
     ] = 120.0
-    handoff_stall_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds between two events of a prefill that is being computed.")
-    ] = 30.0
     kv_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(
-            description="What becomes of a request that does not say it if its KV does not come: it is computed here, "
-            "or the request fails."
+            description="What happens if the KV of a prompt does not arrive, unless the request has its own policy. "
+            "recompute: this pod computes the prompt; fail: the request fails."
         ),
     ] = "recompute"
-    max_quarantined_share: Annotated[
-        float, Meta(gt=0, le=1, description="Share of the KV blocks in quarantine above which no new handoff begins.")
-    ] = 0.5

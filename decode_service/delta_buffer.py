@@ -1,4 +1,4 @@
-"""What a session has to tell its router. A slow router gets fewer, bigger messages: deltas of one request merge."""
+"""Deltas that a session has not sent yet. A slow router gets fewer, bigger messages: deltas of one request merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeltaBuffer:
         self._closed = False
 
     def put(self, key: Hashable, delta: pods_pb2.TokenDelta) -> None:
-        """Add `delta` to what is pending under `key`, whose tokens it continues."""
+        """Appends `delta` to the pending delta of `key`."""
         pending = self._pending.get(key)
         if pending is None:
             self._pending[key] = delta
@@ -28,19 +28,19 @@ class DeltaBuffer:
         self._news.set()
 
     async def wait_for_room(self) -> None:
-        """Return once fewer than `max_keys` deltas are pending. Callers that open new keys on demand of the peer wait
-        here."""
+        """Returns once fewer than `max_keys` deltas are pending. Callers that add keys at the peer's
+        request wait here."""
         while len(self._pending) >= self._max_keys:
             self._taken.clear()
             await self._taken.wait()
 
     def close(self) -> None:
-        """Let `write_to` return once everything is written."""
+        """Lets `write_to` return once everything is written."""
         self._closed = True
         self._news.set()
 
     async def write_to(self, write: Callable[[pods_pb2.DecodeEvents], Awaitable[None]]) -> None:
-        """Write what is pending, whenever there is something, until closed."""
+        """Writes pending deltas as they come, until closed."""
         while True:
             await self._news.wait()
             self._news.clear()

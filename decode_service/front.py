@@ -16,13 +16,15 @@ from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import rpc_errors
 from decode_service.config import DecodeConfig
-from decode_service.handoff import GOODBYE_TIMEOUT_S
+from decode_service.handoff import CANCEL_TIMEOUT_S, HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import Surroundings
+from decode_service.request import PodServices
 from decode_service.session import RouterSession
 
 logger = logging.getLogger(__name__)
 
+# Share of the KV blocks in quarantine above which no handoff begins: the rest is for prompts that this pod computes.
+_MAX_QUARANTINED_SHARE = 0.5
 FLUSH_TIMEOUT_S = 2.0  # for routers to take the last deltas
 
 
@@ -31,21 +33,28 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
 
     service_names = ("baton.v1.Decode",)
 
-    def __init__(self, pod: PodContext, config: DecodeConfig) -> None:
-        max_blocks = max(1, int(config.max_quarantined_share * pod.spec.num_blocks))
-        quarantine = Quarantine(max_blocks)
-        self._around = Surroundings(
+    def __init__(
+        self,
+        pod: PodContext,
+        config: DecodeConfig,
+        *,
+        timeouts: HandoffTimeouts | None = None,
+        max_quarantined_share: float = _MAX_QUARANTINED_SHARE,
+    ) -> None:
+        """`timeouts`: default: from the settings."""
+        self._services = PodServices(
             pod=pod,
             config=config,
             peers=ChannelPool(opener=pod.open_channel),
             handoffs=TaskSet(),
-            quarantine=quarantine,
+            quarantine=Quarantine(max(1, int(max_quarantined_share * pod.spec.num_blocks))),
+            timeouts=timeouts or HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
         self._sessions: set[RouterSession] = set()
         self._closed = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the servicer."""
+        """Registers the servicer."""
         pods_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     async def Session(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -53,11 +62,11 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[pods_pb2.DecodeCommand],
         context: grpc.aio.ServicerContext[Any, pods_pb2.DecodeEvents],
     ) -> None:
-        """One router's requests; one message per step."""
-        async with rpc_errors(context, self._around.pod.metrics.internal_errors.inc):
+        """Serves one router's requests, with one message per step."""
+        async with rpc_errors(context, self._services.pod.metrics.internal_errors.inc):
             if self._closed:
                 raise UnavailableError("the pod is closing")
-            session = RouterSession(self._around)
+            session = RouterSession(self._services)
             self._sessions.add(session)
             try:
                 await session.run(request_iterator, context.write)
@@ -67,16 +76,16 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
     @property
     def num_handoffs(self) -> int:
         """Handoff streams open."""
-        return len(self._around.handoffs)
+        return len(self._services.handoffs)
 
     def violations(self) -> list[str]:
         """Broken invariants, one line each."""
         num_requests = sum(len(session) for session in self._sessions)
-        num_open = self._around.pod.admission.num_open
+        num_open = self._services.pod.admission.num_open
         return [] if num_requests == num_open else [f"{num_open} requests are open, sessions have {num_requests}"]
 
     async def close(self) -> None:
-        """Fail what is open, let routers and prefill pods know, end all sessions and handoffs."""
+        """Fails open requests, notifies routers and prefill pods, and ends all sessions and handoffs."""
         self._closed = True
         sessions = list(self._sessions)
         for session in sessions:
@@ -86,7 +95,7 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
                 for session in sessions:
                     await session.ended.wait()
         except TimeoutError:
-            logger.warning("%d routers did not take their last events", len(self._sessions))
-        await self._around.handoffs.close(grace_s=2 * GOODBYE_TIMEOUT_S)
-        self._around.quarantine.close()
-        await self._around.peers.close()
+            logger.warning("%d routers did not read their last events in time", len(self._sessions))
+        await self._services.handoffs.close(grace_s=2 * CANCEL_TIMEOUT_S)
+        self._services.quarantine.close()
+        await self._services.peers.close()

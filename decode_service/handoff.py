@@ -1,43 +1,43 @@
-"""The decode side of one handoff: a stream to the prefill pod, and what it means for the request.
+"""The decode side of one handoff: a stream to the prefill pod, and what its events mean for the request.
 
     OPENING --computing--> RESERVED --progress*--> RESERVED --delivered--> DELIVERED
        |                      |
-       |                      `--failed, broken, overdue, prefill leg failed--> FAILED: computes what has not come
+       |                      `--failed, broken, overdue, prefill leg failed--> FAILED: computes what is missing
        `--failed, broken, refused, overdue, prefill leg failed--> FAILED: computes all
     any --the request ended--> CANCELLED
 
 OPENING lasts while the prefill queues: the request is not in the engine yet and holds no blocks. At `computing` it is
 added as a consumer, which reserves blocks; when it has them, the prefill pod is told how much of the prompt they
-hold already. The break of the stream is seen at once, and every wait has a deadline:
+hold already. A broken stream is noticed at once, and every wait has a deadline:
 
     waits for                                   at most                     renewed by
     the prefill's turn                          handoff_queue_timeout_s     (nothing)
-    KV                                          handoff_stall_timeout_s     each event; a slow prefill pod repeats its
+    KV                                          STALL_TIMEOUT_S             each event; a slow prefill pod repeats its
                                                                             progress as long as its engine works
     our own blocks, direct connectors only      the request's deadline      (the prefill pod can do nothing without)
 
-In the last case it is the prefill pod that waits, and holds KV: its lease is renewed while our engine works. For its
+In the last case the prefill pod waits while it holds KV, so its lease is renewed as long as our engine works. For its
 other leases see `prefill_service.transfers`.
 
-A handoff joins one incarnation of either pod: the end of one breaks the stream, and its successor knows nothing of the
-handoff. What the router tries next has another epoch, so that nothing that is left of this one matters.
+A handoff joins one incarnation of either pod: when one ends, the stream breaks, and its successor does not know the
+handoff. The router's next attempt has another epoch, so that leftovers of this one are ignored.
 
 A direct connector's producer is also told which blocks these are, and writes into them. They stay reserved until it is
-quiet, whatever became of the request meanwhile: its `delivered` or `failed` says so, also as the answer to our
-cancellation. If neither comes, the stream having broken, the blocks are quarantined.
+quiescent, even if the request has ended: its `delivered` or `failed` confirms that, also in reply to our cancellation.
+If the stream breaks before either arrives, the blocks are quarantined.
 
-A handoff fails a request only if that is its policy. What it does not bring is computed here, and counted under a
-reason:
+A handoff fails a request only if that is the request's policy. Otherwise missing KV is computed here and counted under
+a reason:
 
-    prefill_failed     the prefill leg failed, as its pod or the router says
+    prefill_failed     the prefill pod or the router reported that the prefill failed
     handoff_broken     the prefill pod cannot be reached, or the stream ended early
-    handoff_timeout    no event came in time
-    handoff_refused    the prefill pod does not know or want the transfer
+    handoff_timeout    no event arrived in time
+    handoff_refused    the prefill pod rejected the transfer
     handoff_invalid    an event does not fit the request
     incompatible       model, block layout or connector differ
     no_connector       this pod has no connector
-    quarantine_full    too many blocks may still be written to by prefill pods that were lost
-    internal           a fault of ours; the log has it
+    quarantine_full    lost prefill pods may still write to too many blocks
+    internal           a bug; see the log
 """
 
 from __future__ import annotations
@@ -66,21 +66,22 @@ from common.pod.convert import sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.types import SampledToken
-from decode_service.config import DecodeConfig
 
 if TYPE_CHECKING:
     from common.pb.pods_pb2_grpc import HandoffAsyncStub  # exists in the type stubs only
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 2.0  # within a cluster; if it fails, this pod computes the prompt itself
+STALL_TIMEOUT_S = 30.0  # as long as the default lease of a prefill pod, which repeats its progress three times in it
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
-DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not say how long it is
+DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not state its own
 DEFAULT_QUARANTINE_S = 60.0  # the same
-_LONGEST_S = 86_400.0  # of either that is believed
+_LONGEST_S = 86_400.0  # longer ones are invalid
 RENEWALS_PER_LEASE = 3  # so that one may be late
 MIN_RENEWAL_S = 0.01  # whatever lease the prefill pod names
-GOODBYE_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
-ABORT_TIMEOUT_S = 1.0  # for the router's word that a request has ended, after its prefill was cancelled
+CANCEL_TIMEOUT_S = 1.0  # for the prefill pod to take a cancellation
+ABORT_TIMEOUT_S = 1.0  # for the router to abort a request whose prefill was cancelled
 
 _Call = grpc.aio.StreamStreamCall[pods_pb2.HandoffCommand, pods_pb2.HandoffEvent]
 _Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
@@ -90,33 +91,33 @@ class Consumer(Protocol):
     """The request for which the handoff is made. Calls come in the order of the diagram and return at once."""
 
     def reserve(self) -> None:
-        """Enter the engine: reserve blocks and wait for KV."""
+        """Adds the request to the engine, which reserves blocks and waits for KV."""
 
     def is_alive(self) -> bool:
-        """Whether its engine has worked since the last time that this was asked."""
+        """Whether its engine has made a step since the last call."""
 
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
-        """The KV of so many leading prompt tokens can be loaded. `digests`: of the blocks that this adds, in order,
-        here and below; direct connectors only."""
+        """Loads the KV of so many leading prompt tokens. `digests`, here and below: of the blocks that this adds, in
+        order; direct connectors only."""
 
     def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
-        """All KV can be loaded, and this is the first token. The prefill pod writes no more."""
+        """Loads all KV, and takes the first token. The prefill pod no longer writes."""
 
     def recompute(self, reason: str, num_ready_tokens: int, digests: Sequence[bytes], *, is_quiescent: bool) -> None:
-        """No more will come: load what is ready, compute the rest, or fail if that is the policy. `is_quiescent`:
-        direct connectors: the prefill pod writes no more."""
+        """Loads what is ready and computes the rest, or fails if that is the policy: no more KV will arrive.
+        `is_quiescent`: the prefill pod of a direct connector no longer writes."""
 
     def note_quiescent(self) -> None:
-        """Direct connectors: the prefill pod writes no more. Also called after the request has ended."""
+        """Direct connectors: the prefill pod no longer writes. Also called after the request has ended."""
 
     def quarantine(self, num_blocks: int, duration_s: float) -> None:
-        """Direct connectors: it is not known when the prefill pod stops writing to so many blocks. In place of
-        `note_quiescent`."""
+        """Direct connectors: called instead of `note_quiescent` if the prefill pod may go on writing to so many
+        blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Whose KV is awaited, and what it must look like."""
+    """The prefill pod whose KV is awaited, and the layout that it must have."""
 
     address: str  # of the prefill pod
     transfer_id: str
@@ -130,6 +131,15 @@ class Offer:
     bytes_per_block: int
     is_direct: bool = False  # the prefill pod writes into our blocks
     connector_address: bytes = b""  # direct: of our connector
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTimeouts:
+    """How long a handoff waits for its prefill pod, in seconds."""
+
+    queue_s: float  # until the pod begins to compute
+    connect_s: float = CONNECT_TIMEOUT_S
+    stall_s: float = STALL_TIMEOUT_S  # between two events of a prompt that is being computed
 
 
 class Phase(enum.Enum):
@@ -157,66 +167,66 @@ class _HandoffError(Exception):
 
 
 class _PrefillCancelledError(_HandoffError):
-    """Most likely by the router, which then ends the request as well."""
+    """The prefill was cancelled, most likely by the router, which then ends the request as well."""
 
 
 class Handoff:
-    """One attempt. `run` is a task of the owner, who ends it with `leave` or `fail`: the prefill pod is told, for which
-    the stream must be whole. Cancelling the task breaks the stream, since gRPC ends a call whose write is cancelled."""
+    """One attempt. `run` is a task of the owner, who ends it with `leave` or `fail`; both notify the prefill pod.
+    Cancelling the task would break the stream without notice, since gRPC ends a call whose write is cancelled."""
 
-    def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: DecodeConfig) -> None:
+    def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: HandoffTimeouts) -> None:
         self.offer = offer
         self.phase = Phase.OPENING
         self._consumer = consumer
         self._peers = peers
         self._timeouts = timeouts
         self._num_ready_tokens = 0
-        self._num_digests = 0  # told so far
-        self._digests: list[bytes] = []  # of them, those that the consumer has not got
+        self._num_digests = 0  # received so far
+        self._digests: list[bytes] = []  # those of them that the consumer has not received
         self._held: asyncio.Future[_Held] = asyncio.get_running_loop().create_future()
         self._told_held = False
         self._lease_s = DEFAULT_LEASE_S
         self._quarantine_s = DEFAULT_QUARANTINE_S
-        self._told_quiescent = not offer.is_direct
+        self._are_blocks_settled = not offer.is_direct
         self._is_ended = asyncio.get_running_loop().create_future()
-        self._stream_is_over = False  # its last event has come
-        self._farewell = "the request ended"  # reason of the cancellation that the prefill pod is told
+        self._stream_is_over = False  # its last event has arrived
+        self._cancel_reason = "the request ended"  # sent to the prefill pod
 
     @property
     def is_over(self) -> bool:
-        """True once the consumer needs nothing more of it."""
+        """True once the consumer expects nothing more."""
         return self.phase not in (Phase.OPENING, Phase.RESERVED)
 
     def note_held(self, num_tokens: int, block_ids: Sequence[int] = ()) -> None:
-        """The consumer has its blocks, `num_tokens` of the prompt are in them. `block_ids`: where a direct connector
-        is to write the rest."""
+        """Takes note that the consumer has its blocks, which hold `num_tokens` of the prompt. `block_ids`: the blocks
+        to which a direct connector writes the rest."""
         if not self._held.done():
             self._held.set_result(_Held(num_tokens, tuple(block_ids)))
 
     def leave(self) -> None:
-        """End as CANCELLED, unless it is over already."""
+        """Ends as CANCELLED, unless it is over already."""
         if not self.is_over:
             self._end(Phase.CANCELLED)
 
     def fail(self, reason: str, detail: str = "") -> None:
-        """End as FAILED, unless it is over already."""
+        """Ends as FAILED, unless it is over already."""
         if self.is_over:
             return
         self._end(Phase.FAILED)
-        self._farewell = reason
+        self._cancel_reason = reason
         logger.info(
             "transfer %s/%d from %s failed: %s %s",
             self.offer.transfer_id, self.offer.epoch, self.offer.address, reason, detail,
         )  # fmt: skip
-        self._told_quiescent |= self._is_quiescent
+        self._are_blocks_settled |= self._is_quiescent
         self._consumer.recompute(reason, self._num_ready_tokens, self._take_digests(), is_quiescent=self._is_quiescent)
 
     async def run(self) -> None:
-        """Open the stream, follow it to its end, and see to the reserved blocks. Raises nothing but CancelledError."""
+        """Opens the stream, follows it to its end and settles the reserved blocks. Raises only CancelledError."""
         try:
             await self._open()
         finally:
-            self._see_to_blocks()
+            self._settle_blocks()
 
     @property
     def _may_be_written(self) -> bool:
@@ -226,10 +236,10 @@ class Handoff:
     def _is_quiescent(self) -> bool:
         return self.offer.is_direct and not self._may_be_written
 
-    def _see_to_blocks(self) -> None:
-        if self._told_quiescent:
+    def _settle_blocks(self) -> None:
+        if self._are_blocks_settled:
             return
-        self._told_quiescent = True
+        self._are_blocks_settled = True
         if self._may_be_written:
             self._consumer.quarantine(len(self._held.result().block_ids), self._quarantine_s)
         else:
@@ -238,7 +248,7 @@ class Handoff:
     async def _open(self) -> None:
         try:
             with self._failing():
-                async with self._peers.channel(self.offer.address, self._timeouts.handoff_connect_timeout_s) as channel:
+                async with self._peers.channel(self.offer.address, self._timeouts.connect_s) as channel:
                     if not self.is_over:  # it may have ended while we connected
                         await self._converse(HandoffStub(channel))
         except _PrefillCancelledError as cancelled:
@@ -247,7 +257,7 @@ class Handoff:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What goes wrong in here fails the handoff, but for a cancelled prefill, which may mean less."""
+        """Turns exceptions into a failed handoff, except that of a cancelled prefill, which the caller handles."""
         try:
             yield
         except _PrefillCancelledError:
@@ -265,10 +275,10 @@ class Handoff:
     # -- the stream -------------------------------------------------------------------------------------------------
 
     async def _converse(self, stub: HandoffAsyncStub) -> None:
-        call = stub.Open(None)  # written by hand; no deadline of the call, each wait below has its own
+        call = stub.Open(None)  # read and written explicitly; the call has no deadline, each wait below has its own
         reading: _Reading | None = None
         try:
-            with self._failing():  # at once: the goodbye may take its time
+            with self._failing():  # at once, as closing the call may take time
                 await _write(call, pods_pb2.HandoffCommand(start=self._start()))
                 while not self.is_over:
                     reading = reading or asyncio.ensure_future(call.read())
@@ -276,12 +286,12 @@ class Handoff:
                         event, reading = reading.result(), None
                         self._take(event)
         finally:
-            await self._take_leave(call, reading)
+            await self._close_call(call, reading)
 
     async def _wait(self, call: _Call, reading: _Reading) -> bool:
-        """Wait for an event, our own reservation, which the prefill pod is told of, or an end from outside. True:
-        `reading` is done. It is not cancelled when time is up: that would end the call, and nothing could be said on
-        it any more."""
+        """Waits for an event, for our own reservation, which it sends to the prefill pod, or for `leave` or `fail`.
+        True: `reading` is done. It is not cancelled on a timeout: that would end the call before the prefill pod can
+        be told."""
         timeout_s = self._timeout_s
         awaited: set[asyncio.Future[Any]] = {reading, self._is_ended}
         if not self._told_held:
@@ -300,7 +310,7 @@ class Handoff:
 
     @property
     def _waits_for_blocks(self) -> bool:
-        """The prefill pod can do nothing more for us before we have blocks."""
+        """The prefill pod cannot go on before we have blocks."""
         return self.offer.is_direct and self.phase is Phase.RESERVED and not self._told_held
 
     @property
@@ -308,7 +318,7 @@ class Handoff:
         if self._waits_for_blocks:
             return max(self._lease_s / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
         is_queued = self.phase is Phase.OPENING
-        return self._timeouts.handoff_queue_timeout_s if is_queued else self._timeouts.handoff_stall_timeout_s
+        return self._timeouts.queue_s if is_queued else self._timeouts.stall_s
 
     async def _renew(self, call: _Call) -> None:
         if self._consumer.is_alive():
@@ -320,7 +330,7 @@ class Handoff:
             self._is_ended.set_result(None)
 
     def _take(self, event: pods_pb2.HandoffEvent | object) -> None:
-        """One move in the diagram."""
+        """Makes one transition of the diagram."""
         if not isinstance(event, pods_pb2.HandoffEvent):
             raise _HandoffError("handoff_broken", "the stream ended early")
         self._note_verdict(event)
@@ -344,10 +354,10 @@ class Handoff:
                 overdue = isinstance(error, DeadlineExceededError)
                 raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
             case kind:
-                raise _HandoffError("handoff_invalid", f"{kind} while {self.phase.name}")
+                raise _HandoffError("handoff_invalid", f"unexpected {kind} in phase {self.phase.name}")
 
     def _check_block_size(self, computing: pods_pb2.HandoffComputing) -> None:
-        """The prefill pod has compared it with ours; what it says is not taken on trust."""
+        """Checks it again here, although the prefill pod has compared it."""
         ours, theirs = self.offer.block_size, computing.block_size or self.offer.block_size
         if ours != theirs:
             raise _HandoffError("incompatible", f"block_size is {ours} here and {theirs} on the prefill pod")
@@ -357,7 +367,8 @@ class Handoff:
 
     def _advance(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
         if not self._num_ready_tokens <= num_ready_tokens <= self.offer.num_prompt_tokens:
-            detail = f"{num_ready_tokens} of {self.offer.num_prompt_tokens} tokens after {self._num_ready_tokens}"
+            of_all = f"of {self.offer.num_prompt_tokens} tokens"
+            detail = f"progress from {self._num_ready_tokens} to {num_ready_tokens} {of_all}"
             raise _HandoffError("handoff_invalid", detail)
         num_written = self._num_written_blocks(num_ready_tokens)
         if self._num_digests + len(digests) != num_written:
@@ -368,7 +379,7 @@ class Handoff:
         self._digests.extend(digests)
 
     def _num_written_blocks(self, num_ready_tokens: int) -> int:
-        """Blocks that the prefill pod has written into ours, if it says that so many tokens are ready."""
+        """Returns how many of our blocks the prefill pod must have written when so many tokens are ready."""
         if not self.offer.is_direct:
             return 0
         is_all = num_ready_tokens == self.offer.num_prompt_tokens
@@ -385,12 +396,14 @@ class Handoff:
     def _complete(self, delivered: pods_pb2.HandoffDelivered) -> None:
         self._advance(delivered.num_ready_tokens, delivered.digests)
         if self._num_ready_tokens != self.offer.num_prompt_tokens:
-            raise _HandoffError("handoff_invalid", f"delivered {self._num_ready_tokens} tokens only")
+            raise _HandoffError(
+                "handoff_invalid", f"delivered only {self._num_ready_tokens} of {self.offer.num_prompt_tokens} tokens"
+            )
         if delivered.first_token_id >= self.offer.vocab_size:
             raise _HandoffError("handoff_invalid", f"first token {delivered.first_token_id} is outside the vocabulary")
         logprobs = delivered.logprobs if delivered.HasField("logprobs") else None
         self.phase = Phase.DELIVERED
-        self._told_quiescent = True
+        self._are_blocks_settled = True
         first_token = sampled_token_from_pb(delivered.first_token_id, logprobs)
         self._consumer.complete(self._num_ready_tokens, first_token, self._take_digests())
 
@@ -419,20 +432,20 @@ class Handoff:
             bytes_per_block=offer.bytes_per_block,
         )
 
-    async def _take_leave(self, call: _Call, reading: _Reading | None) -> None:
-        """End the call. If the prefill pod still works for us, let it know that it may stop; if it may be writing into
-        our blocks, wait until it has."""
-        timeout_s = self._quarantine_s if self._may_be_written else GOODBYE_TIMEOUT_S
+    async def _close_call(self, call: _Call, reading: _Reading | None) -> None:
+        """Ends the call. Cancels the transfer if the prefill pod still works on it, and waits for its verdict if it
+        may be writing into our blocks."""
+        timeout_s = self._quarantine_s if self._may_be_written else CANCEL_TIMEOUT_S
         try:
             if not call.done():
                 async with asyncio.timeout(timeout_s):
                     if not self._stream_is_over:
-                        cancel = pods_pb2.HandoffCancel(reason=self._farewell)
+                        cancel = pods_pb2.HandoffCancel(reason=self._cancel_reason)
                         await _write(call, pods_pb2.HandoffCommand(cancel=cancel))
                     await call.done_writing()
                     await self._read_to_end(call, reading)
         except (TimeoutError, _HandoffError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # it is gone, or will notice that we are
+            pass  # the prefill pod is gone, or will notice that the call has ended
         finally:
             call.cancel()
             if reading is not None:
@@ -452,15 +465,15 @@ async def _write(call: _Call, command: pods_pb2.HandoffCommand) -> None:
     except TimeoutError as error:
         raise _HandoffError("handoff_timeout", "the prefill pod does not read") from error
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        pass  # the call has ended; reading tells why
+        pass  # the call has ended; `read` returns the reason
 
 
 def _see_exception(reading: _Reading) -> None:
-    """The status of a call that we have left does not matter."""
+    """Retrieves the exception of a call that is no longer read, so that asyncio does not log it."""
     if not reading.cancelled():
         reading.exception()
 
 
 def _duration(seconds: float, default: float) -> float:
-    """What a prefill pod says of its times, if it makes sense."""
+    """Returns a prefill pod's lease or quarantine, or `default` if it is invalid."""
     return seconds if 0 < seconds <= _LONGEST_S else default

@@ -1,9 +1,9 @@
 """One request of a session, from Submit to its last delta.
 
-1. Submitted, it enters the engine at once (colocated), or makes a handoff that lets it in as a consumer.
+1. Submitted, it enters the engine at once (colocated), or opens a handoff that adds it as a consumer.
 2. The engine's outputs become deltas. The first with tokens reports how the prompt was obtained.
-3. What the handoff does not bring is computed here, unless the request's policy is to fail.
-4. It ends once: finished by the engine, aborted, overdue, or failed. Then engine, handoff and timer are let go.
+3. KV that does not arrive by handoff is computed here, unless the request's policy is to fail.
+4. It ends once: finished by the engine, aborted, overdue, or failed. Then engine, handoff and timer are released.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, make_error
 from common.types import FinishReason, RequestId, SampledToken, TransferId
 from decode_service.config import DecodeConfig
-from decode_service.handoff import Handoff, Offer
+from decode_service.handoff import Handoff, HandoffTimeouts, Offer
 from decode_service.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the requests of a pod share."""
+class PodServices:
+    """Services that the requests of a pod share."""
 
     pod: PodContext
     config: DecodeConfig
     peers: ChannelPool  # channels to prefill pods
     handoffs: TaskSet
     quarantine: Quarantine
+    timeouts: HandoffTimeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class DecodeRequest:
 
     def __init__(
         self,
-        around: Surroundings,
+        services: PodServices,
         request: AddRequest,
         submit: pods_pb2.Submit,
         *,
@@ -74,18 +75,18 @@ class DecodeRequest:
     ) -> None:
         """`emit` takes each delta, `on_end` is called once, after the last."""
         self.request_id = request.request_id
-        self._around = around
-        self._pod = around.pod
+        self._services = services
+        self._pod = services.pod
         self._request = request
         self._remote = submit.remote_prefill if submit.HasField("remote_prefill") else None
         self._timeout_s = submit.timeout_s
-        self._may_recompute = _may_recompute(submit.kv_failure_policy, around.config)
+        self._may_recompute = _may_recompute(submit.kv_failure_policy, services.config)
         self._emit = emit
         self._on_end = on_end
         self._submitted_at = time.monotonic()
         self._entered_at = self._submitted_at  # the engine
         self._engine_id: RequestId | None = None
-        self._known_figures = around.pod.stats.latest
+        self._known_figures = services.pod.stats.latest
         self._handoff: Handoff | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
@@ -93,32 +94,32 @@ class DecodeRequest:
         self._has_ended = False
 
     def start(self) -> None:
-        """Begin. Whatever goes wrong ends it with a delta."""
+        """Starts it. Any error ends it with a delta."""
         if self._timeout_s > 0:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
         if self._remote is None:
             self._enter_engine(self._request)
         elif not self._pod.config.connector:
             self.recompute("no_connector", 0)
-        elif self._around.quarantine.is_full:
+        elif self._services.quarantine.is_full:
             self.recompute("quarantine_full", 0)
         else:
-            self._handoff = Handoff(self._offer(self._remote), self, self._around.peers, self._around.config)
-            self._around.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
+            self._handoff = Handoff(self._offer(self._remote), self, self._services.peers, self._services.timeouts)
+            self._services.handoffs.spawn(self._handoff.run(), f"handoff {self.request_id}")
 
     def note_prefill_failed(self, epoch: int, code: ErrorCode) -> None:
-        """The router says that the prefill leg failed; an attempt that is not ours is ignored."""
+        """Handles the router's report that the prefill leg failed; one about another attempt is ignored."""
         if self._handoff is not None and self._handoff.offer.epoch == epoch:
             self._handoff.fail("prefill_failed", f"the prefill leg failed: {code.label}")
 
     def abort(self) -> None:
-        """The router no longer wants it."""
+        """Aborts it at the router's request."""
         if not self._has_ended:
             self._pod.metrics.request_success.labels(FinishReason.ABORT.label).inc()
             self._end(self._last_delta(FinishReason.ABORT))
 
     def fail(self, error: BatonError) -> None:
-        """End with an error; also an OutputSink's."""
+        """Ends it with an error. Also called as an OutputSink."""
         if not self._has_ended:
             self._pod.metrics.request_failure.labels(error.code.label).inc()
             logger.info("request %s failed: %s: %s", self.request_id, error.code.label, error.message)
@@ -127,7 +128,7 @@ class DecodeRequest:
     # -- Consumer ---------------------------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """The prefill has begun: take blocks."""
+        """Reserves blocks, as the prefill has begun."""
         assert self._remote is not None
         params = KVTransferParams(
             transfer_id=TransferId(self._remote.transfer_id),
@@ -137,16 +138,16 @@ class DecodeRequest:
         self._enter_engine(msgspec.structs.replace(self._request, transfer=params))
 
     def is_alive(self) -> bool:
-        """Each step of the engine has figures of its own."""
+        """Compares statistics: each step of the engine brings new ones."""
         known, self._known_figures = self._known_figures, self._pod.stats.latest
         return self._known_figures is not known
 
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
-        """More KV can be loaded."""
+        """Loads the KV that has become ready."""
         self._update_transfer(num_ready_tokens, digests=digests)
 
     def complete(self, num_ready_tokens: int, first_token: SampledToken, digests: Sequence[bytes]) -> None:
-        """All KV can be loaded."""
+        """Loads all KV."""
         if self._pod.spec.is_direct:
             self.note_quiescent()
         self._update_transfer(num_ready_tokens, final=True, first_token=first_token, digests=digests)
@@ -154,7 +155,7 @@ class DecodeRequest:
     def recompute(
         self, reason: str, num_ready_tokens: int, digests: Sequence[bytes] = (), *, is_quiescent: bool = False
     ) -> None:
-        """The rest is computed here, if it may. In the engine already, it says itself what became of the handoff."""
+        """Computes the rest here, if the policy allows it. Once it is in the engine, the engine reports the outcome."""
         if self._engine_id is not None:
             if is_quiescent:
                 self.note_quiescent()
@@ -171,13 +172,13 @@ class DecodeRequest:
             self._pod.requests.quiesce_transfer(TransferQuiesced(request_id=self._engine_id, epoch=self._remote.epoch))
 
     def quarantine(self, num_blocks: int, duration_s: float) -> None:
-        """Time has to tell when they are."""
-        self._around.quarantine.hold(num_blocks, duration_s, self.note_quiescent)
+        """Keeps the blocks until the quarantine ends."""
+        self._services.quarantine.hold(num_blocks, duration_s, self.note_quiescent)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 
     def take_output(self, output: RequestOutput) -> None:
-        """News of a step."""
+        """Handles an output of the engine."""
         for event in output.events:
             match event:
                 case RequestStarted():
@@ -187,7 +188,7 @@ class DecodeRequest:
         if self._has_ended:
             return
         if output.finish_reason is not None:
-            self._pod.requests.forget(output.request_id)  # the engine has, too: nothing is left to abort
+            self._pod.requests.forget(output.request_id)  # the engine has ended it, so there is nothing to abort
         if output.finish_reason is FinishReason.ERROR:
             self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
         elif output.tokens or output.finish_reason is not None:
@@ -248,7 +249,7 @@ class DecodeRequest:
             self._pod.metrics.handoffs.labels("delivered").inc()
 
     def _note_recompute(self, reason: str) -> None:
-        logger.warning("request %s: computes what the handoff did not bring: %s", self.request_id, reason)
+        logger.warning("request %s: recomputing KV that did not arrive by handoff: %s", self.request_id, reason)
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_recompute.labels(reason).inc()
@@ -257,7 +258,7 @@ class DecodeRequest:
     def _fail_without_kv(self, reason: str) -> None:
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_failures.labels(reason, "failed").inc()
-        self.fail(UnavailableError(f"the KV did not come: {reason}", param="kv_failure_policy"))
+        self.fail(UnavailableError(f"the KV did not arrive: {reason}", param="kv_failure_policy"))
 
     def _delta(self, output: RequestOutput) -> pods_pb2.TokenDelta:
         delta = pods_pb2.TokenDelta(
@@ -288,7 +289,7 @@ class DecodeRequest:
         self.fail(DeadlineExceededError(f"not finished within {self._timeout_s:g} s"))
 
     def _end(self, last: pods_pb2.TokenDelta) -> None:
-        """Let go of everything. What the engine still says of it goes unheard."""
+        """Releases everything. Later outputs of the engine are ignored."""
         self._has_ended = True
         if self._timer is not None:
             self._timer.cancel()

@@ -13,7 +13,7 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import error_to_pb
 from common.types import FinishReason
 from decode_service.delta_buffer import DeltaBuffer
-from decode_service.request import DecodeRequest, Surroundings
+from decode_service.request import DecodeRequest, PodServices
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 class RouterSession:
     """Owns the requests that its router has submitted."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+    def __init__(self, services: PodServices) -> None:
+        self._services = services
         self._requests: dict[str, DecodeRequest] = {}
-        self._deltas = DeltaBuffer(max_keys=2 * around.config.max_open)
+        self._deltas = DeltaBuffer(max_keys=2 * services.config.max_open)
         self.ended = asyncio.Event()
 
     def __len__(self) -> int:
@@ -35,7 +35,8 @@ class RouterSession:
         commands: AsyncIterator[pods_pb2.DecodeCommand],
         write: Callable[[pods_pb2.DecodeEvents], Awaitable[None]],
     ) -> None:
-        """Obey and report until the router leaves or the session is closed; then nothing of it is left."""
+        """Executes commands and sends deltas until the router disconnects or the session is closed, then ends all
+        requests."""
         reading = asyncio.create_task(self._read(commands), name="session reader")
         writing = asyncio.create_task(self._deltas.write_to(write), name="session writer")
         try:
@@ -51,7 +52,7 @@ class RouterSession:
             self.ended.set()
 
     def close(self) -> None:
-        """The pod is closing: fail what is left, say so, and end."""
+        """Fails the remaining requests, sends their errors and ends, as the pod is closing."""
         for request in list(self._requests.values()):
             request.fail(UnavailableError("the pod is closing"))
         self._deltas.close()
@@ -72,22 +73,22 @@ class RouterSession:
         try:
             if request_id in self._requests:
                 raise InvalidRequestError(f"request {request_id} is running already", param="request_id")
-            request = add_request_from_pb(submit.request, self._around.pod.spec)
-            self._around.pod.admission.admit()
+            request = add_request_from_pb(submit.request, self._services.pod.spec)
+            self._services.pod.admission.admit()
         except BatonError as error:
             self._refuse(request_id, error)
             return
-        accepted = DecodeRequest(self._around, request, submit, emit=self._deltas.put, on_end=self._forget)
+        accepted = DecodeRequest(self._services, request, submit, emit=self._deltas.put, on_end=self._forget)
         self._requests[request_id] = accepted
         accepted.start()
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
-        self._around.pod.metrics.request_failure.labels(error.code.label).inc()
+        self._services.pod.metrics.request_failure.labels(error.code.label).inc()
         logger.info("request %s refused: %s: %s", request_id, error.code.label, error.message)
         delta = pods_pb2.TokenDelta(
             request_id=request_id, finish_reason=finish_reason_to_pb(FinishReason.ERROR), error=error_to_pb(error)
         )
-        self._deltas.put(object(), delta)  # a key of its own: the running bearer of the id has nothing to do with it
+        self._deltas.put(object(), delta)  # its own key, so that it does not merge with a running request of that id
 
     def _abort(self, command: pods_pb2.AbortCommand) -> None:
         request = self._requests.get(command.request_id)
@@ -101,11 +102,11 @@ class RouterSession:
 
     def _forget(self, request: DecodeRequest) -> None:
         del self._requests[request.request_id]
-        self._around.pod.admission.release()
+        self._services.pod.admission.release()
 
     def _abort_all(self) -> None:
         if self._requests:
-            logger.info("a router has left: aborting its %d requests", len(self._requests))
+            logger.info("a router disconnected: aborting its %d requests", len(self._requests))
         for request in list(self._requests.values()):
             request.abort()
 

@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import yaml
 from msgspec import Meta
 
 from common import __version__
-from common.config import ArgumentParser, Section, add_arguments, build, load_yaml, to_arguments
+from common.config import Section, build, create_parser, load_yaml, to_arguments
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
 from common.observability.logging import LogLevel
@@ -78,10 +78,36 @@ ConnectorOptions = dict[str, str | int | float | bool]
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `baton up` starts."""
+    """Cluster: what `baton up` starts."""
 
-    prefill: Annotated[PodCount, Meta(ge=0, description="Prefill pods; 0: decode pods prefill themselves.")] = 1
-    decode: Annotated[PodCount, Meta(ge=1, description="Decode pods.")] = 1
+    EVERYDAY: ClassVar[frozenset[str]] = frozenset(
+        {
+            "prefill",
+            "decode",
+            "connector",
+            "connector_path",
+            "connector_options",
+            "host",
+            "port",
+            "grpc_port",
+            "served_model_name",
+            "mtls",
+            "log_level",
+            "model",
+            "dtype",
+            "device",
+            "max_model_len",
+            "kv_cache_memory",
+            "max_num_batched_tokens",
+            "target_itl_ms",
+            "max_num_seqs",
+        }
+    )
+
+    prefill: Annotated[
+        PodCount, Meta(ge=0, description="Number of prefill pods; 0: decode pods compute all prompts.")
+    ] = 1
+    decode: Annotated[PodCount, Meta(ge=1, description="Number of decode pods.")] = 1
     connector: Annotated[str, Meta(min_length=1, description="How KV blocks travel from prefill to decode pods.")] = (
         "shared-storage"
     )
@@ -94,11 +120,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     redis_memory: Annotated[
         Annotated[int, Meta(ge=MIN_MEMORY_BYTES)] | None,
         Meta(
-            description="Memory for blocks of the Redis that is started for --connector redis without the option url; "
-            "default: a quarter of what is free."
+            description="Memory for KV blocks of the Redis server that is started for --connector redis without the "
+            "option url; default: a quarter of what is free."
         ),
     ] = None
-    host: Annotated[str, Meta(min_length=1, description="Address the router listens on.")] = LOOPBACK
+    host: Annotated[str, Meta(min_length=1, description="Address on which the router listens.")] = LOOPBACK
     port: Annotated[Port, Meta(description="HTTP port of the router; 0: a free one.")] = 8000
     grpc_port: Annotated[Port, Meta(description="gRPC port of the router; 0: a free one.")] = 9000
     served_model_name: Annotated[
@@ -106,31 +132,32 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     mtls: Annotated[
         bool,
-        Meta(description="Have router and pods prove who they are, with certificates that are made for this cluster."),
+        Meta(description="Use mutual TLS between router and pods, with certificates made for this cluster."),
     ] = False
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds within which every pod must be ready, downloads included.")
     ] = 900.0
     stop_grace_s: Annotated[
-        float, Meta(ge=0, description="Seconds that the router, then the pods, get to finish before they are killed.")
+        float, Meta(ge=0, description="Seconds that the router, then the pods, have to finish before they are killed.")
     ] = 10.0
-    log_level: Annotated[LogLevel, Meta(description="Log lines of the pods from this level on.")] = "warning"
+    log_level: Annotated[LogLevel, Meta(description="Least severe level that pods and router log.")] = "warning"
     engine: EngineConfig = EngineConfig()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a local cluster until a signal. Returns the exit code; raises ConfigError."""
-    parser = ArgumentParser(
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = create_parser(
+        ClusterConfig,
+        arguments,
         prog="baton up",
-        description="Starts prefill pods, decode pods and a router on this machine. "
-        "Engine settings hold for every pod; sections of the --config file tell them apart.",
-        allow_abbrev=False,
+        description="Starts prefill pods, decode pods and a router on this machine. Settings of the model and the "
+        "engine apply to every pod; sections of the --config file set them, and all other settings, per role.",
     )
     parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file with the sections {', '.join(SECTIONS)}, all optional."
     )
-    add_arguments(parser, ClusterConfig)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     document = load_yaml(args.config) if args.config else None
     if document is not None:
         document.check_names(SECTIONS)

@@ -5,8 +5,7 @@ tokens) and what its bytes are (length, digest). A receiver knows all of that bu
 `verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
 frame to interpret, and nothing is unpickled.
 
-The digest is XXH3-128: it finds what media and software break. It is no defence against an attacker who may write to
-the medium and wants to deceive.
+The digest is XXH3-128: it detects accidental damage. It is no defence against an attacker who can write to the medium.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class BlockHeader(NamedTuple):
 
 
 def parse_header(frame: bytes | Buffer) -> BlockHeader:
-    """Read the header at the start of `frame`. Raises BlockCorruptError naming the field that no header can have."""
+    """Parses the header at the start of `frame`. Raises BlockCorruptError that names an invalid field."""
     if len(frame) < HEADER_BYTES:
         raise BlockCorruptError(f"{len(frame)} bytes are less than a header of {HEADER_BYTES}", param="length")
     magic, version, dtype_code, *shape, num_tokens, payload_bytes, fingerprint, block_hash, digest, padding = (
@@ -115,16 +114,16 @@ class BlockFormat:
 
     @property
     def namespace(self) -> str:
-        """Name under which this model's blocks of this size are kept apart from all others; safe as a file name."""
+        """Separates this model's blocks of this size from all others; safe as a file name."""
         return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}-{self.layout.block_size}"
 
     def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
-        """Write the header of a frame whose payload is in place."""
+        """Writes the header of a frame whose payload is in place."""
         frame[:HEADER_BYTES] = self._header(block_hash, num_tokens, _digest(frame))
 
     def verify(self, frame: Buffer, size: int, block_hash: BlockHash, num_tokens: int) -> None:
-        """Raises BlockCorruptError, `param` naming the field, unless `frame`, which a store filled and says to hold
-        `size` bytes, is exactly the frame of this block."""
+        """Raises BlockCorruptError, whose `param` names the field, unless `frame` is exactly the frame of this block.
+        `size`: the bytes that the store has of it."""
         if size != self.frame_bytes:
             raise BlockCorruptError(f"{size} bytes, not {self.frame_bytes}", param="length")
         digest = _digest(frame)
@@ -146,7 +145,7 @@ class BlockFormat:
         )
 
     def _difference(self, header: BlockHeader, block_hash: BlockHash, num_tokens: int) -> BlockCorruptError:
-        """What is wrong with a frame that is not what it should be."""
+        """Describes how a frame differs from the expected one."""
         expected = BlockHeader(
             dtype=self.layout.dtype,
             shape=self.layout.shape,
@@ -159,11 +158,11 @@ class BlockFormat:
         for field, found, wanted in zip(header._fields, header, expected, strict=True):
             if found != wanted:
                 return BlockCorruptError(f"{field} is {_show(found)}, not {_show(wanted)}", param=field)
-        return BlockCorruptError("the payload does not have the header's digest", param="digest")
+        return BlockCorruptError("the payload does not match the header's digest", param="digest")
 
 
 def _digest(frame: Buffer) -> bytes:
-    """Of the payload."""
+    """Returns the digest of the payload."""
     return xxhash.xxh3_128_digest(frame[HEADER_BYTES:])
 
 

@@ -1,4 +1,4 @@
-"""A store that fails and stalls on demand, around any other: for tests of what lies above."""
+"""A store that wraps another one and fails or stalls on demand, for tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kv_store.base import BlockStore, Buffer
 
 Operation = Literal["touch", "write", "read_into"]
 
-_GATE_TIMEOUT_S = 60.0  # a test that forgets to open a gate fails; it does not hang
+_GATE_TIMEOUT_S = 60.0  # so that a test that forgets to open a gate fails instead of hanging
 
 
 class ThreadGate:
-    """Where the threads that call one operation wait."""
+    """Holds the threads that call one operation."""
 
     def __init__(self) -> None:
         self._arrived = threading.Semaphore(0)
@@ -25,16 +25,16 @@ class ThreadGate:
         self._num_permits = 0.0
 
     def wait_for_arrival(self) -> None:
-        """Return once one more thread has come to the gate."""
+        """Returns once one more thread has arrived at the gate."""
         if not self._arrived.acquire(timeout=_GATE_TIMEOUT_S):
             raise TimeoutError("no thread came to the gate")
 
     def let_one_through(self) -> None:
-        """Let one thread through, now or when it comes."""
+        """Lets one thread through, now or when it arrives."""
         self._permit(1)
 
     def open(self) -> None:
-        """Let all through, now and later."""
+        """Lets all threads through, now and later."""
         self._permit(math.inf)
 
     def pass_through(self) -> None:
@@ -52,7 +52,7 @@ class ThreadGate:
 
 
 class FaultyStore:
-    """A BlockStore that hands every call on to `inner`, unless told otherwise."""
+    """A BlockStore that forwards every call to `inner` unless a failure or a gate was set."""
 
     def __init__(self, inner: BlockStore) -> None:
         self._inner = inner
@@ -60,7 +60,7 @@ class FaultyStore:
         self._errors: dict[Operation, Exception] = {}
 
     def fail(self, operation: Operation, error: Exception | None) -> None:
-        """From now on the operation raises `error`; None ends that."""
+        """Makes the operation raise `error` from now on; None: no longer."""
         if error is None:
             self._errors.pop(operation, None)
         else:

@@ -1,11 +1,11 @@
-"""Keeps operations from a medium that fails: a circuit breaker (`common.breaker`) with log lines and its own probes.
+"""Rejects operations on a medium that fails: a circuit breaker (`common.breaker`) with log lines and its own probes.
 
 1. Closed: operations pass `check`. When one fails because the medium does, the store calls `open`, which logs it.
 2. Open: `check` raises at once, with the reason. A thread waits until a probe is due.
 3. Half open: the thread probes the medium; `check` still raises. A failed probe doubles the wait, up to `max_s`. After
    one that succeeds the guard is closed, which is logged, and the thread ends.
 
-A store that can refuse writes and still be read has two guards.
+A store whose medium can reject writes and still be read has two guards.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ DEFAULT_BACKOFF = Backoff()
 
 
 class Wording(NamedTuple):
-    """What a guard says about its medium."""
+    """The terms of a guard's log lines about its medium."""
 
     opened: str
     consequence: str
     closed: str
 
 
-UNAVAILABLE = Wording("is unavailable", "requests go on without it", "is available again")
-READ_ONLY = Wording("takes no writes", "blocks that it holds can still be read", "takes writes again")
+UNAVAILABLE = Wording("is unavailable", "requests proceed without it", "is available again")
+READ_ONLY = Wording("rejects writes", "its blocks can still be read", "accepts writes again")
 
 
 class Guard:
@@ -59,7 +59,7 @@ class Guard:
 
     @property
     def is_closed(self) -> bool:
-        """Operations may be tried."""
+        """Whether operations may be tried."""
         return self._breaker.is_closed
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class Guard:
             raise StoreUnavailableError(f"{self._medium} {self._wording.opened}: {self._reason}")
 
     def open(self, reason: str) -> None:
-        """Refuse operations until a probe succeeds. Does nothing if the guard is open already, or stopped."""
+        """Rejects operations until a probe succeeds. Does nothing if the guard is open already, or stopped."""
         with self._lock:
             if self._stopping.is_set() or not self._breaker.failed():
                 return
@@ -79,7 +79,7 @@ class Guard:
         logger.warning("%s %s, %s: %s", self._medium, self._wording.opened, self._wording.consequence, reason)
 
     def stop(self) -> None:
-        """End the probes, as the medium is being closed. A probe under way is left to itself. Idempotent."""
+        """Ends the probes, as the medium is being closed. Does not wait for one that is running. Idempotent."""
         self._stopping.set()
 
     def _probe_until_closed(self) -> None:
@@ -88,9 +88,9 @@ class Guard:
                 self._probe()
             except StoreError as error:
                 problem = error.message
-            except Exception:  # a defect must not leave the medium unused for ever
+            except Exception:  # a bug must not leave the medium unused for ever
                 if not self._stopping.is_set():
-                    logger.exception("the probe of %s failed", self._medium)
+                    logger.exception("internal error in the probe of %s", self._medium)
                 problem = "internal error in the probe"
             else:
                 self._close()
@@ -102,7 +102,7 @@ class Guard:
             self._breaker.trip()
             is_new, self._reason = reason != self._reason, reason
         if is_new and not self._stopping.is_set():
-            logger.warning("%s %s for another reason: %s", self._medium, self._wording.opened, reason)
+            logger.warning("%s %s, now for another reason: %s", self._medium, self._wording.opened, reason)
 
     def _close(self) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
-"""The host tier: a BlockStore in memory of this process alone, for blocks that the device has no room for.
+"""The host tier: a BlockStore in memory of this process alone, for blocks that do not fit the device.
 
 All memory is one arena, divided into frames when the pool is opened. A frame is free, being filled, or found under its
-key; the least recently used of the last kind gives way when none is free. The lock is held to find frames, never while
-bytes are copied: who copies out of a frame is counted as its reader meanwhile, and a frame with readers is neither
-filled again nor freed.
+key; the least recently used of the last kind is evicted when none is free. The lock is held to find frames, never while
+bytes are copied: a thread that copies out of a frame counts as its reader meanwhile, and a frame with readers is
+neither refilled nor freed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_store.base import Buffer
 
 
 class HostPool:
-    """A BlockStore of `host_bytes` bytes. Memory that was never used is not taken from the system."""
+    """A BlockStore of `host_bytes` bytes. Pages are allocated when they are first used."""
 
     def __init__(self, host_bytes: int) -> None:
         self._host_bytes = host_bytes
@@ -30,7 +30,7 @@ class HostPool:
         self._free: list[int] = []
         self._found: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._readers: dict[int, int] = {}  # of frames that have any
-        self._condemned: set[int] = set()  # discarded under their readers, the last of whom frees them
+        self._condemned: set[int] = set()  # discarded while being read; the last reader frees them
 
     def open(self, namespace: str, frame_bytes: int) -> None:
         """See BlockStore. The namespace does not matter: one pool serves one model."""
@@ -41,7 +41,7 @@ class HostPool:
         try:
             self._arena = np.empty((num_frames, frame_bytes), dtype=np.uint8)
         except MemoryError as error:
-            message = f"host_bytes: the system does not give {self._host_bytes} bytes"
+            message = f"host_bytes: cannot allocate {self._host_bytes} bytes"
             raise ConfigError(message, param="host_bytes") from error
         self._free = list(range(num_frames - 1, -1, -1))
 
@@ -51,8 +51,8 @@ class HostPool:
             return [self._find(key) is not None for key in keys]
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
-        """See BlockStore. What is there already is left as it is. Never raises StoreError; a frame that finds all
-        others being read or filled is left out, as if it had been evicted."""
+        """See BlockStore. Does not rewrite blocks that are there. Never raises StoreError; if all frames are being read
+        or filled, a block is dropped, as if it had been evicted."""
         for key, frame in zip(keys, frames, strict=True):
             self._write_one(key, frame)
 
@@ -72,7 +72,7 @@ class HostPool:
                 self._free.append(index)
 
     def close(self) -> None:
-        """See BlockStore, but stored blocks are gone. Calls under way may still end, and find nothing from now on."""
+        """See BlockStore, but stored blocks are gone. Running calls may still end, and find nothing from now on."""
         with self._lock:
             self._found.clear()
             self._free.clear()
@@ -81,7 +81,7 @@ class HostPool:
             self._arena = self._arena[:0]
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the books while no thread reads or writes; empty if they are right."""
+        """Returns broken invariants, one line each. Only valid while no thread reads or writes."""
         with self._lock:
             frames = [*self._free, *self._found.values()]
             wrong = [] if sorted(frames) == list(range(len(self._arena))) else ["frames are lost or have two owners"]
@@ -103,7 +103,7 @@ class HostPool:
             with self._lock:
                 if not len(self._arena):
                     pass  # closed meanwhile
-                elif is_filled and key not in self._found:  # else another writer was faster
+                elif is_filled and key not in self._found:  # otherwise another writer was faster
                     self._found[key] = index
                 else:
                     self._free.append(index)
@@ -124,14 +124,14 @@ class HostPool:
                 self._release(index)
 
     def _find(self, key: BlockHash) -> int | None:
-        """Its frame, from now on the most recently used one."""
+        """Returns its frame and makes it the most recently used one."""
         index = self._found.get(key)
         if index is not None:
             self._found.move_to_end(key)
         return index
 
     def _take_frame_for(self, key: BlockHash) -> int | None:
-        """A frame to fill. None if the block is there already, or if all frames are in use."""
+        """Returns a frame to fill. None if the block is there already, or if all frames are in use."""
         if self._find(key) is not None:
             return None
         if self._free:
@@ -140,7 +140,7 @@ class HostPool:
         return None if oldest is None else self._found.pop(oldest)
 
     def _release(self, index: int) -> None:
-        """One reader less."""
+        """Counts one reader less."""
         self._readers[index] -= 1
         if not self._readers[index]:
             del self._readers[index]

@@ -19,11 +19,13 @@ class MemoryStoreOptions(StoreConnectorOptions, frozen=True, kw_only=True):
     """Options of the memory connector."""
 
     store: Annotated[str, Meta(description="Name; the stores of one name in one process share blocks.")] = "default"
-    max_bytes: Annotated[int, Meta(ge=1, description="Most bytes kept; the least recently used go first.")] = 1 << 28
+    max_bytes: Annotated[
+        int, Meta(ge=1, description="Most bytes kept; the least recently used blocks are evicted first.")
+    ] = 1 << 28
 
 
 class MemoryMedium:
-    """What the stores of one name share. It lives as long as one of them, or a test, refers to it."""
+    """The medium that the stores of one name share. It lives as long as one of them, or a test, refers to it."""
 
     _by_name: ClassVar[weakref.WeakValueDictionary[str, MemoryMedium]] = weakref.WeakValueDictionary()
     _by_name_lock: ClassVar[threading.Lock] = threading.Lock()
@@ -35,7 +37,7 @@ class MemoryMedium:
 
     @classmethod
     def named(cls, name: str) -> MemoryMedium:
-        """The medium of that name, a new one if there is none."""
+        """Returns the medium of that name, a new one if there is none."""
         with cls._by_name_lock:
             medium = cls._by_name.get(name)
             if medium is None:
@@ -43,7 +45,7 @@ class MemoryMedium:
             return medium
 
     def get(self, key: tuple[str, BlockHash]) -> bytes | None:
-        """The frame of that key, from now on the most recently used one."""
+        """Returns the frame of that key and makes it the most recently used one."""
         with self.lock:
             frame = self.frames.get(key)
             if frame is not None:
@@ -51,7 +53,7 @@ class MemoryMedium:
             return frame
 
     def put(self, key: tuple[str, BlockHash], frame: bytes, max_bytes: int) -> None:
-        """Store a frame in place of any other, forgetting the least recently used ones for it."""
+        """Stores a frame, replacing any other of that key and evicting the least recently used ones."""
         with self.lock:
             self.num_bytes += len(frame) - len(self.frames.pop(key, b""))
             self.frames[key] = frame
@@ -60,7 +62,7 @@ class MemoryMedium:
                 self.num_bytes -= len(oldest)
 
     def remove(self, key: tuple[str, BlockHash]) -> None:
-        """Forget a frame, if it is there."""
+        """Deletes a frame, if it is there."""
         with self.lock:
             self.num_bytes -= len(self.frames.pop(key, b""))
 

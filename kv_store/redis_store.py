@@ -4,20 +4,20 @@
 
 How much is kept is the server's `maxmemory`; it should evict what is least recently used (`allkeys-lru`). Over several
 servers the blocks are spread by rendezvous hashing: each block lives on the server whose name scores highest together
-with its hash. So all pods agree, whatever the order in which they name the servers, and with one server more or less
-only the blocks move that it gains or takes along.
+with its hash. So all pods agree, whatever the order in which they name the servers, and when a server is
+added or removed only its own blocks move.
 
 Each server has two circuit breakers (`kv_store.guard`):
 
 1. One for all operations. It opens when the server does not answer (refused, reset, timed out), is loading its data, or
-   refuses reads. Its blocks then go to the servers that score next.
-2. One for writes. It opens when the server refuses these alone: it is full and may not evict, or read-only. What it
-   holds is still read; new blocks go to the servers that score next.
+   rejects reads. Its blocks then go to the servers that score next.
+2. One for writes. It opens when the server rejects only these: it is full and may not evict, or is read-only. Its
+   blocks can still be read; new ones go to the servers that score next.
 
-Where no server is left, operations fail at once, with the reason.
+If no server is left, operations fail at once, with the reason.
 
-Each pod finds this out by itself, and pods may disagree for a while. A load therefore asks on where a block is not
-found: it may have been written to the next server by a pod that could not write to this one. A lookup does so only
+Each pod has breakers of its own, and pods may disagree for a while. A load therefore tries the next server for a block
+that is not found: a pod that could not write to this one may have written it there. A lookup does so only
 while this pod itself cannot write there, since most blocks of a new prompt are on no server. A block that is not found
 is computed again.
 """
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 _DEFAULT_PORT = 6379
 _SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
 _PROBE_KEY = b"baton:probe"  # never exists
-_FAILURES = (redis.RedisError, OSError)  # some of the socket's own come through
+_FAILURES = (redis.RedisError, OSError)  # the client does not wrap all errors of the socket
 
 
 class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
@@ -69,9 +69,9 @@ class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
             "share the blocks."
         ),
     ] = "redis://127.0.0.1:6379/0"
-    ttl_s: Annotated[
-        int, Meta(ge=1, le=10**9, description="Seconds after its last use at which the server forgets a block.")
-    ] = 3600
+    ttl_s: Annotated[int, Meta(ge=1, le=10**9, description="Seconds after its last use at which a block expires.")] = (
+        3600
+    )
     tls_ca_file: Annotated[
         str,
         Meta(description="PEM file of the authorities that may have signed a rediss:// server; default: the system's."),
@@ -80,7 +80,7 @@ class RedisOptions(StoreConnectorOptions, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RedisNode:
-    """Where one server is and who we are to it."""
+    """Address and credentials of one server."""
 
     host: str
     port: int
@@ -91,12 +91,12 @@ class RedisNode:
 
     @property
     def name(self) -> str:
-        """For messages and for hashing: no secret, and the same for all pods."""
+        """Its name in messages and for hashing: without secrets, and the same for all pods."""
         return f"{self.host}:{self.port}/{self.db}"
 
 
 def parse_nodes(urls: str) -> list[RedisNode]:
-    """The servers in an option `url`. Raises ConfigError, which repeats nothing that may be a password."""
+    """Parses the servers in an option `url`. Raises ConfigError that quotes nothing that may be a password."""
     nodes = []
     for index, url in enumerate(urls.split(","), 1):
         try:
@@ -128,7 +128,7 @@ _Command = tuple[bytes | memoryview, ...]
 
 
 class _Server:
-    """A client of one server, and what is known of the server's state. Threads take connections of its pool."""
+    """A client of one server, and the breakers of that server. Threads take connections from its pool."""
 
     def __init__(self, node: RedisNode, options: RedisOptions, frame_bytes: int, backoff: Backoff) -> None:
         self.name = node.name
@@ -144,18 +144,18 @@ class _Server:
         return xxhash.xxh3_64_intdigest(key, self._seed)
 
     def check(self, is_write: bool) -> None:
-        """Raises StoreUnavailableError if the server is not to be asked."""
+        """Raises StoreUnavailableError while the server's breaker is open."""
         self.operations.check()
         if is_write:
             self.writes.check()
 
     def is_usable(self, is_write: bool) -> bool:
-        """Whether it may be asked."""
+        """Whether its breaker is closed."""
         return self.operations.is_closed and (self.writes.is_closed or not is_write)
 
     def try_out(self) -> None:
-        """Find out at the start of the store whether the server can be read and written. Raises ConfigError if its
-        answer says that the settings are wrong."""
+        """Checks, when the store starts, whether the server can be read and written. Raises ConfigError if its answer
+        means that the settings are wrong."""
         for is_write in (False, True):
             try:
                 self._ask_for_nothing(is_write)
@@ -166,19 +166,19 @@ class _Server:
                 return
 
     def note_failure(self, error: Exception, *, is_write: bool) -> bool:
-        """Open a breaker. False: the failure is of this operation only, such as a key of another type."""
+        """Opens a breaker. False: the failure concerns only this operation, such as a key of another type."""
         reason = _one_line(error)
         if _is_refusal(error) and is_write:
             self.writes.open(reason)
         elif _is_refusal(error) or not isinstance(error, redis.ResponseError):
             self.operations.open(reason)
-            self._client.connection_pool.disconnect(inuse_connections=False)  # idle ones are broken, too, or may be
+            self._client.connection_pool.disconnect(inuse_connections=False)  # idle ones may be broken, too
         else:
             return False
         return True
 
     def close(self) -> None:
-        """End the probes and close all connections."""
+        """Ends the probes and closes all connections."""
         self.operations.stop()
         self.writes.stop()
         self._client.close()
@@ -190,8 +190,8 @@ class _Server:
             raise StoreError(_one_line(error)) from error
 
     def _ask_for_nothing(self, is_write: bool) -> None:
-        """Read or write as for a block, but without effect. The value to write is as long as a block, because a server
-        that is almost full takes shorter ones."""
+        """Probes reads or writes without effect. The value to write is as long as a block, because a server that is
+        almost full accepts shorter ones."""
         command: _Command = (b"EXPIRE", _PROBE_KEY, b"1")
         if is_write:
             command = (b"SET", _PROBE_KEY, memoryview(bytes(self._frame_bytes)), b"XX")
@@ -200,7 +200,7 @@ class _Server:
 
     @contextmanager
     def send(self, commands: Sequence[_Command]) -> Iterator[redis.Connection]:
-        """Send commands without waiting in between; inside, all their replies are to be read from the connection."""
+        """Sends commands in one go; inside the context, all their replies must be read from the connection."""
         pool = self._client.connection_pool
         connection = pool.get_connection()
         try:
@@ -208,14 +208,14 @@ class _Server:
             connection.send_packed_command(list(_pack(commands)))
             yield connection
         except BaseException:
-            connection.disconnect()  # replies that are still under way on it belong to no other operation
+            connection.disconnect()  # replies that have not arrived yet would be taken for those of the next operation
             raise
         finally:
             pool.release(connection)
 
 
 def _pack(commands: Sequence[_Command]) -> Iterator[bytes | memoryview]:
-    """Commands as Redis reads them, in pieces of which the frames are some, uncopied."""
+    """Serialises commands for Redis in pieces, with the frames as pieces of their own, uncopied."""
     text = b""
     for command in commands:
         text += b"*%d\r\n" % len(command)
@@ -241,12 +241,13 @@ class _FrameReader:
         self._ahead = b""  # received and not yet taken
 
     def read_into(self, buffer: Buffer) -> int | None:
-        """Copy the next reply into `buffer`, what does not fit left out. Its size in bytes, None if there is none."""
+        """Copies the next reply into `buffer`, as far as it fits. Returns its size in bytes; None: there is no
+        value."""
         line = self._take_line()
         if line.startswith(b"-"):
             raise _reply_error(line[1:].decode(errors="replace"))
         if not re.fullmatch(rb"\$(-1|\d+)", line):
-            raise redis.InvalidResponse(f"not the length of a string: {line!r}")
+            raise redis.InvalidResponse(f"invalid string length: {line!r}")
         if (size := int(line[1:])) < 0:
             return None
         fitting = buffer[:size]
@@ -260,14 +261,14 @@ class _FrameReader:
     def _take_line(self) -> bytes:
         while b"\r\n" not in self._ahead:
             if len(self._ahead) > self._MAX_LINE:
-                raise redis.InvalidResponse("a line without an end")
+                raise redis.InvalidResponse("unterminated line")
             self._look_ahead()
         line, _, self._ahead = self._ahead.partition(b"\r\n")
         return line
 
     def _take_into(self, buffer: memoryview) -> int:
-        """Fill `buffer`, whose size it returns."""
-        if len(buffer) <= self._LOOK_AHEAD:  # with it may come the next length
+        """Fills `buffer` and returns its size."""
+        if len(buffer) <= self._LOOK_AHEAD:  # the read may include the next length
             while len(self._ahead) < len(buffer):
                 self._look_ahead()
         filled = min(len(buffer), len(self._ahead))
@@ -302,12 +303,12 @@ class RedisStore:
         self._servers: list[_Server] = []
 
     def open(self, namespace: str, frame_bytes: int) -> None:
-        """See BlockStore. A server that is down does not prevent it; one that refuses the settings does."""
+        """See BlockStore. Succeeds if a server is down, but not if one rejects the settings."""
         nodes = _checked_nodes(self._options)
         self._prefix = _prefix_of(namespace)
         self._servers = [_Server(node, self._options, frame_bytes, self._backoff) for node in nodes]
         try:
-            with ThreadPoolExecutor(len(nodes)) as pool:  # hung servers take their time-outs side by side
+            with ThreadPoolExecutor(len(nodes)) as pool:  # so that the time-outs of hung servers overlap
                 list(pool.map(_Server.try_out, self._servers))
         except ConfigError:
             self.close()
@@ -361,8 +362,8 @@ class RedisStore:
         *,
         is_write: bool = False,
     ) -> list[_T]:
-        """Send each key's command to the server that has it; what a server leaves unanswered, and what `goes_on` says
-        of a reply, to the next. `reader` makes of a connection what takes the next reply from it, given the key's
+        """Sends each key's command to its server, and on to the next one if there is no reply or if `goes_on` is true
+        for the reply. `reader` turns a connection into a function that takes the next reply from it, given the key's
         index. Raises StoreError if no server answers."""
         routes = [self._route_of(key) for key in keys]
         replies: dict[int, _T] = {}
@@ -392,8 +393,8 @@ class RedisStore:
     def _shares_of(
         self, indices: Sequence[int], routes: Sequence[Iterator[_Server]], replied: Container[int], is_write: bool
     ) -> dict[_Server, list[int]]:
-        """The keys to ask each server for: the next usable one on a key's route. A key that has a reply may have no
-        further server. Raises StoreError for one that has none."""
+        """Returns the keys of each server: the next usable one on a key's route. A key that has a reply may have no
+        further server. Raises StoreError for a key that has neither."""
         shares: dict[_Server, list[int]] = {}
         for index in indices:
             server = next((server for server in routes[index] if server.is_usable(is_write)), None)
@@ -404,16 +405,16 @@ class RedisStore:
         return shares
 
     def _route_of(self, key: BlockHash) -> Iterator[_Server]:
-        """The servers in the order in which they get the block."""
+        """Returns the servers in the order in which they are tried for the block."""
         return iter(sorted(self._servers, key=lambda server: server.score(key), reverse=True))
 
     def _refuse(self, is_write: bool) -> NoReturn:
-        """Raise why no server can be asked."""
+        """Raises the reason why no server is usable."""
         if not self._servers:
             raise StoreError("the store is closed")
         for server in self._servers:
             server.check(is_write)
-        raise StoreUnavailableError("no Redis server has answered")  # one is available again since
+        raise StoreUnavailableError("no Redis server has answered")  # one has become available meanwhile
 
     def _name_of(self, key: BlockHash) -> bytes:
         return self._prefix + key.hex().encode()
@@ -455,21 +456,21 @@ def _create_client(node: RedisNode, options: RedisOptions) -> redis.Redis:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         socket_read_size=1 << 18,
-        retry=Retry(NoBackoff(), 0),  # the pool replaces connections that a restart broke; more is not for us
+        retry=Retry(NoBackoff(), 0),  # the pool replaces connections that a restart broke; the breakers do the rest
         protocol=2,
         **tls,
     )
 
 
 def _checked_nodes(options: RedisOptions) -> list[RedisNode]:
-    """The servers. Raises ConfigError for what is wrong with the options by themselves."""
+    """Returns the servers. Raises ConfigError for invalid options."""
     nodes = parse_nodes(options.url)
     _check_tls(nodes, options.tls_ca_file)
     return nodes
 
 
 def _check_tls(nodes: list[RedisNode], ca_file: str) -> None:
-    """Raises ConfigError unless `ca_file` is empty, or has certificates and something to verify."""
+    """Raises ConfigError unless `ca_file` is empty, or has certificates and there is a server to verify."""
     if not ca_file:
         return
     if not any(node.tls for node in nodes):
@@ -489,28 +490,28 @@ def _unusable(name: str, error: Exception) -> ConfigError:
 
 
 def _reply_error(line: str) -> redis.RedisError:
-    """An error reply as the client would raise it, as far as it matters here."""
+    """Converts an error reply to the client's exception, as far as it matters here."""
     return _REPLY_ERRORS.get(line.partition(" ")[0], redis.ResponseError)(line)
 
 
 _REPLY_ERRORS = {"LOADING": redis.BusyLoadingError, "READONLY": redis.ReadOnlyError}
-_REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # of which the client has no classes
+_REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # for which the client has no classes
 
 
 def _is_refusal(error: Exception) -> bool:
-    """The server answers, but refuses all operations of this kind for now: it is full, read-only, or cannot persist."""
+    """Whether the server rejects all operations of this kind for now: it is full, read-only, or cannot persist."""
     return isinstance(error, (OutOfMemoryError, redis.ReadOnlyError)) or (
         isinstance(error, redis.ResponseError) and str(error).startswith(_REFUSALS)
     )
 
 
 def _is_setting_error(error: Exception) -> bool:
-    """Waiting does not help: the login, the rights, the database or TLS is wrong."""
+    """Whether retrying is useless: the login, the permissions, the database or TLS is wrong."""
     if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
         return True
     if isinstance(error, redis.ResponseError):
         return not _is_refusal(error)
-    cause = error.__context__  # what the client made a ConnectionError of
+    cause = error.__context__  # which the client has turned into a ConnectionError
     return isinstance(cause, ssl.SSLError) and not isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
 
 

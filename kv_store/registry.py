@@ -1,4 +1,4 @@
-"""Connectors by name. A connector's module is imported when it is asked for, so that one needs only what one uses.
+"""Connectors by name. A connector's module is imported when it is needed, so that unused extras may be missing.
 
 `create_connector` is the factory that a pod names in its KVConnectorConfig: "kv_store.registry:create_connector".
 """
@@ -28,7 +28,7 @@ _OptionsT = TypeVar("_OptionsT", bound=msgspec.Struct)
 
 
 def create_connector(name: str, options: Options) -> WorkerConnector:
-    """Build a connector, which opens its medium only when the KV cache is registered.
+    """Builds a connector, which opens its medium only when the KV cache is registered.
 
     Raises ConfigError for an unknown name or a bad option.
     """
@@ -65,7 +65,7 @@ def _redis(options: Options, path: str) -> WorkerConnector:
 
 
 def _over_store(store: BlockStore, options: StoreConnectorOptions) -> WorkerConnector:
-    """A connector over a store, with the host's memory above it if there is to be any."""
+    """Builds a connector over a store, with host memory above it if that is configured."""
     from kv_store.store_connector import StoreWorkerConnector
 
     if not options.host_bytes:
@@ -89,17 +89,17 @@ def _nixl(options: Options) -> WorkerConnector:
 
 
 def _tiers_of(options: NixlTierOptions, below: Options) -> WorkerConnector | None:
-    """What keeps blocks beside a direct connector, if anything is to. Raises ConfigError."""
+    """Builds the tiers beside a direct connector; None: there are none. Raises ConfigError."""
     place = f"connector nixl: {_PATH}"
     if options.store and options.store not in _STORES:
         known = ", ".join(_STORES)
         raise ConfigError(f"{place}.store: unknown store {options.store!r}; known are {known}", param="store")
     if below and not options.store:
         name = BELOW + next(iter(below))
-        raise ConfigError(f"{place}.{name}: there is no store; name one with store=", param=name)
+        raise ConfigError(f"{place}.{name}: requires a store; name one with store=", param=name)
     if not options.store and not options.host_bytes:
         if options.offload:
-            raise ConfigError(f"{place}.offload: nowhere to; give host_bytes or store", param="offload")
+            raise ConfigError(f"{place}.offload: requires host_bytes or store", param="offload")
         return None
     offload = options.offload is not False
     if options.store:
@@ -126,13 +126,13 @@ CONNECTOR_NAMES = tuple(sorted(DIRECT_CONNECTOR_NAMES + STORE_CONNECTOR_NAMES))
 
 
 def parse_options(connector: str, options: Options, options_type: type[_OptionsT], path: str = _PATH) -> _OptionsT:
-    """The options as a struct; texts are understood as on a command line. Raises ConfigError naming the option, which
-    is given below `path`."""
+    """Converts options to a struct; texts are parsed as on a command line. Raises ConfigError that names the option,
+    below `path`."""
     return build(options_type, None, Section(options, source=f"connector {connector}", path=path))
 
 
 def split_options(options: Options) -> tuple[Options, Options]:
-    """A direct connector's own options, and those of the store below it, without their prefix."""
+    """Returns a direct connector's own options, and those of the store below it without their prefix."""
     own = {name: value for name, value in options.items() if not name.startswith(BELOW)}
     below = {name.removeprefix(BELOW): value for name, value in options.items() if name.startswith(BELOW)}
     return own, below

@@ -2,11 +2,10 @@
 
     path/<namespace>/<first 2 hex digits of the hash>/<hash>.kv
 
-A frame is written to a temporary file beside its place and renamed into it, so a name shows a whole frame or none, with
-no locks, whichever process dies and when. What dead writers left is deleted an hour later by the next process that
-lists its directory. Nothing is synced to disk: what a power failure leaves behind is cut short, and its reader notices.
-On a network file system a file may be deleted elsewhere at any moment, also while it is open (ESTALE): then it is not
-there.
+A frame is written to a temporary file beside its place and renamed into it, so a file is a whole frame, with no locks,
+whichever process dies and when. What dead writers left is deleted an hour later by the next process that lists its
+directory. Nothing is synced to disk: a power failure may leave truncated files, which readers notice. On a network file
+system a file may be deleted elsewhere at any moment, even while it is open (ESTALE): it then counts as missing.
 
 Use is recorded in a file's modification time, which we set ourselves: access times are off on many mounts.
 
@@ -55,11 +54,11 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 _SUFFIX = ".kv"
 _TEMP_SUFFIX = ".tmp"
-_STALE_TEMP_S = 3600.0  # the longest timeout_s: the writer of such a file has given up or died
+_STALE_TEMP_S = 3600.0  # longer than any timeout_s: the writer of such a file has failed or died
 _MEMORY = "/dev/shm"  # noqa: S108 - what we use below it is checked for owner and mode
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_MEDIUM_FAILS = (  # for all files; other errors are of one file
+_MEDIUM_FAILS = (  # for all files; other errors concern one file
     *_FULL,
     errno.EIO,
     errno.EROFS,
@@ -79,7 +78,7 @@ class SharedStorageOptions(StoreConnectorOptions, frozen=True, kw_only=True):
 
     path: Annotated[
         str,
-        Meta(description="Directory that all pods share; default: one of this user's own, in memory if possible."),
+        Meta(description="Directory that all pods share; default: a directory of this user, in memory if possible."),
     ] = ""
     max_bytes: Annotated[
         PositiveInt | None,
@@ -88,7 +87,7 @@ class SharedStorageOptions(StoreConnectorOptions, frozen=True, kw_only=True):
 
 
 class _StoredFile(NamedTuple):
-    """A block file as found; the fields are in the order of eviction."""
+    """A block file; the order of the fields gives the order of eviction."""
 
     used_at: float  # mtime, seconds since 1970
     size: int  # bytes
@@ -108,11 +107,11 @@ class SharedStorageStore:
         self._frame_bytes = 0
         self._num_parts = 1
         self._max_bytes = 0  # of a part, as are the next two
-        self._look_after = 0  # bytes written between two looks
+        self._look_after = 0  # bytes written between two scans
         self._keep = 0  # bytes left by an eviction
         self._writer = os.urandom(8).hex()  # makes names of temporary files unique
         self._temp_count = itertools.count()
-        self._written = [0]  # bytes since the last look at each part
+        self._written = [0]  # bytes since the last scan of each part
         self._written_lock = threading.Lock()
 
     def open(self, namespace: str, frame_bytes: int) -> None:
@@ -162,7 +161,7 @@ class SharedStorageStore:
             next(entries, None)
 
     def _probe_writes(self) -> None:
-        """Write as much as a block has. On a full medium, old blocks make room before the next probe."""
+        """Writes as many bytes as a block has. On a full medium, evicts old blocks before the next probe."""
         with _probing():
             try:
                 self._try_to_write(self._frame_bytes)
@@ -203,7 +202,7 @@ class SharedStorageStore:
                 while written < len(frame):
                     written += os.write(file, frame[written:])
             finally:
-                os.close(file)  # where a network file system may say that it is full
+                os.close(file)  # where a network file system may report that it is full
             os.replace(temp, target)
         except OSError:
             with contextlib.suppress(OSError):
@@ -223,7 +222,7 @@ class SharedStorageStore:
         self._written = [0] * self._num_parts
 
     def _time_to_look(self, part: int, num_bytes: int) -> bool:
-        """Count bytes about to be written; True for one thread each time that enough have been."""
+        """Counts bytes about to be written. Returns True, for one thread, each time that a scan is due."""
         with self._written_lock:
             self._written[part] += num_bytes
             if self._written[part] < self._look_after:
@@ -242,11 +241,11 @@ class SharedStorageStore:
         _delete_least_recent(files, sum(file.size for file in files) // 8)
 
     def _half_of_available(self) -> int:
-        """Half of what the directory could grow to, in bytes, what it holds included."""
+        """Returns half of the bytes to which the directory could grow, including what it holds."""
         return (shutil.disk_usage(self._root).free + sum(file.size for file in self._find_files())) // 2
 
     def _find_files(self, first_bytes: Iterable[int] = range(_NUM_DIRECTORIES)) -> list[_StoredFile]:
-        """The block files of all models whose hashes begin so; deletes what dead writers left among them."""
+        """Finds the block files of all models in this part, and deletes temporary files of dead writers."""
         files = []
         stale_before = time.time() - _STALE_TEMP_S
         names = [f"{first_byte:02x}" for first_byte in first_bytes]
@@ -262,19 +261,21 @@ class SharedStorageStore:
 
 
 def _default_path() -> str:
-    """A directory of this user's alone, in memory where there is one. Raises ConfigError if another user made it."""
+    """Returns a private directory of this user, in memory if possible. Raises ConfigError if another user made it."""
     base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     path = f"{base}/baton-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, mode=0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"path: {path} is not this user's alone; remove it or name another directory", param="path")
+        raise ConfigError(
+            f"path: {path} is not owned by this user alone; remove it or name another directory", param="path"
+        )
     return f"{path}/kv"
 
 
 def _mark_used(path: str) -> bool:
-    """True if the file is there."""
+    """Returns True if the file is there."""
     try:
         os.utime(path)
     except OSError as error:
@@ -285,7 +286,7 @@ def _mark_used(path: str) -> bool:
 
 
 def _read_file(path: str, buffer: Buffer) -> int | None:
-    """Fill `buffer` from a file and mark it as used; its size in bytes, None if it is not there."""
+    """Fills `buffer` from a file and marks it as used. Returns its size in bytes; None: it is not there."""
     try:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -300,7 +301,7 @@ def _read_file(path: str, buffer: Buffer) -> int | None:
 
 
 def _fill(buffer: Buffer, file: int) -> int:
-    """Read from the start of a file. Its size in bytes."""
+    """Reads from the start of a file. Returns its size in bytes."""
     beyond = bytearray(1)
     filled = os.readv(file, [buffer, beyond])
     while filled < len(buffer) and (count := os.readv(file, [buffer[filled:], beyond])):
@@ -309,7 +310,7 @@ def _fill(buffer: Buffer, file: int) -> int:
 
 
 def _create(path: str) -> int:
-    """Open a new file, readable by this user alone; its directory is made if need be."""
+    """Opens a new file, readable by this user alone, and creates its directory if needed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags, mode=0o600)
@@ -331,7 +332,7 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
 
 
 def _delete_least_recent(files: list[_StoredFile], num_bytes: int) -> None:
-    """Delete files until `num_bytes` are freed or none is left."""
+    """Deletes files until `num_bytes` are freed or none is left."""
     for file in sorted(files):
         if num_bytes <= 0:
             return
@@ -342,7 +343,7 @@ def _delete_least_recent(files: list[_StoredFile], num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _gone_is_fine() -> Iterator[None]:
-    """Inside, a file that another process deletes first is no error."""
+    """Ignores that another process has deleted a file first."""
     try:
         yield
     except OSError as error:
@@ -352,7 +353,7 @@ def _gone_is_fine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guarded(guard: Guard) -> Iterator[None]:
-    """Raise what the operating system reports as StoreError, and open `guard` if it concerns the whole medium."""
+    """Turns errors of the operating system into StoreError, and opens `guard` if they concern the whole medium."""
     guard.check()
     try:
         yield
@@ -366,7 +367,7 @@ def _guarded(guard: Guard) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _probing() -> Iterator[None]:
-    """Raise what the operating system reports as a guard wants it."""
+    """Turns errors of the operating system into those that a guard expects."""
     try:
         yield
     except OSError as error:
@@ -374,5 +375,5 @@ def _probing() -> Iterator[None]:
 
 
 def _reason(error: OSError) -> str:
-    """Without the file's name, which differs each time."""
+    """Returns the error's text without the file's name, which differs each time."""
     return error.strerror or type(error).__name__

@@ -1,8 +1,8 @@
 """Between a KV cache and a medium: a few frames of host memory per transfer thread, pinned if the cache is on a GPU.
 
 Every block passes through such a frame, both ways. That bounds the memory that transfers take; the stored bytes are the
-ones that were digested, and the loaded bytes the ones that were verified, whatever others do meanwhile; and a thread
-that hangs in its medium does not touch the KV cache, so its job can be given up and the blocks used again.
+ones that were digested, and the loaded bytes the ones that were verified, whatever other processes do meanwhile; and a
+thread that hangs in its medium does not touch the KV cache, so its job can fail and the blocks can be reused.
 
 The copy costs little, as frames stay in a core's cache. Measured on tmpfs, one thread: blocks of 64 KiB and 1 MiB are
 saved at 1.7 and 2.4 GB/s with digest and copy, at 1.85 and 2.7 without the copy; they are loaded as fast as straight
@@ -29,10 +29,10 @@ class Staging(Protocol):
     frames: Sequence[Buffer]
 
     def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
-        """Copy blocks of the KV cache into the payloads of the first frames."""
+        """Copies blocks of the KV cache into the payloads of the first frames."""
 
     def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
-        """Copy the payloads of the first frames into blocks of the KV cache."""
+        """Copies the payloads of the first frames into blocks of the KV cache."""
 
 
 def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
@@ -48,7 +48,7 @@ def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
 
 
 def create_staging(kv_cache: torch.Tensor, num_bytes: int) -> Staging:
-    """As many frames as fit into `num_bytes`, but at least one, for one thread. To be called on that thread."""
+    """Creates as many frames as fit into `num_bytes`, but at least one, for the calling thread."""
     slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8)  # [num_blocks, payload bytes]
     frame_bytes = HEADER_BYTES + slabs.shape[1]
     shape = (min(max(1, num_bytes // frame_bytes), slabs.shape[0]), frame_bytes)
@@ -76,8 +76,8 @@ class HostStaging:
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Frames, counted from 0, and the blocks that belong to them, in runs that are adjacent in both. A run is one copy:
-    Python's lock, for which threads queue, is taken once for all of it."""
+    """Splits frames, counted from 0, and their blocks into runs that are adjacent in both. A run is one copy, so the
+    GIL, for which threads compete, is taken once for all of it."""
     start = 0
     for stop in range(1, len(block_ids) + 1):
         if stop == len(block_ids) or block_ids[stop] != block_ids[stop - 1] + 1:

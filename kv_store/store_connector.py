@@ -1,17 +1,17 @@
-"""A WorkerConnector over any BlockStore: the store keeps a block under its content hash, so handing over is making sure
-that the blocks are there.
+"""A WorkerConnector over any BlockStore: the store keeps a block under its content hash, so a handoff is complete when
+all its blocks are stored.
 
 The life of a job:
 
-1. `start_load`, `start_save` or `start_lookup` puts it into the queue. From then on its deadline runs. The queue is
-   one of batches, by urgency: a burst of saves for a tier holds up a handoff by no more than the batch under way.
-2. Transfer threads take its blocks, batch by batch, several threads at once, and move them through the frames of their
-   staging. A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is
-   not saved again. After a batch that fails no other is begun.
+1. `start_load`, `start_save` or `start_lookup` puts it into the queue. From then on its deadline runs. The queue
+   consists of batches, by urgency: a burst of saves for a tier delays a handoff by no more than the running batch.
+2. Transfer threads take its blocks, batch by batch, several threads at once, and move them through their staging
+   frames. A loaded block reaches the KV cache only after its frame was verified; a block that the store already has is
+   not saved again. After a batch that fails no other is started.
 3. It settles once: when all batches up to its last, or up to the first that failed, are over; when cancelled, at its
-   deadline, or when the connector closes. Its leading blocks moved until then count. Settling and touching the KV
-   cache exclude each other: a thread that returns from a hanging medium finds its job settled and leaves the cache
-   alone.
+   deadline, or when the connector closes. The leading blocks moved by then count. Settling and touching the KV
+   cache exclude each other: a thread that returns from a hanging medium finds its job settled and does not touch the
+   cache.
 4. Its result can be polled, then `on_settled` is called.
 
 While its circuit breaker is open, a store raises StoreUnavailableError at once. A medium that hangs without an error,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-_STALL_S = 10.0  # of a batch, which takes milliseconds; a Redis server is given up within half of it
+_STALL_S = 10.0  # for a batch, which takes milliseconds; a Redis server times out within half of it
 
 
 JobKind = Literal["load", "save", "lookup"]
@@ -78,8 +78,8 @@ class _Batch:
 
 
 class _Job:
-    """One transfer. `lock` guards what is named after it; it is held while a batch of the job is copied from or to the
-    KV cache and while the job settles."""
+    """One transfer. `lock` guards the fields below it; it is held while a batch of the job is copied from or to the KV
+    cache and while the job settles."""
 
     def __init__(self, kind: JobKind, transfer: BlockTransfer, due: float, batch_size: int, block_size: int) -> None:
         self.kind = kind
@@ -89,7 +89,7 @@ class _Job:
         self.batch_size = batch_size
         num_blocks = 0 if kind == "lookup" else len(transfer.block_hashes)
         self.num_batches = max(1, -(-num_blocks // batch_size))  # with no block to move, an empty one
-        self.num_taken = 0  # batches that threads have begun; guarded by the connector's lock
+        self.num_taken = 0  # batches that threads have taken; guarded by the connector's lock
         self.lock = threading.Lock()
         self.num_blocks_ok = 0
         self.settled = False
@@ -98,14 +98,14 @@ class _Job:
 
     @property
     def urgency(self) -> int:
-        """The less, the sooner: by who waits for it. A request cannot be computed, or not for less; a peer's request
-        waits; the caller does not."""
+        """Lower is more urgent. First jobs without which a request cannot run, or only at a higher cost; then those for
+        which a peer's request waits; last those for which nothing waits."""
         if self.kind == "save":
             return 3 if self.transfer.is_for_tier else 2
         return 0 if self.kind == "lookup" else 1
 
     def blocks_of(self, index: int) -> list[_Block]:
-        """The blocks of one batch; a lookup moves none."""
+        """Returns the blocks of one batch; a lookup moves none."""
         if self.kind == "lookup":
             return []
         transfer = self.transfer
@@ -117,8 +117,8 @@ class _Job:
         return blocks
 
     def count(self, batch: _Batch) -> str | None:
-        """Count a batch that is over, and those after it that were over before. What the job is to settle with: "" when
-        all is moved, an error, or None while earlier batches are under way."""
+        """Counts a batch that has ended, and later ones that had ended before it. Returns the outcome of the job: ""
+        when all blocks are moved, an error, or None while earlier batches are running."""
         self._ended[batch.index] = batch
         while (ended := self._ended.pop(self._num_counted, None)) is not None:
             self.num_blocks_ok += ended.num_ok
@@ -147,16 +147,16 @@ class StoreWorkerConnector:
         self._kv_cache: torch.Tensor | None = None
         self._threads: list[threading.Thread] = []
         lock = threading.Lock()  # guards all below
-        self._work = threading.Condition(lock)  # a job was queued, or we close
-        self._deadlines = threading.Condition(lock)  # there is a first deadline to watch, or we close
+        self._work = threading.Condition(lock)  # a job was queued, or the connector closes
+        self._deadlines = threading.Condition(lock)  # the next deadline changed, or the connector closes
         self._lock = lock
         # A job pins blocks of the KV cache until it settles or is the lookup of a request, so these are bounded.
         self._unsettled: dict[int, _Job] = {}
         # Those with batches that no thread has taken, by urgency, each in the order of submission.
         self._queued: list[OrderedDict[int, _Job]] = [OrderedDict() for _ in range(_NUM_URGENCIES)]
-        self._watching_until = math.inf  # monotonic seconds; the first deadline, as far as its watcher knows
+        self._watching_until = math.inf  # monotonic seconds; the deadline for which the watcher waits
         self._results: list[TransferResult] = []
-        self._begun_at: dict[int, float] = {}  # monotonic seconds, of the batch that each busy thread is in
+        self._begun_at: dict[int, float] = {}  # monotonic seconds; start of each busy thread's batch
         self._stalled = False
         self._closed = False
 
@@ -201,7 +201,7 @@ class StoreWorkerConnector:
         return results
 
     def close(self) -> None:
-        """See WorkerConnector. What has not settled settles as cancelled; a thread that hangs in the store is left."""
+        """See WorkerConnector. Unsettled jobs settle as cancelled; a thread that hangs in the store is abandoned."""
         with self._lock:
             if self._closed:
                 return
@@ -215,7 +215,7 @@ class StoreWorkerConnector:
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
             if thread.is_alive():
-                logger.warning("thread %s hangs in the block store and is left behind", thread.name)
+                logger.warning("thread %s hangs in the block store and is abandoned", thread.name)
         self._store.close()
         self._kv_cache = None
 
@@ -241,17 +241,19 @@ class StoreWorkerConnector:
             self._settle(job, StoreError.reason)
 
     def _jobs_behind_a_stall(self) -> list[_Job]:
-        """The jobs that no thread has begun, if none will: all threads are stuck in the store."""
+        """Returns the jobs that no thread has begun, if all threads hang in the store."""
         begun_at = self._begun_at.values()
         if len(begun_at) < self._options.threads or time.monotonic() - max(begun_at) < self._stall_s:
             return []
         if not self._stalled:
             self._stalled = True
-            logger.warning("the block store hangs, requests go on without it: no call returned for %g s", self._stall_s)
+            logger.warning(
+                "the block store hangs: no call returned for %g s, requests proceed without it", self._stall_s
+            )
         return [job for job in self._unsettled.values() if job.num_taken == 0]
 
     def _settle(self, job: _Job, error: str = "") -> bool:
-        """End the job with what it moved so far; False if it has ended before."""
+        """Ends the job with the blocks moved so far. False: it had ended before."""
         with job.lock:
             if job.settled:
                 return False
@@ -267,10 +269,10 @@ class StoreWorkerConnector:
     def _watch_deadlines(self) -> None:
         while (job := self._next_expired()) is not None:
             if self._settle(job, TransferTimeoutError.reason):
-                logger.warning("%s of request %s took too long", job.kind, job.transfer.request_id)
+                logger.warning("%s of request %s timed out", job.kind, job.transfer.request_id)
 
     def _next_expired(self) -> _Job | None:
-        """Wait until a job is past its deadline; None when closed."""
+        """Waits until a job is past its deadline. Returns None when closed."""
         with self._lock:
             while not self._closed:
                 job = min(self._unsettled.values(), key=lambda job: job.due, default=None)
@@ -288,7 +290,7 @@ class StoreWorkerConnector:
             self._run(*taken, staging)
 
     def _next_batch(self) -> tuple[_Job, _Batch] | None:
-        """Wait for a batch to move; None when closed."""
+        """Waits for a batch to move. Returns None when closed."""
         with self._lock:
             self._work.wait_for(lambda: any(self._queued) or self._closed)
             if self._closed:
@@ -312,7 +314,7 @@ class StoreWorkerConnector:
         except TransferError as error:
             logger.warning("%s of request %s stopped: %s", job.kind, job.transfer.request_id, error)
             batch.error = error.reason
-        except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
+        except Exception:  # a bug may cost a recompute, but not the thread that all later jobs need
             logger.exception("%s of request %s failed", job.kind, job.transfer.request_id)
             batch.error = TransferError.reason
         with self._lock:
@@ -321,19 +323,19 @@ class StoreWorkerConnector:
             if batch.error:
                 self._queued[job.urgency].pop(job.transfer.job_id, None)
         if was_stalled:
-            logger.warning("a call to the block store that hung has returned, the store is used again")
+            logger.warning("the block store answers again; using it")
         with job.lock:
             outcome = None if job.settled else job.count(batch)
         if outcome is not None:
             self._settle(job, outcome)
 
     def _look_up(self, job: _Job, batch: _Batch, _: Staging) -> None:
-        """Count the leading blocks that are there, all in one round trip."""
+        """Counts the leading blocks that are stored, in one round trip."""
         present = self._store.touch(job.transfer.block_hashes)
         batch.num_ok = [*present, False].index(False)
 
     def _save(self, job: _Job, batch: _Batch, staging: Staging) -> None:
-        """Store those of a batch that are not there yet."""
+        """Stores the blocks of a batch that are not stored yet."""
         store = self._store if job.transfer.is_for_tier else self._for_handoffs
         present = store.touch([block.key for block in batch.blocks])
         absent = [block for block, is_there in zip(batch.blocks, present, strict=True) if not is_there]
@@ -351,7 +353,7 @@ class StoreWorkerConnector:
         batch.num_ok = len(batch.blocks)
 
     def _load(self, job: _Job, batch: _Batch, staging: Staging) -> None:
-        """Fill the leading blocks of a batch whose frames are right. Raises what is wrong with the next one."""
+        """Fills the leading blocks of a batch whose frames are valid. Raises the error of the next one."""
         blocks = batch.blocks
         frames = staging.frames[: len(blocks)]
         sizes = self._store.read_into([block.key for block in blocks], frames)
@@ -364,7 +366,7 @@ class StoreWorkerConnector:
             with job.lock:
                 if not job.settled:
                     staging.scatter([block.block_id for block in blocks[:num_verified]], job.transfer.fence)
-                    batch.num_ok = num_verified  # not before: a copy that fails has brought nothing
+                    batch.num_ok = num_verified  # only now: a copy that failed has moved nothing
 
     def _verify(self, block: _Block, frame: Buffer, size: int | None) -> None:
         if size is None:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class NixlTierOptions(NixlOptions, frozen=True, kw_only=True):
     """Options of the nixl connector and of its tiers."""
 
-    host_bytes: Annotated[int, Meta(ge=0, description="Host memory of each pod in which it keeps blocks; 0: none.")] = 0
+    host_bytes: Annotated[int, Meta(ge=0, description="Host memory of each pod for KV blocks; 0: none.")] = 0
     store: Annotated[
         str, Meta(description="Store that keeps blocks: redis or shared-storage; its options as store.NAME=VALUE.")
     ] = ""
     offload: Annotated[
-        bool | None, Meta(description="Keep every full block; default: if there is host_bytes or a store.")
+        bool | None, Meta(description="Save every full block; default: if host_bytes or store is given.")
     ] = None
 
 
@@ -32,7 +32,7 @@ _OWN_OPTIONS = ("host_bytes", "offload")  # of the tiers; all others stand below
 
 
 class TieredWorkerConnector:
-    """Hands each job to the connector that it is meant for. Job ids are the engine's, so no two jobs share one."""
+    """Forwards each job to one of the two connectors. Job ids come from the engine, so they are unique across both."""
 
     def __init__(self, direct: WorkerConnector, tiers: WorkerConnector) -> None:
         self._direct = direct
@@ -41,7 +41,7 @@ class TieredWorkerConnector:
     def register_kv_cache(
         self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
     ) -> ConnectorFacts:
-        """See WorkerConnector. The tiers first: they know within moments that they cannot be used."""
+        """See WorkerConnector. The tiers first, as they fail faster if they cannot be used."""
         try:
             kept = self._tiers.register_kv_cache(kv_cache, fingerprint, on_settled)
         except ConfigError as error:
@@ -62,7 +62,7 @@ class TieredWorkerConnector:
         self._tiers.start_lookup(transfer)
 
     def cancel(self, job_id: int) -> None:
-        """See WorkerConnector. The one that does not know the job ignores it."""
+        """See WorkerConnector. The connector that does not know the job ignores it."""
         self._direct.cancel(job_id)
         self._tiers.cancel(job_id)
 
@@ -82,7 +82,7 @@ class TieredWorkerConnector:
 
 
 def _named_below_store(error: ConfigError) -> ConfigError:
-    """The same problem, by the name that the setting has here."""
+    """Rewrites the error with the name that the setting has here."""
     if error.param is None or error.param in _OWN_OPTIONS:
         return error
     setting = f"store.{error.param}"

@@ -1,11 +1,11 @@
 """Two tiers as one BlockStore: memory of this host above a store that other pods share.
 
-Looking and loading ask above first, and below, in one batch, only for what is not above; what came from below is then
-above as well. A tier's save goes to both. While the lower tier fails, the upper one goes on alone: what is only below
-counts as missing, which costs a recompute, and what is saved stays on this host. A lower store that fails for a while
-refuses operations at once, see `kv_store.guard`.
+Lookups and loads ask the upper tier first, then the lower one, in one batch, for the blocks that the upper one lacks;
+blocks found below are copied to the upper tier. A tier's save goes to both. While the lower tier fails, the upper one
+goes on alone: blocks that are only below count as missing, which costs a recompute, and saved blocks stay on this host.
+A lower store that keeps failing rejects operations at once, see `kv_store.guard`.
 
-A save for the sake of a handoff is another matter, because another pod relies on it: see `TieredStore.shared`.
+A save for a handoff must reach the lower tier, because another pod relies on it: see `TieredStore.shared`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStore:
-    """A BlockStore of which the upper tier may answer alone."""
+    """A BlockStore whose upper tier may answer alone."""
 
     def __init__(self, upper: HostPool, lower: BlockStore) -> None:
         self._upper = upper
@@ -32,7 +32,7 @@ class TieredStore:
 
     @property
     def shared(self) -> BlockSink:
-        """Where a save goes that another pod relies on: it has reached the lower tier, or it fails."""
+        """The sink for saves on which another pod relies: they reach the lower tier, or fail."""
         return _Shared(self._upper, self._lower)
 
     def open(self, namespace: str, frame_bytes: int) -> None:
@@ -82,32 +82,33 @@ class TieredStore:
         self._lower.close()
 
     def _promote(self, indices: Sequence[int], keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> None:
-        """Keep above what came from below: unverified, as all that a store has. Its reader discards what is wrong."""
+        """Copies frames from below to the upper tier, unverified: their readers verify them and discard corrupt
+        ones."""
         frames = [buffers[index][: self._frame_bytes] for index in indices if len(buffers[index]) >= self._frame_bytes]
         if len(frames) == len(indices):
             self._upper.write([keys[index] for index in indices], frames)
 
 
 class _Shared:
-    """A BlockSink for what has to be in the lower tier."""
+    """A BlockSink for blocks that must be in the lower tier."""
 
     def __init__(self, upper: HostPool, lower: BlockStore) -> None:
         self._upper = upper
         self._lower = lower
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
-        """See BlockSink. What is above alone does not count."""
+        """See BlockSink. Blocks that only the upper tier has do not count."""
         return self._lower.touch(keys)
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
-        """See BlockSink. Above as well, even if the lower tier then fails."""
+        """See BlockSink. Writes to the upper tier as well, even if the lower one then fails."""
         self._upper.write(keys, frames)
         self._lower.write(keys, frames)
 
 
 @contextmanager
 def _done_without() -> Iterator[None]:
-    """Inside, the lower tier may fail."""
+    """Logs and ignores failures of the lower tier."""
     try:
         yield
     except StoreUnavailableError:

@@ -14,13 +14,13 @@ from prefill_service.front import PrefillFront
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a prefill pod until SIGTERM or SIGINT; returns the exit code."""
+    """Runs a prefill pod until SIGTERM or SIGINT. Returns the exit code."""
     try:
         config = parse(
-            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Serve prompts' prefill."
+            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Runs a prefill pod."
         ).named("prefill")
         if not config.connector:
-            raise ConfigError("--connector: a prefill pod needs one to hand its KV over", param="connector")
+            raise ConfigError("--connector: required on a prefill pod, to hand its KV over", param="connector")
         pod = build(config)
     except ConfigError as error:
         return report_config_error(error)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(config: PrefillConfig) -> PodRuntime:
-    """The pod that these settings describe."""
+    """Builds the pod that these settings describe."""
     engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
     return PodRuntime("prefill", config, engine, lambda pod: PrefillFront(pod, config))
 

@@ -10,17 +10,16 @@ from common.pod.config import PodConfig
 
 
 class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prefill pod: what every pod has, and the bounds of its transfers."""
+    """Handoffs: how long a prefill pod waits for a decode pod, on top of what every pod has."""
 
-    max_transfers: Annotated[int, Meta(ge=1, description="Most handoffs open at once; more are refused.")] = 4096
     transfer_lease_s: Annotated[
-        float, Meta(gt=0, description="Seconds that one side of a handoff waits for news of the other.")
+        float, Meta(gt=0, description="Seconds that one side of a handoff waits for a message from the other.")
     ] = 30.0
     handoff_quarantine_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="Seconds for which decode pods that have lost this one keep blocks reserved to which it may "
-            "still write (direct connectors). Default: the connector's timeout_s, plus 30 to notice the loss and for a "
-            "step."
+            description="Seconds for which a decode pod that lost its connection to this pod keeps the blocks reserved "
+            "to which it may still write (direct connectors). Default: the connector's timeout_s, plus 30 to notice "
+            "the loss and to finish a step."
         ),
     ] = None

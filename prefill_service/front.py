@@ -11,8 +11,11 @@ from prefill_service.config import PrefillConfig
 from prefill_service.servicers import HandoffServicer, PrefillServicer
 from prefill_service.transfers import TransferRegistry
 
+# Open at once; more are refused. It bounds the memory for transfers whose other leg never comes; a pod that queues and
+# runs as many requests as it may does not reach it.
+_MAX_TRANSFERS = 4096
 _NOTICING_S = (KEEPALIVE_INTERVAL_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # until a broken connection is noticed
-_STEP_S = 15.0  # for a step that begins with it; longer than any
+_STEP_S = 15.0  # for the step that is running then; longer than any
 
 
 class PrefillFront:
@@ -20,10 +23,10 @@ class PrefillFront:
 
     service_names = ("baton.v1.Prefill", "baton.v1.Handoff")
 
-    def __init__(self, pod: PodContext, config: PrefillConfig) -> None:
+    def __init__(self, pod: PodContext, config: PrefillConfig, *, max_transfers: int = _MAX_TRANSFERS) -> None:
         self.transfers = TransferRegistry(
             pod.admission,
-            max_transfers=config.max_transfers,
+            max_transfers=max_transfers,
             lease_s=config.transfer_lease_s,
             is_direct=pod.spec.is_direct,
         )
@@ -32,7 +35,7 @@ class PrefillFront:
         self._handoff = HandoffServicer(pod, self.transfers, quarantine_s=quarantine_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the servicers."""
+        """Registers the servicers."""
         add_PrefillServicer_to_server(self._prefill, server)
         add_HandoffServicer_to_server(self._handoff, server)
 
@@ -46,7 +49,7 @@ class PrefillFront:
         return self.transfers.violations()
 
     async def close(self) -> None:
-        """Fail what is open, and let decode pods know; the server's stop ends the calls."""
+        """Fails open transfers and notifies decode pods. Stopping the server ends the calls."""
         self.transfers.close()
         await self._handoff.close()
         self.transfers.forget()

@@ -1,11 +1,11 @@
 """One prefill in the engine, from submission to the last saved block.
 
 1. `start` submits it: a producer if a decode pod will fetch the KV, else a request for a single token.
-2. The engine says RequestStarted, KVSaved as chunks leave, and the first token; saves may go on after it.
-3. With the first token and all KV saved, the transfer is delivered. Whatever goes wrong before fails it.
+2. The engine reports RequestStarted, KVSaved as chunks are saved, and the first token; saves may go on after it.
+3. With the first token and all KV saved, the transfer is delivered. Any error before that fails it.
 
-A direct connector needs to know where to save to: once both legs are there and the consumer has reserved, the engine
-is told. Cancelled, such a producer stays known until the engine has said its last of the saves: only then is nothing
+A direct connector needs a destination, which the engine gets once both legs are there and the consumer has reserved
+blocks. If such a producer is cancelled, it stays until the engine reports the end of its saves: only then is nothing
 written any more, and the transfer fails.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a prefill is for."""
+    """The result of a prefill."""
 
     token: SampledToken
     finish_reason: FinishReason | None  # None: the generation goes on
@@ -61,13 +61,13 @@ class Producer:
         self._started: RequestStarted | None = None
         self._token: SampledToken | None = None
         self._error: BatonError | None = None  # why it was cancelled
-        self._saves_are_over = False  # the engine saves no more
+        self._saves_are_over = False  # the engine has ended its saves
         self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
 
     def start(self, key: TransferKey | None) -> None:
-        """Submit the prefill, as producer of the transfer `key` if one is given.
+        """Submits the prefill, as producer of the transfer `key` if one is given.
 
-        Raises what `TransferRegistry.attach_producer` raises, and EngineDeadError; nothing is left behind then.
+        Raises what `TransferRegistry.attach_producer` raises, and EngineDeadError; no state is left then.
         """
         request = self._request
         if key is None:
@@ -88,7 +88,7 @@ class Producer:
             self.take_reservation(self._transfer.reservation)
 
     def cancel(self, error: BatonError) -> None:
-        """End the prefill for the reason `error`, wherever it is. Nothing happens if it has ended."""
+        """Ends the prefill with `error`, whatever its state. Does nothing if it has ended."""
         if self._engine_id is None:
             self._end(error)
         elif self._may_write:
@@ -100,7 +100,7 @@ class Producer:
             self._end(error)
 
     def take_reservation(self, reservation: Reservation) -> None:
-        """The engine may write now, if the connector is a direct one."""
+        """Lets the engine write, if the connector is a direct one."""
         if not self._may_write:
             return
         assert self._engine_id is not None
@@ -117,7 +117,7 @@ class Producer:
     # -- OutputSink -------------------------------------------------------------------------------------------------
 
     def take_output(self, output: RequestOutput) -> None:
-        """News of a step."""
+        """Handles an output of the engine."""
         for event in output.events:
             match event:
                 case RequestStarted():
@@ -138,7 +138,7 @@ class Producer:
             self._deliver_if_complete()
 
     def fail(self, error: BatonError) -> None:
-        """No more will come: those that wait for the token or the KV are told why. A dead engine writes nothing."""
+        """Fails the token and the transfer, as the engine will send no more. A dead engine writes nothing."""
         self._end(error, is_quiescent=not self._may_write or isinstance(error, EngineDeadError))
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Producer:
         return is_direct and self._engine_id is not None and not self._saves_are_over
 
     def _on_failed(self, error: BatonError) -> None:
-        """The engine refused the prefill, or gave it up while it may still be writing."""
+        """Handles a prefill that the engine rejected, or failed while it may still be writing."""
         if self._started is not None and self._may_write:
             self._error = self._error or error
             self._refuse_token(error)
@@ -166,7 +166,7 @@ class Producer:
     def _refuse_token(self, error: BatonError) -> None:
         if not self.first_token.done():
             self.first_token.set_exception(error)
-            self.first_token.exception()  # seen, even if no caller waits any more
+            self.first_token.exception()  # retrieved, even if no caller waits for it
 
     def _note_started(self, event: RequestStarted) -> None:
         self._started = event
@@ -198,7 +198,7 @@ class Producer:
             self.first_token.set_result(first)
 
     def _was_cut_short(self, finish_reason: FinishReason | None) -> bool:
-        """Without a transfer the engine is asked for one token: that limit is ours, not the client's."""
+        """Whether the output ended at our own limit: without a transfer, the engine is asked for one token."""
         wanted = self._request.sampling.max_tokens - len(self._request.output_token_ids)
         return self._transfer is None and finish_reason is FinishReason.LENGTH and wanted > 1
 

@@ -39,7 +39,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
     async def Prefill(  # noqa: N802  (the proto's name)
         self, request: pods_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.PrefillResponse:
-        """Returns with the first token; saves may still be going on then. Cancelled with the call."""
+        """Returns with the first token; saves may go on after that. Cancelling the call cancels the prefill."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             try:
                 first = await self._prefill(request)
@@ -74,7 +74,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
 
 
 class HandoffServicer(pods_pb2_grpc.HandoffServicer):
-    """Tells decode pods what has become of their KV."""
+    """Reports to decode pods how their KV proceeds."""
 
     def __init__(self, pod: PodContext, transfers: TransferRegistry, *, quarantine_s: float) -> None:
         """`quarantine_s`: see PrefillConfig."""
@@ -91,7 +91,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
         request_iterator: AsyncIterator[pods_pb2.HandoffCommand],
         context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent],
     ) -> None:
-        """Ends after `delivered` or `failed`. Its break ends no prefill; a `cancel` does."""
+        """Ends after `delivered` or `failed`. A broken stream does not end the prefill; `cancel` does."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             start = await _read_start(request_iterator)
             self._check_pairing(start)
@@ -101,7 +101,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             self._all_told.clear()
             try:
                 await self._tell(transfer, context)
-                # The decode pod hangs up first: a write of its own that meets an ended call would be an error to it.
+                # The decode pod ends the call first: its own write to an ended call would fail.
                 await asyncio.wait({reader}, timeout=HANG_UP_TIMEOUT_S)
             finally:
                 self._num_streams -= 1
@@ -112,14 +112,14 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 reader.cancel()
 
     async def close(self) -> None:
-        """Let the decode pods take the verdicts on their transfers, all of which are settled or about to be."""
+        """Waits until decode pods have read the outcome of their transfers, all of which are settled or about to be."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._all_told.wait()
         await self._readers.close()
 
     async def _tell(self, transfer: Transfer, context: grpc.aio.ServicerContext[Any, pods_pb2.HandoffEvent]) -> None:
-        """Write events as they come, skipping progress that is overtaken by more."""
+        """Writes events as they come, skipping outdated progress."""
         told_computing, told_ready, told_digests = False, 0, 0
         is_renewal = False
         while True:
@@ -146,7 +146,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             is_renewal = await self._wait_for_news(transfer)
 
     async def _wait_for_news(self, transfer: Transfer) -> bool:
-        """False: there is news. True: for a while there was none, but the engine works."""
+        """Waits for a change. False: there is one. True: there was none for a while, but the engine works."""
         while True:
             figures = self._pod.stats.latest
             try:
@@ -161,14 +161,14 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
     async def _obey(
         self, commands: AsyncIterator[pods_pb2.HandoffCommand], transfer: Transfer, start: pods_pb2.HandoffStart
     ) -> None:
-        """Read until the decode pod has said its last."""
+        """Executes the decode pod's commands until it ends its side of the stream."""
         decode_pod_id = start.decode_pod_id
         async for command in commands:
             match command.WhichOneof("command"):
                 case "cancel":
                     reason = command.cancel.reason or "cancelled"
-                    logger.info("transfer %s: %s no longer wants it: %s", transfer.key, decode_pod_id, reason)
-                    self._transfers.cancel(transfer, RequestCancelledError(f"the decode pod gave up: {reason}"))
+                    logger.info("transfer %s: cancelled by %s: %s", transfer.key, decode_pod_id, reason)
+                    self._transfers.cancel(transfer, RequestCancelledError(f"the decode pod cancelled: {reason}"))
                     return
                 case "renew":
                     self._transfers.renew(transfer)
@@ -186,7 +186,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             self._transfers.cancel(transfer, error)
 
     def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
-        """Raises IncompatiblePeerError naming what differs."""
+        """Raises IncompatiblePeerError that names what differs."""
         connector, spec = self._pod.config.connector or "", self._pod.spec
         _check_equal("connector", connector, start.connector, start)
         _check_equal("block_size", spec.block_size, start.block_size, start)
@@ -215,9 +215,9 @@ async def _read_start(commands: AsyncIterator[pods_pb2.HandoffCommand]) -> pods_
         async with asyncio.timeout(HANDOFF_START_TIMEOUT_S):
             command = await anext(commands)
     except (StopAsyncIteration, TimeoutError) as error:
-        raise InvalidRequestError("a handoff begins with `start`", param="start") from error
+        raise InvalidRequestError("the first message of a handoff must be `start`", param="start") from error
     if command.WhichOneof("command") != "start":
-        raise InvalidRequestError("a handoff begins with `start`", param="start")
+        raise InvalidRequestError("the first message of a handoff must be `start`", param="start")
     return command.start
 
 
@@ -225,12 +225,12 @@ def _key(transfer_id: str, epoch: int) -> TransferKey:
     if not transfer_id:
         raise InvalidRequestError("transfer_id is empty", param="transfer_id")
     if epoch < 1:
-        raise InvalidRequestError(f"epoch counts from 1, got {epoch}", param="epoch")
+        raise InvalidRequestError(f"epoch must be >= 1, got {epoch}", param="epoch")
     return TransferKey(TransferId(transfer_id), epoch)
 
 
 def _verdict(transfer: Transfer, digests: Sequence[bytes]) -> pods_pb2.HandoffEvent:
-    """The last event of a settled transfer. `digests`: those not told before."""
+    """Returns the last event of a settled transfer. `digests`: those not sent before."""
     ready = transfer.num_ready_tokens
     if transfer.error is not None:
         failed = pods_pb2.HandoffFailed(error=error_to_pb(transfer.error), num_ready_tokens=ready, digests=digests)

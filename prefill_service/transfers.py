@@ -1,7 +1,7 @@
 """The transfers of a prefill pod. One transfer joins two legs, which may arrive in either order:
 
-- the producer, a prefill in this pod's engine, which writes what has become of the KV;
-- the consumer, a decode pod's handoff stream, which reads it. It may lag: it is told the latest, not each step.
+- the producer, a prefill in this pod's engine, which updates the state of the KV;
+- the consumer, a decode pod's handoff stream, which reads it. It may lag: it gets the latest state, not each change.
 
       (new) --producer--> RUNNING --+--> SETTLED: delivered or failed
         |                    ^      |
@@ -9,19 +9,19 @@
 
 A transfer leaves the registry, which owns it, when
 
-1. it is settled and its consumer has been told, or has left;
+1. it is settled, and its consumer has got the outcome or has left;
 2. its consumer has left before any producer came, without a cancellation;
 3. it is settled and no consumer came within the lease; or it failed before a producer came, and is kept that long to
    refuse it;
 4. it has failed, waits for its lease to end, and its place is needed.
 
-A consumer that leaves without a cancellation does not end the prefill: the router still wants its first token. Unless
-the connector is a direct one, which would go on writing into blocks that the consumer cannot lend for ever.
-A direct connector's transfer is settled only when its engine writes no more: a verdict promises that.
-After the first token the lease also bounds the time between two saves: whatever the connector does, nothing stays.
+A consumer that leaves without a cancellation does not end the prefill, as the router still needs its first token. A
+direct connector is the exception: it would go on writing into blocks that the consumer cannot reserve without end. Its
+transfer is settled only when the engine has stopped writing: `delivered` and `failed` promise that.
+After the first token the lease also bounds the time between two saves, so that a connector that hangs keeps nothing.
 A failed transfer is only remembered; it no longer counts as open work of the pod.
 
-Leases. Each wait has one; news of the awaited side renews it:
+Leases. Each wait has one; a message of the awaited side renews it:
 
     waits for                                       began with                      renewed by
     the producer                                    the consumer's stream           (nothing)
@@ -29,12 +29,12 @@ Leases. Each wait has one; news of the awaited side renews it:
     a consumer's blocks, direct connectors only     the first token                 its `renew`, while its engine works
     the last saves                                  the first token, the blocks     each save
 
-The consumer has the other half of it: it waits for news of a prefill that is being computed, and is told again what it
-knows if there is none but the engine works. See `decode_service.handoff`.
+The consumer has timeouts of its own: while a prefill is being computed it waits for its next event, and the last
+progress is repeated as long as the engine works. See `decode_service.handoff`.
 
 Restarts. A transfer belongs to one incarnation of either pod. A new incarnation of this one knows no transfers: the
-streams of the old one have broken. A new incarnation of the decode pod comes with another epoch, to which nothing
-sticks of the one before: neither verdicts nor blocks nor the address of its connector.
+streams of the old one have broken. A new incarnation of the decode pod comes with another epoch, which shares
+nothing with the one before: neither outcome nor blocks nor the address of its connector.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferKey(NamedTuple):
-    """A transfer's name; the epoch fences attempts from each other."""
+    """Identifies one attempt of a transfer; the epoch fences attempts from each other."""
 
     transfer_id: TransferId
     epoch: int
@@ -70,7 +70,7 @@ class TransferKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the consumer holds for the transfer."""
+    """The blocks that the consumer has reserved for the transfer."""
 
     num_held_tokens: int  # leading prompt tokens whose KV it has already
     block_ids: tuple[int, ...]  # direct connectors: its blocks for the rest
@@ -81,15 +81,14 @@ class ProducingLeg(Protocol):
     """The prefill that produces a transfer's KV. Calls return at once."""
 
     def cancel(self, error: BatonError) -> None:
-        """End for the reason `error`, and fail the transfer with it: now, or when a direct connector has stopped
-        writing."""
+        """Ends with `error` and fails the transfer with it: now, or when a direct connector has stopped writing."""
 
     def take_reservation(self, reservation: Reservation) -> None:
-        """The consumer has its blocks. At most once."""
+        """Takes the blocks of the consumer. Called at most once."""
 
 
 class Transfer:
-    """What is known of one transfer. Written through the registry's methods only."""
+    """The state of one transfer. Changed by the registry's methods only."""
 
     def __init__(self, key: TransferKey) -> None:
         self.key = key
@@ -102,14 +101,14 @@ class Transfer:
         self.digests: list[bytes] = []  # direct connectors: of the blocks written, in order
         self.first_token: SampledToken | None = None  # set once all KV is there: delivered
         self.error: BatonError | None = None  # set if it failed
-        self.changed = asyncio.Event()  # news for the consumer
+        self.changed = asyncio.Event()  # wakes the consumer
         self.is_quiescent = True  # False: it failed, and its engine may still write
         self.producer: ProducingLeg | None = None  # while it runs
         self.lease: asyncio.TimerHandle | None = None
 
     @property
     def is_settled(self) -> bool:
-        """Delivered or failed; nothing changes any more."""
+        """Whether it was delivered or has failed; it no longer changes."""
         return self.first_token is not None or self.error is not None
 
 
@@ -135,7 +134,7 @@ class TransferRegistry:
     # -- the producer's side ----------------------------------------------------------------------------------------
 
     def attach_producer(self, key: TransferKey, producer: ProducingLeg) -> Transfer:
-        """A prefill begins. Raises InvalidRequestError if the transfer has a producer already, the
+        """Registers a prefill that begins. Raises InvalidRequestError if the transfer has a producer already, the
         transfer's own error if it was cancelled before, OverloadedError if there are too many."""
         transfer = self._transfers.get(key)
         if transfer is None:
@@ -155,8 +154,8 @@ class TransferRegistry:
         transfer.changed.set()
 
     def note_ready(self, transfer: Transfer, num_tokens: int, digests: Sequence[bytes] = ()) -> None:
-        """The KV of the first `num_tokens` prompt tokens is in the connector; the engine may say so before it says that
-        the producer was scheduled. `digests`: of the blocks that this adds, direct connectors only."""
+        """The KV of the first `num_tokens` prompt tokens is in the connector; the engine may report this before it
+        reports that the producer was scheduled. `digests`: of the blocks that this adds, direct connectors only."""
         if not transfer.is_settled and num_tokens > transfer.num_ready_tokens:
             transfer.is_computing = True
             transfer.num_ready_tokens = num_tokens
@@ -166,7 +165,7 @@ class TransferRegistry:
                 self._start_lease(transfer)
 
     def note_first_token(self, transfer: Transfer) -> None:
-        """The prompt is computed: from here on only saves are awaited."""
+        """The prompt is computed: only saves are awaited from now on."""
         if not transfer.is_settled:
             self._start_lease(transfer)
 
@@ -177,8 +176,8 @@ class TransferRegistry:
             self._settle(transfer)
 
     def fail(self, transfer: Transfer, error: BatonError, *, is_quiescent: bool = True) -> None:
-        """No more KV will come. The first verdict counts. `is_quiescent` False: but a direct connector may still write,
-        so that the consumer gets no verdict."""
+        """Fails the transfer, unless it is settled. `is_quiescent` False: a direct connector may still write, so the
+        consumer does not get the outcome."""
         if not transfer.is_settled:
             transfer.error = error
             transfer.is_quiescent = is_quiescent
@@ -188,8 +187,8 @@ class TransferRegistry:
     # -- the consumer's side ----------------------------------------------------------------------------------------
 
     def attach_consumer(self, key: TransferKey) -> Transfer:
-        """A decode pod asks for the transfer's events. Raises InvalidRequestError if another one does already,
-        UnavailableError if nothing is known of it and the pod is draining, OverloadedError if there are too many."""
+        """Registers a decode pod that reads the transfer's events. Raises InvalidRequestError if there is one already,
+        UnavailableError if the transfer is unknown and the pod is draining, OverloadedError if there are too many."""
         transfer = self._transfers.get(key)
         if transfer is None:
             if self._admission.draining:
@@ -204,7 +203,7 @@ class TransferRegistry:
         return transfer
 
     def reserve(self, transfer: Transfer, reservation: Reservation) -> None:
-        """The consumer has its blocks. Raises InvalidRequestError if it had said so before."""
+        """Takes the blocks of the consumer. Raises InvalidRequestError if it has sent them before."""
         if transfer.reservation is not None:
             raise InvalidRequestError(f"transfer {transfer.key} has its blocks already", param="reserved")
         transfer.reservation = reservation
@@ -214,13 +213,13 @@ class TransferRegistry:
             transfer.producer.take_reservation(reservation)
 
     def renew(self, transfer: Transfer) -> None:
-        """The consumer still waits for blocks: what it is to be written to them is kept as long again. Nothing else of
-        a transfer waits for the consumer, so that nothing else is renewed by it."""
+        """Extends the lease on KV that waits for the consumer's blocks. Nothing else of a transfer waits for the
+        consumer, so nothing else is renewed."""
         if transfer.has_producer and transfer.lease is not None and not self._has_target(transfer):
             self._start_lease(transfer)
 
     def cancel(self, transfer: Transfer, error: BatonError) -> None:
-        """The consumer no longer wants the KV: the prefill ends too, even if it is still to come."""
+        """Cancels the transfer for the consumer. The prefill ends too, even if it has not begun yet."""
         if transfer.producer is not None:
             transfer.producer.cancel(error)
         else:
@@ -239,7 +238,7 @@ class TransferRegistry:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail every transfer, and end their prefills; those are forgotten whose engine writes no more. Idempotent."""
+        """Fails every transfer and ends its prefill; removes those to which the engine no longer writes. Idempotent."""
         self._is_closed = True
         for transfer in list(self._transfers.values()):
             self.cancel(transfer, UnavailableError("the pod is closing"))
@@ -247,7 +246,7 @@ class TransferRegistry:
                 self._remove(transfer)
 
     def forget(self) -> None:
-        """After `close`: the consumers of what is left have had their time."""
+        """Removes what is left after `close`, once consumers have had time to read the outcome."""
         for transfer in list(self._transfers.values()):
             self.fail(transfer, UnavailableError("the pod is closing"), is_quiescent=False)
             self._remove(transfer)
@@ -255,7 +254,7 @@ class TransferRegistry:
     def violations(self) -> list[str]:
         """Transfers that will never be removed."""
         return [
-            f"transfer {transfer.key}: it will never be removed"
+            f"transfer {transfer.key} has neither a lease nor a producer, so it will never be removed"
             for transfer in self._transfers.values()
             if transfer.lease is None
             and transfer.producer is None
@@ -270,7 +269,7 @@ class TransferRegistry:
         return transfer
 
     def _forget_a_failed_one(self) -> bool:
-        """Make room: what failed long ago need not be remembered to the end of its lease. False: there is no such."""
+        """Makes room by removing the oldest failed transfer before its lease ends. False: there is none."""
         failed = (each for each in self._transfers.values() if each.error is not None and each.lease is not None)
         oldest = next(failed, None)
         if oldest is not None:
@@ -283,7 +282,7 @@ class TransferRegistry:
         if transfer.consumer_left or (self._is_closed and not transfer.has_consumer):
             self._remove(transfer)
         elif transfer.has_consumer:
-            self._end_lease(transfer)  # its stream is being told
+            self._end_lease(transfer)  # its stream sends the outcome
         else:
             self._start_lease(transfer)
 

@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 2 if a setting is wrong."""
     try:
-        config = parse(
-            RouterConfig, argv, prog="baton serve router", section="router", description="Front door of the cluster."
-        )
+        config = parse(RouterConfig, argv, prog="baton serve router", section="router", description="Runs the router.")
         setup_logging(config.log_level, "router")
         uvloop.run(_serve(config))
     except ConfigError as error:

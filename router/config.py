@@ -22,8 +22,23 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything one router needs."""
+    """Other settings."""
 
+    TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Addresses": ("host", "port", "grpc_port"),
+        "Pods": ("prefill", "decode"),
+        "Model": ("model", "revision", "served_model_name"),
+        "Routing": (
+            "prefill_policy",
+            "decode_policy",
+            "remote_prefill",
+            "min_remote_prefill_tokens",
+            "max_index_blocks",
+            "kv_failure_policy",
+        ),
+        "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
+        "Process": ("shutdown_grace_s", "log_level"),
+    }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
             "host",
@@ -36,9 +51,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "prefill_policy",
             "decode_policy",
             "remote_prefill",
-            "kv_failure_policy",
             "request_timeout_s",
-            "max_body_bytes",
             "max_inflight",
             "max_queued",
             "shutdown_grace_s",
@@ -53,62 +66,66 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         }
     )
 
-    host: Annotated[str, Meta(description="Address to listen on, HTTP and gRPC.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000
-    grpc_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the public gRPC API; 0 takes a free one.")] = (
-        9000
-    )
+    host: Annotated[str, Meta(description="Address to listen on, for HTTP and gRPC.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0: a free one.")] = 8000
+    grpc_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the public gRPC API; 0: a free one.")] = 9000
     prefill: Annotated[
-        list[str], Meta(description="host:port or dns:NAME:PORT of the prefill pods; none: decode pods prefill.")
+        list[str],
+        Meta(description="Prefill pods, as host:port or dns:NAME:PORT; none: decode pods compute all prompts."),
     ] = []
-    decode: Annotated[list[str], Meta(description="host:port or dns:NAME:PORT of the decode pods.")] = []
+    decode: Annotated[list[str], Meta(description="Decode pods, as host:port or dns:NAME:PORT.")] = []
+    discovery: DiscoveryConfig = DiscoveryConfig()
     model: Annotated[
-        str, Meta(description="Directory or hub id whose tokenizer and chat template are used; empty: the demo model.")
+        str,
+        Meta(
+            description="Directory or hub id of the model, for its tokenizer and chat template; empty: the demo model."
+        ),
     ] = ""
-    revision: Annotated[str | None, Meta(description="Hub revision.")] = None
+    revision: Annotated[str | None, Meta(description="Revision on the hub.")] = None
     served_model_name: Annotated[
-        str | None, Meta(description="Name that clients use; default: last part of the model's path or id.")
+        str | None, Meta(description="Name of the model in the API; default: the last part of its path or hub id.")
     ] = None
     prefill_policy: Annotated[
         str,
         Meta(description=f"How a prefill pod is chosen: {', '.join(POLICY_NAMES)}, or several with weights (a:2,b:1)."),
     ] = "kv_aware"
-    decode_policy: Annotated[str, Meta(description="How a decode pod is chosen; the same names.")] = "kv_aware"
+    decode_policy: Annotated[str, Meta(description="How a decode pod is chosen; the same policies.")] = "kv_aware"
     remote_prefill: Annotated[
         RemotePrefill,
         Meta(
-            description="Prefill on prefill pods: auto, where that gives the first token sooner or keeps the "
-            "decode pods' target_itl_ms; prefer, if one is ready; always, and refuse requests while none is; "
-            "never."
+            description="When a prefill pod computes the prompt. auto: where that gives the first token sooner or "
+            "keeps the decode pod's target_itl_ms; prefer: whenever one is ready; always: requests are refused while "
+            "none is ready; never: decode pods compute all prompts."
         ),
     ] = "auto"
     min_remote_prefill_tokens: Annotated[
         int,
-        Meta(ge=0, description="With auto, prompts of which fewer tokens are to be computed stay on the decode pod."),
+        Meta(ge=0, description="With auto, prompts with fewer uncached tokens stay on the decode pod."),
     ] = 0
     max_index_blocks: Annotated[
         int,
-        Meta(ge=0, description="Most cached blocks of all pods that are remembered, about 200 bytes each."),
+        Meta(ge=0, description="Most blocks in the index of what pods have cached; about 200 bytes each."),
     ] = 2_000_000
     kv_failure_policy: Annotated[
         KVFailurePolicy,
         Meta(
-            description="What becomes of a request whose KV does not come from its prefill pod, unless the request "
-            "says so itself: recompute it on the decode pod; fail, with 503."
+            description="What happens if the KV of a prompt does not arrive, unless the request has its own policy. "
+            "recompute: the decode pod computes the prompt; fail: the request ends with 503."
         ),
     ] = "recompute"
-    request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds until a request is ended as overdue.")] = 600.0
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP body and gRPC message.")] = 8 * 2**20
-    admission: AdmissionConfig = AdmissionConfig()
+    request_timeout_s: Annotated[float, Meta(gt=0, description="Seconds after which a request ends with 504.")] = 600.0
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest HTTP request body and gRPC message.")] = 8 * 2**20
     max_choices: Annotated[int, Meta(ge=1, description="Most generations of one HTTP request: prompts times n.")] = 128
-    survival: SurvivalConfig = SurvivalConfig()
-    shutdown_grace_s: Annotated[float, Meta(ge=0, description="Seconds that running requests get on SIGTERM.")] = 30.0
-    log_level: Annotated[LogLevel, Meta(description="Least severe log level shown.")] = "info"
-    security: SecurityConfig = SecurityConfig()
     limits: LimitsConfig = LimitsConfig()
-    tls: ClusterTlsConfig = ClusterTlsConfig()
-    discovery: DiscoveryConfig = DiscoveryConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    survival: SurvivalConfig = SurvivalConfig()
     pod_health: HealthConfig = HealthConfig()
+    security: SecurityConfig = SecurityConfig()
+    tls: ClusterTlsConfig = ClusterTlsConfig()
+    shutdown_grace_s: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
+    ] = 30.0
+    log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
 
     @property
     def may_have_prefill_pods(self) -> bool:

@@ -57,7 +57,7 @@ class Router:
         discovery = config.discovery
         self._registry = RedisRegistry(discovery.registry, discovery.registry_namespace) if discovery.registry else None
         self.cluster = Cluster(
-            create_discovery(config.prefill, config.decode, config.discovery, self._registry, self.metrics.registry),
+            create_discovery(config.prefill, config.decode, self._registry, self.metrics.registry),
             self.metrics,
             PrefixIndex(config.max_index_blocks),
             opener,

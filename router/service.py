@@ -66,7 +66,6 @@ class InferenceService:
         self._dispatcher = Dispatcher(cluster, config, metrics)
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
-            max_streams=config.survival.max_kept_streams,
             max_bytes=config.survival.max_kept_bytes,
             metrics=self._dispatcher.survival_metrics,
         )

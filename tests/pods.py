@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -211,19 +212,34 @@ class RunningPod:
 
 @asynccontextmanager
 async def prefill_pod(
-    store: Store | None, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
+    store: Store | None,
+    *,
+    gate: StepGate | None = None,
+    executor: dict[str, Any] | None = None,
+    front: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningPod]:
+    """`executor` and `front`: keyword arguments of these; `settings`: those of the pod."""
     config = PrefillConfig(**_settings(settings))
-    async with _pod("prefill", config, lambda pod: PrefillFront(pod, config), store, gate, executor) as pod:
+    make_front = partial(PrefillFront, config=config, **(front or {}))
+    async with _pod("prefill", config, make_front, store, gate, executor) as pod:
         yield pod
 
 
 @asynccontextmanager
 async def decode_pod(
-    store: Store | None, *, gate: StepGate | None = None, executor: dict[str, Any] | None = None, **settings: Any
+    store: Store | None,
+    *,
+    gate: StepGate | None = None,
+    executor: dict[str, Any] | None = None,
+    front: dict[str, Any] | None = None,
+    runtime: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningPod]:
+    """`executor`, `front` and `runtime`: keyword arguments of these; `settings`: those of the pod."""
     config = DecodeConfig(**_settings(settings))
-    async with _pod("decode", config, lambda pod: DecodeFront(pod, config), store, gate, executor) as pod:
+    make_front = partial(DecodeFront, config=config, **(front or {}))
+    async with _pod("decode", config, make_front, store, gate, executor, runtime) as pod:
         yield pod
 
 
@@ -243,6 +259,7 @@ async def _pod(
     store: Store | None,
     gate: StepGate | None,
     options: dict[str, Any] | None,
+    runtime_options: dict[str, Any] | None = None,
 ) -> AsyncIterator[RunningPod]:
     gate = gate or StepGate()
     connector: Any = RecordedDirectConnector() if store is None else RecordedConnector(store)
@@ -250,7 +267,8 @@ async def _pod(
     executor = BreakableExecutor(gate, **options)
     engine = AsyncInprocClient(config.engine_config(), lambda _: executor)
     with opened_at_last(gate):
-        async with PodRuntime(role, config, engine, make_front) as runtime, open_channel(runtime.address) as channel:
+        runtime = PodRuntime(role, config, engine, make_front, **(runtime_options or {}))
+        async with runtime, open_channel(runtime.address) as channel:
             pod = RunningPod(runtime, executor, options["connector"], gate, channel)
             yield pod
             gate.open()

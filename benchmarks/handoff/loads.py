@@ -35,7 +35,7 @@ class Beside:
     gaps: list[float]  # between tokens
     tokens_per_s: float  # of all streams
     decode_s: float  # gap between tokens before there were long prompts, median
-    least_prompt_s: float  # a prompt of min_prefill_tokens takes so long, median
+    least_prompt_s: float  # a prompt of MIN_PREFILL_TOKENS takes so long, median
 
 
 @dataclass(frozen=True, slots=True)

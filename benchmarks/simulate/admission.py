@@ -51,7 +51,7 @@ class SimulatedGate:
             is_local=router.sends_prompts_away and plan.prefill is None,
             arrived_at=now,
         )
-        room = router.room(admission.config.overcommit)
+        room = router.room()
         outlook = Outlook(self._limits, forecast(plan, router.estimates), query.expected_output_tokens)
         if (refusal := admission.refusal(ticket, outlook, room, now)) is not None:
             request.refuse(getattr(refusal.error, "retry_after_s", float("inf")))
@@ -76,5 +76,5 @@ class SimulatedGate:
     def _pump(self) -> None:
         self._awake = False
         admission, now = self._admission, self._clock.now
-        while (ticket := admission.next(self._router.room(admission.config.overcommit), now)) is not None:
+        while (ticket := admission.next(self._router.room(), now)) is not None:
             self._waiting.pop(ticket).send()

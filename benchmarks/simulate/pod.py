@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from benchmarks.simulate.cache import BlockCache
-from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
-from common.step_budget import PromptRoom, measured_knee, prefill_work
+from benchmarks.simulate.timing import TARGET_ITL_S, Hardware
+from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, measured_knee, prefill_work
 from common.step_times import StepTimes
 
 _LONGEST_STRETCH_S = 0.25

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from benchmarks.simulate.cache import split
 from benchmarks.simulate.pod import Clock, SimulatedPod
-from benchmarks.simulate.timing import MIN_PREFILL_TOKENS, TARGET_ITL_S, Hardware
+from benchmarks.simulate.timing import TARGET_ITL_S, Hardware
 from common.pb import pods_pb2
-from common.step_budget import prefill_work
+from common.step_budget import MIN_PREFILL_TOKENS, prefill_work
 from router.admission.config import AdmissionConfig
-from router.admission.limits import Limits
+from router.admission.limits import PREDICTION_MARGIN, Limits
 from router.admission.room import Room, room_of
 from router.admission.steering import within_limits
 from router.placing.estimates import Estimates
@@ -71,7 +71,6 @@ class SimulatedRouter:
         self._clock = clock
         self._index = PrefixIndex(_MAX_INDEX_BLOCKS)
         self.estimates = Estimates()
-        self._margin = (setting.admission or AdmissionConfig()).prediction_margin
         self._terms = Terms(ttft_slo_s=setting.limits.ttft_s, itl_slo_s=setting.limits.itl_s)
         prefill, decode = self._tables = PodTable(), PodTable()
         self.sends_prompts_away = setting.num_prefill > 0 and setting.remote_prefill != "never"
@@ -103,12 +102,12 @@ class SimulatedRouter:
         """Where it would go now."""
         plan = self._planner.plan(query, self._clock.now)
         assert plan is not None
-        return within_limits(plan, self._terms, self._margin)
+        return within_limits(plan, self._terms, PREDICTION_MARGIN)
 
-    def room(self, overcommit: float) -> Room:
+    def room(self) -> Room:
         """What the pods could take now."""
         prefill, decode = (table.columns() for table in self._tables)
-        return room_of(decode, prefill if self.sends_prompts_away else decode, overcommit)
+        return room_of(decode, prefill if self.sends_prompts_away else decode)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when a pod's load changed."""

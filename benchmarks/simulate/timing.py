@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TARGET_ITL_S = 0.05  # the pods' defaults
-MIN_PREFILL_TOKENS = 64
+TARGET_ITL_S = 0.05  # the pods' default
 
 
 class Hardware(NamedTuple):

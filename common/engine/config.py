@@ -18,16 +18,18 @@ PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside 
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model, and how it is computed."""
+    """Model: which one, and how it is computed."""
 
     model: Annotated[
         str, Meta(description="Local directory or hub id of a safetensors model; empty: the demo model.")
     ] = ""
-    revision: Annotated[str | None, Meta(description="Hub revision.")] = None
+    revision: Annotated[str | None, Meta(description="Revision on the hub.")] = None
     dtype: Annotated[
         DType, Meta(description="Compute and KV dtype; auto: float32 on CPU, the model's own on CUDA.")
     ] = "auto"
-    device: Annotated[Device, Meta(description="Where it runs; auto: CUDA if there is one.")] = "auto"
+    device: Annotated[Device, Meta(description="Device of the model and the KV cache; auto: CUDA if there is one.")] = (
+        "auto"
+    )
     max_model_len: Annotated[
         PositiveInt | None,
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
@@ -39,7 +41,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The paged KV cache."""
+    """KV cache: its blocks and their memory."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[
@@ -57,25 +59,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What fits in a step."""
+    """Scheduler: what fits in a step."""
 
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of a step.")] = 2048
     target_itl_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="Milliseconds between tokens of running streams: a step takes no more of prompts than keeps it "
-            "so short. null: steps are as large as max_num_batched_tokens."
+            description="Target for the milliseconds between tokens of running streams: a step beside them takes only "
+            "as many prompt tokens as keep it that short. none: up to max_num_batched_tokens."
         ),
     ] = 50.0
-    min_prefill_tokens: Annotated[
-        int, Meta(ge=1, description="Least prompt tokens of a step, whatever target_itl_ms is.")
-    ] = 64
     max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests running at once.")] = 256
     max_num_waiting: Annotated[int, Meta(ge=1, description="Most requests queued; more are refused.")] = 4096
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
-    watermark: Annotated[float, Meta(ge=0, lt=1, description="Share of blocks held back at admission for growth.")] = (
-        0.01
-    )
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

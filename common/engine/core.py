@@ -2,9 +2,8 @@
 
 1. `EngineCore(...)` loads the model, sizes the KV cache, resolves what was "auto", builds the scheduler and, if there
    is a connector, starts the thread that moves KV.
-2. `receive` takes each command as it arrives, on whatever thread; what concerns KV movement goes to that thread at
-   once.
-3. `add_request` and `abort_requests` change what the next step will do.
+2. `receive` takes each command as it arrives, on any thread; those that concern KV transfers go to that thread at once.
+3. `add_request` and `abort_requests` change what the next step does.
 4. `step()` schedules, executes and updates, while `has_work`.
 5. `close()` ends the thread and releases the executor.
 
@@ -66,13 +65,13 @@ class EngineCore:
         on_failure: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The callbacks are called from any thread: `on_wakeup` when an idle core may have work, `on_news` with what
-        should not wait for the end of a step, `on_failure` if the transfers' thread has died, after which the core is
-        of no use."""
+        """The callbacks are called from any thread: `on_wakeup` when an idle core may have work, `on_news` with
+        outputs that should not wait for the end of a step, `on_failure` if the transfer thread has died, after which
+        the core is unusable."""
         self._executor = executor
         self._clock = clock
         self._on_news = on_news
-        self._unsent: list[RequestOutput] = []  # said between steps; go out with the next one
+        self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_step_s = 0.0
         self._port: TransferPort | None = None
         self._actor = TransferActor(
@@ -117,8 +116,8 @@ class EngineCore:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def receive(self, command: EngineCommand) -> None:
-        """Take note of a command as it arrives, before its turn in the step loop. May be called from any thread; the
-        commands of a client come in order."""
+        """Inspects a command as it arrives, before its turn in the step loop. May be called from any thread, in the
+        order of the client's commands."""
         match command:
             case AddRequest(transfer=transfer) if transfer is not None and self._port is not None:
                 is_producer = transfer.role == "producer"
@@ -128,7 +127,7 @@ class EngineCore:
                 self._actor.put(command)
 
     def add_request(self, request: AddRequest) -> None:
-        """Start a generation. One that cannot be admitted ends with FinishReason.ERROR in the next step's outputs."""
+        """Starts a generation. One that cannot be admitted ends with FinishReason.ERROR in the next step's outputs."""
         try:
             self._scheduler.add_request(request, self._clock())
         except BatonError as error:
@@ -143,12 +142,12 @@ class EngineCore:
             )
 
     def _forget_transfer(self, request: AddRequest) -> None:
-        """The request was refused, but `receive` has announced it."""
+        """Ends the transfer of a rejected request, which `receive` has announced."""
         if request.transfer is not None and self._port is not None and not self._port.knows(request.request_id):
             self._actor.put(End(request.request_id, is_aborted=True))
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
-        """End generations; live ones answer with FinishReason.ABORT in the next step's outputs."""
+        """Ends generations; live ones answer with FinishReason.ABORT in the next step's outputs."""
         self._unsent += self._scheduler.abort_requests(list(request_ids))
 
     # -- the step ---------------------------------------------------------------------------------------------------
@@ -159,16 +158,16 @@ class EngineCore:
         return (
             bool(self._unsent)
             or self._scheduler.has_work
-            or self._scheduler.has_cache_change  # was reset while idle: routers are to know
+            or self._scheduler.has_cache_change  # was reset while idle, which routers must learn
         )
 
     @property
     def has_unfinished(self) -> bool:
-        """True while any request lives, any KV is on the move, or an output is unsent."""
+        """True while any request lives, any KV is in transfer, or an output is unsent."""
         return self.has_work or self._scheduler.has_unfinished or self._num_transfers > 0
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update. Any exception is fatal for this core."""
+        """Schedules, executes and updates. Any exception is fatal for this core."""
         started = self._clock()
         step = self._scheduler.schedule(started)
         self._tell_urgent_news()
@@ -178,7 +177,7 @@ class EngineCore:
             self._port.fence = result.fence
         step_s = finished - started
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
-        if step.total_num_scheduled_tokens:  # one without tokens says nothing of the model's speed
+        if step.total_num_scheduled_tokens:  # a step without tokens does not show the model's speed
             self._last_step_s = step_s
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
@@ -194,12 +193,12 @@ class EngineCore:
     # -- questions --------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Current figures."""
+        """Returns the current statistics."""
         stats = msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
         return stats if self._port is None else self._port.figures(stats)
 
     def check_integrity(self) -> IntegrityReport:
-        """State the engine's invariants."""
+        """Checks the engine's invariants."""
         return msgspec.structs.replace(self._scheduler.check_integrity(), num_transfers=self._num_transfers)
 
     @property
@@ -207,11 +206,11 @@ class EngineCore:
         return 0 if self._port is None else len(self._port)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
         self._scheduler.reset_prefix_cache()
 
     def call(self, call: Call) -> CallResult:
-        """Answer a client's question."""
+        """Answers a client's call."""
         result: EngineSpec | EngineStats | IntegrityReport | None = None
         match call.method:
             case "engine_spec":
@@ -225,13 +224,13 @@ class EngineCore:
         return CallResult(call_id=call.call_id, result=result)
 
     def close(self) -> None:
-        """End the transfers' thread and release the executor. Idempotent."""
+        """Ends the transfer thread and releases the executor. Idempotent."""
         self._actor.stop()
         self._executor.close()
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
-    """Settle everything that was left open. Raises ConfigError naming the settings that do not fit."""
+    """Resolves everything that was "auto". Raises ConfigError that names settings that do not fit."""
     num_blocks = _resolve_num_blocks(config.cache, facts)
     return EngineSpec(
         fingerprint=facts.fingerprint,

@@ -1,10 +1,10 @@
 """The engine as a process: input thread | busy loop | output thread, over ZeroMQ.
 
-Run as `python -m common.engine.core_proc` by `AsyncMPClient`; `common.engine.launch` says how the two meet.
+Run as `python -m common.engine.core_proc` by `AsyncMPClient`; `common.engine.launch` has their protocol.
 
     ipc -> input thread: decode -> queue -> busy loop: step -> queue -> output thread: encode -> ipc
 
-The main thread runs the busy loop, so that a model has the thread that frameworks expect, and signals arrive there.
+The main thread runs the busy loop, as frameworks expect of a model, and signals arrive there.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from common.observability.logging import setup_logging
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED_REPLIES = 256  # steps that the engine may be ahead of its client's reading
-_EMIT_TIMEOUT_S = 60.0  # a client that reads nothing for so long is not coming back
-_CLOSE_TIMEOUT_S = 2.0  # for the last replies to leave at the end
+_MAX_QUEUED_REPLIES = 256  # steps that the engine may be ahead of its client
+_EMIT_TIMEOUT_S = 60.0  # after which a client that does not read counts as gone
+_CLOSE_TIMEOUT_S = 2.0  # for sending the last replies
 
 
 class OutputThread:
-    """Encodes and sends replies off the loop. Bounded: a client that does not read holds the engine up."""
+    """Encodes and sends replies on its own thread. Bounded: a client that does not read blocks the engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str) -> None:
         self._context = context
@@ -57,17 +57,18 @@ class OutputThread:
         self._thread.start()
 
     def emit(self, reply: EngineProcReply) -> None:
-        """Queue a reply. Raises queue.Full if the client reads nothing for too long, or what ended the thread."""
+        """Queues a reply. Raises queue.Full if the client does not read for too long, or the error that ended the
+        thread."""
         if self._error is not None:
             raise self._error
         self._replies.put(reply, timeout=_EMIT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Send what is queued, then end. Gives up on a client that does not read."""
+        """Sends what is queued, then ends. Drops it if the client does not read."""
         try:
             self._replies.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
-            logger.error("the client does not read; its last replies are lost")
+            logger.error("the client does not read; dropping its last replies")
             return
         self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -87,7 +88,7 @@ class OutputThread:
 
 
 class InputThread:
-    """Receives and decodes commands off the loop. It ends when the context is terminated."""
+    """Receives and decodes commands on its own thread, which ends when the context is terminated."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str, loop: EngineLoop) -> None:
         self._loop = loop
@@ -120,7 +121,7 @@ class EngineCoreProc:
         self._output = OutputThread(self._context, launch.replies_path)
 
     def run(self) -> int:
-        """Serve until SIGTERM, or until something fails; returns the exit code."""
+        """Serves until SIGTERM or a failure. Returns the exit code."""
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._output.close)
             try:
@@ -136,7 +137,7 @@ class EngineCoreProc:
         executor = load_executor_factory(self._launch.executor)(self._launch.config)
         loop = EngineLoop(self._launch.config, executor, self._output.emit)
         try:
-            InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady invites commands
+            InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady is sent
             _stop_on_sigterm(loop)
             gc.collect()
             gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
@@ -147,17 +148,17 @@ class EngineCoreProc:
         return loop
 
     def _report(self, error: Exception) -> None:
-        """Tell the client before anything is released, which may take time."""
-        if not isinstance(error, ConfigError):  # those are the user's, and the client prints them
+        """Reports the error to the client first, as releasing resources may take time."""
+        if not isinstance(error, ConfigError):  # which the client prints
             logger.critical("the engine died", exc_info=error)
         try:
             self._output.emit(EngineFailed.of(error))
         except (queue.Full, zmq.ZMQError) as failure:
-            logger.error("the client cannot be told: %r", failure)
+            logger.error("cannot notify the client: %r", failure)
 
 
 def _stop_on_sigterm(loop: EngineLoop) -> None:
-    """Until now SIGTERM has killed the process, which had nothing to lose.
+    """Turns SIGTERM into a stop; until now, it killed the process, which had no state yet.
 
     A Python signal handler would not do: it runs on the main thread between two bytecodes, and a signal that arrives
     as that thread begins to wait for commands is noticed only when it has stopped waiting.
@@ -175,7 +176,7 @@ def _stop_on_sigterm(loop: EngineLoop) -> None:
 
 
 def _exit_with_parent(directory: Path) -> None:
-    """Block until stdin ends, which it does when the parent is gone; then nobody wants anything of this process."""
+    """Blocks until stdin ends because the parent is gone, and exits: no process uses this one any more."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     shutil.rmtree(directory, ignore_errors=True)
@@ -184,7 +185,7 @@ def _exit_with_parent(directory: Path) -> None:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever sends it: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
     setup_logging(launch.log_level, launch.name)

@@ -1,12 +1,12 @@
-"""The connector Protocol: how KV blocks get in and out of an engine.
+"""The connector Protocol: how KV blocks move in and out of an engine.
 
 The life of a transfer:
 
-1. The step loop pins blocks and tells the transfers' thread about them (`common.engine.transfers`).
-2. That thread hands a BlockTransfer with a fresh job id to the connector, which works in threads or in the transport of
+1. The step loop pins blocks and passes them to the transfer thread (`common.engine.transfers`).
+2. That thread passes a BlockTransfer with a fresh job id to the connector, which works in threads or in a transport of
    its own.
-3. The connector calls `on_settled` from any thread once jobs have settled; the transfers' thread collects results with
-   `poll`, starts what follows from them and tells clients and the step loop.
+3. The connector calls `on_settled` from any thread once jobs have settled; the transfer thread collects results with
+   `poll`, starts the jobs that follow from them and notifies clients and the step loop.
 4. The step loop unpins the blocks. Until a job has settled, no other request may own its blocks: an error or a
    cancellation does not prove that the transport stopped writing.
 
@@ -56,7 +56,7 @@ class BlockTransfer:
     block_hashes: tuple[BlockHash, ...]
     num_tokens_in_last: int  # tokens in the last block; all it can hold if it is full
     destination: Destination | None = None  # saves of a direct connector only
-    digests: tuple[bytes, ...] = ()  # loads of a direct connector only: what the producer says of each block's bytes
+    digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's digest of each block
     is_for_tier: bool = False  # no other pod waits for it
     fence: Fence = None
 
@@ -73,18 +73,18 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorFacts:
-    """What the engine and its peers must know of an open connector."""
+    """Facts of an open connector, for the engine and its peers."""
 
     is_direct: bool = False
-    max_write_s: float = 0.0  # direct: seconds from the beginning of a write to its end, whatever happens
-    address: bytes = b""  # direct: what a producer's connector needs to write into this KV cache; opaque to all others
+    max_write_s: float = 0.0  # direct: most seconds from the beginning of a write to its end
+    address: bytes = b""  # direct: for a producer's connector, to write into this KV cache; opaque otherwise
     keeps_blocks: bool = False  # lookups find what was saved before
-    wants_offloads: bool = False  # keeps_blocks, and every full block is to be saved, not only those of handoffs
+    wants_offloads: bool = False  # keeps_blocks, and every full block should be saved, not only those of handoffs
 
 
 class WorkerConnector(Protocol):
     """Moves blocks between one worker's KV cache and a medium. All methods but `register_kv_cache` and `close` are
-    called on the transfers' thread and return without waiting for the medium; every started job settles exactly once,
+    called on the transfer thread and return without waiting for the medium; every started job settles exactly once,
     within a deadline."""
 
     def register_kv_cache(
@@ -92,26 +92,26 @@ class WorkerConnector(Protocol):
     ) -> ConnectorFacts:
         """Called once, before anything else. `kv_cache` is
         [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab.
-        Opens the medium; raises ConfigError naming the setting if that is impossible."""
+        Opens the medium; raises ConfigError that names the setting if that is impossible."""
 
     def start_load(self, transfer: BlockTransfer) -> None:
-        """Begin to fill the blocks. Each is checked against fingerprint, hash, length and digest."""
+        """Starts to fill the blocks. Each is checked against fingerprint, hash, length and digest."""
 
     def start_save(self, transfer: BlockTransfer) -> None:
-        """Begin to make sure that the medium holds the blocks, which no longer change."""
+        """Starts to save the blocks, which no longer change, unless the medium has them."""
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
-        """Begin to ask how many leading blocks of `block_hashes` are kept. Never called unless `keeps_blocks`. Settles
-        soon: a request waits for it before it may be computed."""
+        """Starts to look up how many leading blocks of `block_hashes` are kept. Only called if `keeps_blocks`. Must
+        settle soon, as a request waits for it."""
 
     def cancel(self, job_id: int) -> None:
-        """The result is no longer wanted; settle soon. Unknown and settled ids are ignored."""
+        """Cancels a job, which still settles, soon. Ignores unknown and settled ids."""
 
     def poll(self) -> list[TransferResult]:
         """Jobs settled since the last call."""
 
     def close(self) -> None:
-        """Settle or abandon everything and release the medium. Idempotent; safe after a partial start."""
+        """Settles or abandons all jobs and releases the medium. Idempotent; safe after a partial start."""
 
 
 ConnectorFactory = Callable[[str, Mapping[str, str | int | float | bool]], WorkerConnector]

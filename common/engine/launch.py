@@ -1,11 +1,11 @@
-"""What a parent and its engine process say to each other beside commands and replies, and how both are framed.
+"""The protocol between a parent and its engine process beside commands and replies, and the framing of both.
 
 1. The parent starts `python -m common.engine.core_proc` and writes a length-prefixed `Launch` to its stdin, which it
    then keeps open: end of file there means that the parent is gone, and the child exits at once.
 2. The child answers on the reply socket with `EngineReady`, or with `EngineFailed` and exit code `EXIT_FAILED`.
 3. While it serves, commands and replies travel as msgpack over two ZeroMQ push/pull pairs on `ipc://` paths in a
    directory that only this user can enter.
-4. SIGTERM ends the child after the step in flight. An engine that dies says `EngineFailed` if it still can.
+4. SIGTERM ends the child after the step in flight. An engine that dies sends `EngineFailed` if it still can.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine process needs to know."""
+    """The settings of an engine process."""
 
     config: EngineConfig
     executor: str  # "module:factory", an ExecutorFactory
@@ -59,13 +59,13 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, error: Exception) -> EngineFailed:
-        """Describe `error` for the other side."""
+        """Describes `error` for the other side."""
         if isinstance(error, BatonError):
             return cls(type(error).__name__, error.message, error.param)
         return cls(type(error).__name__, f"{type(error).__name__}: {error}")
 
     def to_error(self) -> BatonError:
-        """ConfigError or ModelLoadError as it was; EngineDeadError for everything else."""
+        """Restores a ConfigError or ModelLoadError; returns EngineDeadError for everything else."""
         kinds: dict[str, type[BatonError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
         return kinds.get(self.kind, EngineDeadError)(self.message, param=self.param)
 
@@ -80,7 +80,7 @@ def frame_launch(launch: Launch) -> bytes:
 
 
 def read_launch(stream: BinaryIO) -> Launch:
-    """Read a framed Launch from an unbuffered stream. Raises EOFError if it ends before."""
+    """Reads a framed Launch from an unbuffered stream. Raises EOFError if it ends before."""
     (length,) = _LENGTH.unpack(_read_exactly(stream, _LENGTH.size))
     return msgspec.msgpack.decode(_read_exactly(stream, length), type=Launch)
 
@@ -96,7 +96,7 @@ def _read_exactly(stream: BinaryIO, length: int) -> bytes:
 
 
 def load_executor_factory(path: str) -> ExecutorFactory:
-    """Import "module:factory". Raises ConfigError if there is no such thing."""
+    """Imports "module:factory". Raises ConfigError if it does not exist."""
     try:
         factory: ExecutorFactory = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:

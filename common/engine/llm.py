@@ -44,7 +44,7 @@ DEFAULT_MAX_TOKENS = 128  # where no parameters are given
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt was answered with."""
+    """The answer to one prompt."""
 
     prompt: str  # empty if token ids were given
     prompt_token_ids: list[int]
@@ -88,7 +88,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Complete one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
+        """Completes one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
 
         `params`: for all prompts, or one for each; by default greedy, up to `DEFAULT_MAX_TOKENS`. Equal seeds give
         equal answers; without a seed one is drawn for each prompt. Text ends before the first `stop` string.
@@ -106,7 +106,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation or many, each a list of {"role": ..., "content": ...}; otherwise like `generate`."""
+        """Answers one conversation or many, each a list of {"role": ..., "content": ...}; otherwise like `generate`."""
         if not messages:
             raise InvalidRequestError("messages is empty", param="messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -114,15 +114,15 @@ class LLM:
         return self._generate(prompts, params, stop, use_tqdm)
 
     def check_integrity(self) -> IntegrityReport:
-        """State the engine's invariants."""
+        """Checks the engine's invariants."""
         return self._client.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of earlier prompts."""
+        """Removes the KV of earlier prompts from the prefix cache."""
         self._client.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the engine. Idempotent."""
+        """Releases the engine. Idempotent."""
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -167,7 +167,7 @@ class LLM:
         return [generation.completion() for generation in generations]
 
     def _prepare(self, prompt: _Prompt, params: SamplingParams | None, stops: Sequence[str]) -> _Generation:
-        """Check one prompt and its parameters against the model."""
+        """Checks one prompt and its parameters against the model."""
         room = self.spec.max_model_len - len(prompt.token_ids)
         sampling = params or SamplingParams(temperature=0.0, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
         if sampling.seed is None:
@@ -197,7 +197,7 @@ class LLM:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self, generations: Sequence[_Generation], progress: tqdm[Any]) -> None:
-        """Feed the engine as it has room, step, and collect, until all are done."""
+        """Adds requests as the engine has room, steps, and collects outputs until all are done."""
         pending = deque(generations)
         live: dict[RequestId, _Generation] = {}
         rate = _TokenRate()
@@ -226,7 +226,7 @@ class LLM:
         return self._client.step().outputs
 
     def _collect(self, generation: _Generation, output: RequestOutput) -> bool:
-        """True if the generation is over."""
+        """Collects an output. Returns True if the generation has ended."""
         generation.take(output)
         if generation.finish_reason is not None and output.finish_reason is None:  # a stop string
             self._client.abort_requests([generation.request_id])
@@ -234,7 +234,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _ending(self, live: dict[RequestId, _Generation]) -> Iterator[None]:
-        """Afterwards the engine holds no request of ours, however the body ended."""
+        """Aborts the requests that are still in the engine when the body ends."""
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Generation:
-    """One prompt on its way to a Completion."""
+    """The state of one prompt until its Completion."""
 
     request_id: RequestId
     prompt: _Prompt
@@ -269,7 +269,7 @@ class _Generation:
         return AddRequest(request_id=self.request_id, prompt_token_ids=self.prompt.token_ids, sampling=self.sampling)
 
     def take(self, output: RequestOutput) -> None:
-        """Add what one step brought. Raises BatonError if the engine refused the request."""
+        """Adds the output of one step. Raises BatonError if the engine rejected the request."""
         if output.finish_reason is FinishReason.ERROR:
             error = BatonError(output.error)
             error.code = ErrorCode.from_number(output.error_code)
@@ -317,7 +317,7 @@ class _TokenRate:
 
 @contextlib.contextmanager
 def _interrupt_deferred() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event: one in the middle of a step would leave the engine unusable.
+    """Turns the first Ctrl-C into an event: an interrupt in the middle of a step would leave the engine unusable.
 
     A second one interrupts at once. Signals reach the main thread only; elsewhere this does nothing.
     """
@@ -349,7 +349,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "scheduler": SchedulerConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
-    # No client waits for single tokens: the steps are as large as their budget.
+    # No stream waits for tokens: steps are as large as their budget.
     values: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {"target_itl_ms": None}}
     for name, value in options.items():
         if name not in owners:
@@ -366,7 +366,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
 
 
 def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """None if the model comes without one; it still takes token ids."""
+    """Loads the tokenizer. None: the model has none; it still takes token ids."""
     directory = model_directory(config)
     return Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
 

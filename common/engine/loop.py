@@ -1,7 +1,7 @@
-"""The loop around an EngineCore that lives on a thread of its own: take commands, step, say what happened.
+"""The loop around an EngineCore, on a thread of its own: take commands, step, emit outputs.
 
-Idle means blocked: with nothing to compute the loop waits on its command queue, and whoever has news - a client, or the
-connector through the core's wake-up - puts something there.
+Idle means blocked: with nothing to compute the loop waits on its command queue, to which clients add commands and the
+connector, through the core, a wake-up.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from common.engine.messages import (
 
 
 class _Wakeup:
-    """Look for work."""
+    """Wakes the loop."""
 
 
 class _Stop:
-    """End the loop after the step in flight."""
+    """Ends the loop after the step in flight."""
 
 
 class _Failure:
-    """A thread that serves this loop has failed."""
+    """Reports that a thread of this loop has failed."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -49,7 +49,7 @@ class EngineLoop:
 
     The queue of commands has no bound of its own: the front that feeds it bounds live requests, and each has one
     AddRequest, at most one abort, at most one transfer target and few transfer updates. `emit` takes one reply, on any
-    thread, and may block, but not for ever.
+    thread, and may block for a bounded time.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
@@ -65,20 +65,20 @@ class EngineLoop:
         return self._core.spec
 
     def put(self, command: EngineCommand) -> None:
-        """Deliver a command; those of one thread stay in order."""
+        """Queues a command; those of one thread stay in order."""
         self._core.receive(command)
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Make `run` return after the step in flight."""
+        """Makes `run` return after the step in flight."""
         self._commands.put(_STOP)
 
     def fail(self, error: Exception) -> None:
-        """Make `run` raise `error` after the step in flight."""
+        """Makes `run` raise `error` after the step in flight."""
         self._commands.put(_Failure(error))
 
     def run(self) -> None:
-        """Serve until stopped. Any exception is fatal for the engine."""
+        """Serves until stopped. Any exception is fatal for the engine."""
         while self._take_commands():
             self._emit(self._core.step())
 
@@ -87,7 +87,7 @@ class EngineLoop:
         self._core.close()
 
     def _take_commands(self) -> bool:
-        """Carry out what has arrived, waiting while there is nothing to compute. False: stop."""
+        """Executes the commands that have arrived, waiting while there is nothing to compute. False: stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._core.has_work)
@@ -105,4 +105,4 @@ class EngineLoop:
                 case _Stop():
                     return False
                 case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
-                    pass  # the latter were for the transfers' thread, which has them
+                    pass  # the latter are for the transfer thread, which has got them

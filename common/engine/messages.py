@@ -1,7 +1,7 @@
-"""What a client and an EngineCore say to each other; msgspec structs, msgpack on the wire.
+"""The messages between a client and an EngineCore; msgspec structs, msgpack on the wire.
 
 Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, TransferTarget, TransferQuiesced,
-Call. Core -> client: `EngineCoreOutputs`, one per step that has something to say and further ones with news of
+Call. Core -> client: `EngineCoreOutputs`, one per step with outputs and further ones with outputs of
 transfers, which do not wait for a step; and `CallResult`.
 """
 
@@ -48,11 +48,11 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """News of a consumer's handoff.
+    """An update of a consumer's handoff.
 
     `num_ready_tokens` leading prompt tokens can be loaded through the connector now; it never decreases.
-    `final` means that no more will come: with `first_token` the handoff succeeded, without it failed with
-    `failure` and the consumer computes what it lacks.
+    `final` means that no more KV will arrive: with `first_token` the handoff succeeded, without it failed with
+    `failure` and the consumer computes the rest.
     """
 
     request_id: RequestId
@@ -73,7 +73,7 @@ class TransferQuiesced(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TransferTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A producer learns where a direct connector is to write: the blocks that its consumer has reserved.
+    """Gives a producer the blocks to which a direct connector writes, which its consumer has reserved.
 
     The first `num_held_tokens` prompt tokens, whole blocks, are there already and are not sent; `block_ids` are the
     consumer's blocks for the rest of the prompt.
@@ -87,7 +87,7 @@ class TransferTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Asks the core something off the hot path; answered by a CallResult with the same id."""
+    """A call off the hot path; answered by a CallResult with the same id."""
 
     call_id: int
     method: Literal["engine_spec", "stats", "check_integrity", "reset_prefix_cache"]
@@ -105,7 +105,8 @@ class RequestStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVSaved(msgspec.Struct, frozen=True, tag=True):
-    """Producer: the KV of the first `num_tokens` prompt tokens is in the connector. `failure`: no more will come."""
+    """Producer: the KV of the first `num_tokens` prompt tokens is in the connector. `failure`: no more will be
+    saved."""
 
     num_tokens: int
     failure: str = ""
@@ -117,14 +118,14 @@ class KVReceived(msgspec.Struct, frozen=True, tag=True):
 
     num_tokens: int
     handoff_s: float  # seconds from the final TransferUpdate to runnable
-    recompute_reason: str = ""  # why the rest is computed here; empty: nothing is
+    recompute_reason: str = ""  # why the rest is computed here; empty: there is none
 
 
 RequestEvent = RequestStarted | KVSaved | KVReceived
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one request gained in one step. After `finish_reason` only KVSaved events may follow, and a
+    """The output of one request in one step. After `finish_reason` only KVSaved events may follow, and a
     producer's last KVSaved has either all prompt tokens or a failure."""
 
     request_id: RequestId
@@ -152,11 +153,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefix_cache_hits: int = 0  # prompt tokens found
     num_prompt_tokens: int = 0  # computed here
     num_generation_tokens: int = 0
-    tier_queries: int = 0  # tokens asked for in the tiers below the device
+    tier_queries: int = 0  # tokens looked up in the tiers below the device
     tier_hits: int = 0  # tokens restored from them
     num_offloaded_blocks: int = 0
     num_offload_failures: int = 0  # blocks that were offered and not saved
-    num_offloads_skipped: int = 0  # blocks never offered, since too many offloads were under way
+    num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -179,22 +180,22 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Whether every block is free, cached or owned by a live request, and who is alive."""
+    """Whether every block is free, cached or owned by a live request, and what is live."""
 
-    violations: list[str]  # empty: sound
+    violations: list[str]  # empty: none
     num_requests: int
     num_blocks_in_use: int
     num_transfers: int  # block transfers not settled
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Everything of one step, or news of transfers in between. All of a core's in order say what its prefix cache
-    holds: it starts empty, and of each step what was removed goes first."""
+    """The outputs of one step, or of transfers in between. Applied in order, they give the contents of the prefix
+    cache: it starts empty, and the removals of a step come before its additions."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None = None  # None: not of a step
-    kv_stored: bytes = b""  # block hashes, 16 bytes each, that the prefix cache finds now and did not before
-    kv_removed: bytes = b""  # and those that it finds no more
+    kv_stored: bytes = b""  # block hashes, 16 bytes each, added to the prefix cache
+    kv_removed: bytes = b""  # and those removed from it
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,4 +1,4 @@
-"""Words of peers as values of a metric's label: bounded, as each value is a time series that stays."""
+"""Bounds the cardinality of a metric's label whose values come from peers: each value is a time series that stays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _OTHER = "other"
 
 
 class BoundedLabels:
-    """Of one label."""
+    """The values of one label."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def value_of(self, word: str) -> str:
-        """The word, or "other" if it is none or there are too many."""
+        """Returns the value, or "other" if it is invalid or there are too many."""
         if word not in self._known:
             if len(self._known) >= _MAX_VALUES or not _WORD.fullmatch(word):
                 return _OTHER

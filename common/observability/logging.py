@@ -11,8 +11,8 @@ from common.observability.repeats import RepeatFilter
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_CHATTY = ("asyncio", "httpcore", "httpx", "filelock", "huggingface_hub", "urllib3")  # their INFO is our DEBUG
-_NO_DESCRIPTORS = "socket.accept() out of system resource"  # asyncio's, up to thousands of times a second
+_CHATTY = ("asyncio", "httpcore", "httpx", "filelock", "huggingface_hub", "urllib3")  # INFO lines at level debug only
+_NO_DESCRIPTORS = "socket.accept() out of system resource"  # logged by asyncio, up to thousands of times a second
 
 
 class LineFormatter(logging.Formatter):

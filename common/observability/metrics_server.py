@@ -14,7 +14,7 @@ from common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_TIMEOUT_S = 10.0  # a scraper that stalls loses its connection
+SCRAPE_TIMEOUT_S = 10.0  # after which a scraper that stalls is disconnected
 
 
 class _Scrape(MetricsHandler):
@@ -44,7 +44,7 @@ class MetricsServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts to serve."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._server.serve_forever, name="metrics", kwargs={"poll_interval": 0.2}
@@ -52,7 +52,7 @@ class MetricsServer:
             self._thread.start()
 
     def close(self) -> None:
-        """Stops answering and frees the port."""
+        """Stops serving and frees the port."""
         if self._thread is not None:
             self._server.shutdown()
             self._thread.join()

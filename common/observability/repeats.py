@@ -1,9 +1,9 @@
-"""Log lines that others can cause as often as they like: the first is written at once, then at most one per interval,
-with the last message and the number that it stands for.
+"""Rate limits for log lines that peers can trigger: the first is written at once, then at most one per interval, with
+the last message and the number of lines that it stands for.
 
     HTTP: malformed request from 10.0.0.7: Invalid method encountered (the last of 1,532 in 60 s)
 
-`RepeatedLine` is for lines of our own, one object for each kind. `RepeatFilter` is for those of a library's logger.
+`RepeatedLine` is for our own lines, one object for each kind. `RepeatFilter` is for those of a library's logger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Later = Callable[[float, Callable[[], None]], object]
 
 
 def call_later(delay_s: float, call: Callable[[], None]) -> None:
-    """On this thread's event loop; never if there is none."""
+    """Schedules the call on this thread's event loop; without one, it is never called."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -32,7 +32,7 @@ def call_later(delay_s: float, call: Callable[[], None]) -> None:
 class RepeatedLine:
     """One kind of line. May be used from any thread.
 
-    What came within an interval is written when it ends, or, where no event loop runs, with the next line.
+    Lines within an interval are summed up when it ends or, if no event loop runs, with the next line.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class RepeatedLine:
         self._clock = clock
         self._later = later
         self._lock = threading.Lock()
-        self._since: float | None = None  # beginning of the interval; None: no line was written lately
-        self._num_held = 0  # lines since then that were not written
+        self._since: float | None = None  # start of the interval; None: there is none
+        self._num_held = 0  # suppressed lines since then
         self._last: tuple[str, tuple[object, ...]] = ("", ())
 
     def log(self, message: str, *args: object) -> None:
@@ -90,7 +90,7 @@ class RepeatedLine:
 
 
 class RepeatFilter(logging.Filter):
-    """Sums up the lines of a logger that begin with `start`, with their exceptions but without tracebacks."""
+    """Limits the rate of a logger's lines that begin with `start`; keeps their exceptions but not the tracebacks."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class RepeatFilter(logging.Filter):
     ) -> None:
         super().__init__()
         self._start = start
-        self._line = RepeatedLine(logger.getChild("repeated"), level, clock=clock, later=later)  # is not filtered here
+        # Through a child logger, whose lines this filter does not see.
+        self._line = RepeatedLine(logger.getChild("repeated"), level, clock=clock, later=later)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for a line that is summed up."""

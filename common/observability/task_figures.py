@@ -1,4 +1,4 @@
-"""How many asyncio tasks a process holds, for Prometheus: a number that grows without load is a leak."""
+"""Exports the number of asyncio tasks of a process; one that grows without load is a leak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 
 class TaskFigures(Collector):
-    """Counts the unfinished tasks of one event loop at each scrape, from any thread."""
+    """Counts the unfinished tasks of one event loop at each scrape. Thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,1 +1,1 @@
-"""What prefill and decode pods have in common: settings, runtime, control service, metrics."""
+"""The common parts of prefill and decode pods: settings, runtime, control service, metrics."""

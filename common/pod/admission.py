@@ -1,4 +1,4 @@
-"""Who may start work on this pod: bounded, and closed while the pod drains."""
+"""Admission of work on this pod: bounded, and closed while the pod drains."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Admission:
         self._on_drain: list[Callable[[], None]] = []
 
     def on_drain(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once, when draining begins."""
+        """Registers a callback that is called once, when draining begins."""
         self._on_drain.append(callback)
 
     def admit(self) -> None:
-        """Open a new piece of work. Raises UnavailableError while draining, OverloadedError at the bound."""
+        """Admits a new piece of work. Raises UnavailableError while draining, OverloadedError at the bound."""
         if self.draining:
             raise UnavailableError("the pod is draining and takes no new work")
         if self.num_open >= self.max_open:
@@ -35,23 +35,23 @@ class Admission:
         self.hold()
 
     def hold(self) -> None:
-        """Open a piece of work that continues an admitted one, so that neither bound nor drain stops it."""
+        """Counts a piece of work that continues an admitted one, whatever the bound and the drain."""
         self.num_open += 1
         self._idle.clear()
 
     def release(self) -> None:
-        """A piece of work has ended."""
+        """Ends a piece of work."""
         self.num_open -= 1
         if self.num_open == 0:
             self._idle.set()
 
     def drain(self) -> None:
-        """Admit nothing from now on. Idempotent."""
+        """Admits nothing from now on. Idempotent."""
         if not self.draining:
             self.draining = True
             for callback in self._on_drain:
                 callback()
 
     async def wait_idle(self) -> None:
-        """Return once nothing is open."""
+        """Returns once nothing is open."""
         await self._idle.wait()

@@ -1,9 +1,9 @@
-"""A pod makes itself known in the registry:
+"""A pod announces itself in the registry:
 
 1. It announces itself once it serves, and renews its lease three times per lease.
-2. At the end of its drain it withdraws. A pod that dies is forgotten when its lease ends.
+2. At the end of its drain it withdraws. The record of a pod that dies expires with its lease.
 
-A registry that does not answer is no reason to stop serving: it is logged, and tried again at the next renewal.
+A pod keeps serving while the registry does not answer: that is logged, and retried at the next renewal.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _EVERYWHERE = ("0.0.0.0", "::", "[::]", "")  # noqa: S104  (compared with, not b
 
 
 class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a pod makes itself known."""
+    """Registry: where a pod announces itself."""
 
     registry: Annotated[
         str | None,
-        Meta(description="redis://[user:password@]host[:port][/db] where pods announce themselves; none: nowhere."),
+        Meta(description="Redis where pods announce themselves, redis://[user:password@]host[:port][/db]."),
     ] = None
     registry_namespace: Annotated[
         str, Meta(min_length=1, pattern="^[A-Za-z0-9._-]+$", description="Name of the cluster within the registry.")
     ] = "default"
     registry_lease_s: Annotated[
-        float, Meta(ge=0.1, le=3600, description="Seconds after which a pod that fell silent is no longer listed.")
+        float, Meta(ge=0.1, le=3600, description="Seconds after its last renewal for which a pod stays listed.")
     ] = 15.0
     advertise: Annotated[
-        str, Meta(description="host[:port] at which others reach this pod; empty: the address that it listens on.")
+        str, Meta(description="host[:port] at which others reach this pod; default: the address on which it listens.")
     ] = ""
 
     def address(self, host: str, port: int) -> str:
-        """host:port for others, of a pod that listens on `host` and `port`. Raises ValueError."""
+        """Returns host:port at which others reach a pod that listens on `host` and `port`. Raises ValueError."""
         if not self.advertise:
             if host in _EVERYWHERE:
                 raise ValueError(f"--advertise: must be given with --registry if --host is {host}")
@@ -58,13 +58,13 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Registry(Protocol):
-    """What a pod needs of it. Both raise UnavailableError."""
+    """The registry as a pod uses it. Both methods raise UnavailableError."""
 
     async def announce(self, record: PodRecord) -> None:
-        """Store the record, or renew its lease."""
+        """Stores the record, or renews its lease."""
 
     async def withdraw(self, record: PodRecord) -> None:
-        """Remove it."""
+        """Removes the record."""
 
 
 class Announcer:
@@ -73,10 +73,10 @@ class Announcer:
     def __init__(self, registry: Registry, record: PodRecord) -> None:
         self._registry = registry
         self._record = record
-        self._announced: bool | None = None  # whether the last attempt went well
+        self._announced: bool | None = None  # whether the last attempt succeeded
 
     async def run(self) -> None:
-        """Announce and renew. Cancel to end."""
+        """Announces and renews until cancelled."""
         while True:
             try:
                 await self._registry.announce(self._record)
@@ -87,22 +87,22 @@ class Announcer:
             await asyncio.sleep(self._record.lease_s / _RENEWALS_PER_LEASE)
 
     async def withdraw(self) -> None:
-        """Say that the pod is gone."""
+        """Removes the record."""
         try:
             async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
                 await self._registry.withdraw(self._record)
         except (UnavailableError, TimeoutError) as error:
-            logger.warning("could not withdraw from the registry, the lease ends by itself: %s", error)
+            logger.warning("cannot withdraw from the registry, the record will expire with its lease: %s", error)
 
     def _note(self, error: UnavailableError | None) -> None:
-        """Log changes only."""
+        """Logs changes only."""
         if error is not None and self._announced is not False:
-            logger.warning("cannot announce this pod, going on without: %s", error.message)
+            logger.warning("cannot announce this pod in the registry, will retry: %s", error.message)
         elif error is None and not self._announced:
-            logger.info("announced as %s", self._record.address)
+            logger.info("announced in the registry as %s", self._record.address)
         self._announced = error is None
 
 
 def open_registry(config: AnnounceConfig) -> RedisRegistry | None:
-    """The one that is configured. Raises ConfigError."""
+    """Opens the configured registry; None: there is none. Raises ConfigError."""
     return RedisRegistry(config.registry, config.registry_namespace) if config.registry else None

@@ -21,13 +21,17 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pod."""
+    """Other settings."""
 
+    TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Process": ("host", "port", "pod_id", "metrics_port", "drain_timeout_s", "log_level"),
+        "Model": ("served_model_name",),
+        "KV connector": ("connector", "connector_path", "connector_options"),
+    }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
             "host",
             "port",
-            "pod_id",
             "served_model_name",
             "connector",
             "connector_path",
@@ -42,7 +46,6 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "dtype",
             "device",
             "max_model_len",
-            "num_threads",
             "kv_cache_memory",
             "max_num_batched_tokens",
             "target_itl_ms",
@@ -53,32 +56,30 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="gRPC port; 0 picks a free one.")] = 0
-    pod_id: Annotated[str, Meta(description="Stable name of the pod; empty: a random one.")] = ""
-    served_model_name: Annotated[str, Meta(description="Name of the model in the API; empty: of its directory.")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="gRPC port; 0: a free one.")] = 0
+    pod_id: Annotated[str, Meta(description="Name of the pod in logs and records; default: a random one.")] = ""
+    served_model_name: Annotated[
+        str, Meta(description="Name of the model in the API; default: that of its directory.")
+    ] = ""
     connector: Annotated[
-        str | None, Meta(description="How KV travels between pods; none: this pod takes no part in handoffs.")
+        str | None, Meta(description="How KV travels between pods; none: the pod takes no part in handoffs.")
     ] = "shared-storage"
     connector_path: Annotated[str, Meta(description="Directory of the shared-storage connector.")] = ""
     connector_options: Annotated[
         dict[str, str | int | float | bool], Meta(description="Further options of the connector.")
     ] = {}
     metrics_port: Annotated[
-        Port | None, Meta(description="HTTP port of the Prometheus metrics; 0 picks a free one; none: off.")
+        Port | None, Meta(description="HTTP port of the Prometheus metrics; 0: a free one; none: no metrics.")
     ] = None
     drain_timeout_s: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+        float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
-    engine_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Seconds after which an engine that answers nothing is given up; longer than any step."),
-    ] = 300.0
-    log_level: Annotated[LogLevel, Meta(description="Least severe log lines shown.")] = "info"
-    tls: ClusterTlsConfig = ClusterTlsConfig()
+    log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     announcing: AnnounceConfig = AnnounceConfig()
+    tls: ClusterTlsConfig = ClusterTlsConfig()
 
     def __post_init__(self) -> None:
         if self.announcing.registry:

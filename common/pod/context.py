@@ -1,4 +1,4 @@
-"""What the runtime gives to the servicers of a pod."""
+"""The services that the runtime provides to the servicers of a pod."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
 from common.rpc.errors import rpc_errors
+from common.step_budget import MIN_PREFILL_TOKENS
 
 DEFAULT_STATS_INTERVAL_S = 0.1
 MAX_DRAIN_WAIT_S = 24 * 3600.0  # of a call without a deadline
@@ -21,11 +22,11 @@ _ROLES = {"prefill": pods_pb2.POD_ROLE_PREFILL, "decode": pods_pb2.POD_ROLE_DECO
 
 
 class OpenWork(Protocol):
-    """What the role's front knows of its own state."""
+    """The state of the role's front."""
 
     @property
     def num_handoffs(self) -> int:
-        """Handoffs under way."""
+        """Handoffs in flight."""
 
     def violations(self) -> list[str]:
         """Broken invariants of the front, one line each."""
@@ -58,14 +59,14 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             connector=pod.config.connector or "",
             version=__version__,
             target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
-            min_prefill_tokens=pod.config.scheduler.min_prefill_tokens,
+            min_prefill_tokens=MIN_PREFILL_TOKENS,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: pods_pb2.WatchStatsRequest, context: grpc.aio.ServicerContext[Any, pods_pb2.PodStats]
     ) -> None:
-        """A report at once, then one per change, at most one per interval; several if there is much to say about the
-        prefix cache."""
+        """Sends a report at once, then one per change, at most one per interval; several if many blocks of the prefix
+        cache have changed."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
             with ExitStack() as stack:
@@ -80,23 +81,23 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     async def Drain(  # noqa: N802
         self, request: pods_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.DrainResponse:
-        """Takes no new work and returns when the old is finished, or shortly before the call's deadline."""
+        """Stops admission and returns when running work has finished, or shortly before the call's deadline."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             admission = self._pod.admission
             admission.drain()
-            remaining = context.time_remaining()  # None without a deadline, whatever the type stubs say
+            remaining = context.time_remaining()  # None without a deadline, unlike in the type stubs
             wait_s = MAX_DRAIN_WAIT_S if remaining is None else remaining * 0.9
             try:
                 async with asyncio.timeout(wait_s):
                     await admission.wait_idle()
             except TimeoutError:
-                pass  # the answer says how many are left
+                pass  # the response has the number of those left
         return pods_pb2.DrainResponse(num_unfinished=admission.num_open)
 
     async def CheckIntegrity(  # noqa: N802
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.CheckIntegrityResponse:
-        """States the invariants of engine and front."""
+        """Checks the invariants of engine and front."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             report = await self._pod.engine.check_integrity()
         return pods_pb2.CheckIntegrityResponse(

@@ -1,5 +1,5 @@
-"""Conversion between messages of `baton.v1` and what the engine understands. Requests are checked here, against the
-model that this pod serves; inside, nothing checks them again."""
+"""Conversion between messages of `baton.v1` and those of the engine. Requests are validated here, against the model
+that this pod serves, and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from common.types.validation import validate_prompt, validate_sampling
 def add_request_from_pb(
     message: common_pb2.EngineRequest, spec: EngineSpec, transfer: KVTransferParams | None = None
 ) -> AddRequest:
-    """The request as the engine takes it.
+    """Converts a request to the engine's message.
 
-    Raises InvalidRequestError, UnprocessableError or PromptTooLongError naming the field at fault.
+    Raises InvalidRequestError, UnprocessableError or PromptTooLongError that names the field.
     """
     if not message.request_id:
         raise InvalidRequestError("request_id is empty", param="request_id")
@@ -53,18 +53,18 @@ def add_request_from_pb(
 
 
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
-    """A token with its log probabilities, if it has any."""
+    """Converts a token and its log probabilities, if it has any."""
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
 
 
 def _target_itl_s(target_ms: float) -> float:
     if not 0 <= target_ms < math.inf:
-        raise InvalidRequestError(f"target_itl_ms must be a number from 0 on, got {target_ms}", param="target_itl_ms")
+        raise InvalidRequestError(f"target_itl_ms must be a number >= 0, got {target_ms}", param="target_itl_ms")
     return target_ms / 1000
 
 
 def _block_hashes(message: common_pb2.EngineRequest, num_prompt_tokens: int, block_size: int) -> list[BlockHash]:
-    """Block hashes of the wire; none at all leaves the work to the engine."""
+    """Unpacks block hashes. Without any, the engine computes them."""
     packed, num_full_blocks = message.block_hashes, num_prompt_tokens // block_size
     if packed and len(packed) != num_full_blocks * HASH_BYTES:
         raise InvalidRequestError(

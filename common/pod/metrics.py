@@ -1,4 +1,4 @@
-"""A pod's Prometheus metrics. The engine's figures are read when scraped, so that a step costs nothing."""
+"""A pod's Prometheus metrics. The engine's figures are read at each scrape, so that they cost a step nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class PodMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineFigures(stats))
         self.request_success = Counter(
-            "baton_request_success", "Requests that ended as they should.", ["finished_reason"], registry=self.registry
+            "baton_request_success",
+            "Requests that finished without an error.",
+            ["finished_reason"],
+            registry=self.registry,
         )
         self.request_failure = Counter(
             "baton_request_failure", "Requests that ended with an error.", ["code"], registry=self.registry
@@ -47,20 +50,20 @@ class PodMetrics:
             registry=self.registry,
         )
         self.handoffs = Counter(
-            "baton_handoff", "Handoffs that ended, by outcome as this side saw it.", ["outcome"], registry=self.registry
+            "baton_handoff", "Handoffs that ended, by outcome as seen by this pod.", ["outcome"], registry=self.registry
         )
         self.handoff_tokens = Counter(
-            "baton_handoff_external_tokens", "Prompt tokens whose KV came by handoff.", registry=self.registry
+            "baton_handoff_external_tokens", "Prompt tokens whose KV arrived by handoff.", registry=self.registry
         )
         self.kv_recompute = Counter(
             "baton_kv_recompute",
-            "Requests that computed KV here which was to come by handoff.",
+            "Requests whose KV was computed here instead of arriving by handoff.",
             ["reason"],
             registry=self.registry,
         )
         self.kv_failures = Counter(
             "baton_kv_failure",
-            "Requests whose KV did not come by handoff, by outcome: recomputed, or failed as their policy says.",
+            "Requests whose KV did not arrive by handoff, by outcome: recomputed, or failed if that is their policy.",
             ["reason", "outcome"],
             registry=self.registry,
         )
@@ -88,13 +91,17 @@ class _EngineFigures(Collector):
         counters: tuple[tuple[str, str, int], ...] = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("tier_queries", "Tokens asked for in the tiers below the device.", stats.tier_queries),
+            ("tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
             ("tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
             ("num_offloaded_blocks", "Blocks saved to the tiers below the device.", stats.num_offloaded_blocks),
-            ("num_offload_failures", "Blocks that the tiers below did not take.", stats.num_offload_failures),
+            (
+                "num_offload_failures",
+                "Blocks that could not be saved to the tiers below the device.",
+                stats.num_offload_failures,
+            ),
             (
                 "num_offloads_skipped",
-                "Blocks never offered to the tiers below, since too many offloads were under way.",
+                "Blocks not offered to the tiers below the device because too many offloads were in flight.",
                 stats.num_offloads_skipped,
             ),
             ("prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),

@@ -1,7 +1,7 @@
-"""The requests that the pod has in its engine, and who hears of each.
+"""The requests that the pod has in its engine, and the sink of each.
 
-One task (`run`) takes everything the engine says, by steps and between them, and calls the sinks of the requests
-concerned. Sinks are called synchronously and must not wait: what they cannot pass on at once they merge.
+One task (`run`) reads all outputs of the engine, of steps and between them, and calls the sinks of their requests.
+Sinks are called synchronously and must not wait: they merge what they cannot pass on at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 class OutputSink(Protocol):
-    """Hears of one request of the engine. All methods are called on the event loop and return at once."""
+    """Takes the outputs of one request. All methods are called on the event loop and return at once."""
 
     def take_output(self, output: RequestOutput) -> None:
-        """What the request gained in a step, or how it ended."""
+        """Takes the request's output of a step, or its end."""
 
     def fail(self, error: BatonError) -> None:
-        """Nothing more will come: the engine died, or the sink itself raised."""
+        """Called when no output will follow: the engine died, or the sink itself raised."""
 
 
 class EngineRequests:
-    """Owns the pod's requests in its engine. A sink forgets its request when it has heard enough.
+    """Owns the pod's requests in its engine. A sink forgets its request when it needs no more outputs.
 
-    The engine knows each request by an id of our own: two routers may choose the same one, and a router may submit it
+    Requests have ids of our own in the engine: two routers may choose the same one, and a router may submit it
     again while the last attempt is still being aborted.
     """
 
@@ -51,43 +51,43 @@ class EngineRequests:
         return len(self._sinks)
 
     def add(self, request: AddRequest, sink: OutputSink) -> RequestId:
-        """Start a generation; returns its id in the engine. Raises EngineDeadError."""
+        """Starts a generation and returns its id in the engine. Raises EngineDeadError."""
         engine_id = RequestId(f"{request.request_id}~{next(self._serial)}")
         self._engine.add_request(msgspec.structs.replace(request, request_id=engine_id))
         self._sinks[engine_id] = sink
         return engine_id
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a handoff, if the request is still there."""
+        """Passes on an update of a handoff, if the request is still there."""
         if update.request_id in self._sinks:
-            self._tell_engine(lambda: self._engine.update_transfer(update))
+            self._command(lambda: self._engine.update_transfer(update))
 
     def quiesce_transfer(self, news: TransferQuiesced) -> None:
-        """Report that a producer no longer writes to a consumer's blocks, which outlive the request."""
-        self._tell_engine(lambda: self._engine.quiesce_transfer(news))
+        """Reports that a producer no longer writes to a consumer's blocks, which outlive the request."""
+        self._command(lambda: self._engine.quiesce_transfer(news))
 
     def set_transfer_target(self, target: TransferTarget) -> None:
-        """Report where a direct connector is to write, if the request is still there."""
+        """Passes on where a direct connector shall write, if the request is still there."""
         if target.request_id in self._sinks:
-            self._tell_engine(lambda: self._engine.set_transfer_target(target))
+            self._command(lambda: self._engine.set_transfer_target(target))
 
     def abort_and_listen(self, engine_id: RequestId) -> None:
-        """End a generation that is still there; its sink hears the last of its transfers and then forgets it."""
+        """Ends a generation that is still there; its sink gets the end of its transfers and then forgets it."""
         if engine_id in self._sinks:
-            self._tell_engine(lambda: self._engine.abort_requests([engine_id]))
+            self._command(lambda: self._engine.abort_requests([engine_id]))
 
     def abort(self, *engine_ids: RequestId) -> None:
-        """End generations that are still there, and hear no more of them."""
+        """Ends generations that are still there, and drops their remaining outputs."""
         live = [engine_id for engine_id in engine_ids if self._sinks.pop(engine_id, None) is not None]
         if live:
-            self._tell_engine(lambda: self._engine.abort_requests(live))
+            self._command(lambda: self._engine.abort_requests(live))
 
     def forget(self, engine_id: RequestId) -> None:
-        """The request has ended, or nobody cares."""
+        """Drops the remaining outputs of the request."""
         self._sinks.pop(engine_id, None)
 
     async def run(self) -> NoReturn:
-        """Pass on outputs until the engine dies: then every sink fails and EngineDeadError is raised."""
+        """Passes on outputs until the engine dies, then fails every sink and raises EngineDeadError."""
         try:
             async for step in self._engine.outputs():
                 for output in step.outputs:
@@ -96,7 +96,7 @@ class EngineRequests:
                     self._cache.apply(step.kv_stored, step.kv_removed)
                 if step.stats is not None:
                     self._stats.publish(step.stats)
-            raise EngineDeadError("the engine said its last word")
+            raise EngineDeadError("the engine closed its output stream")
         except EngineDeadError as error:
             sinks, self._sinks = self._sinks, {}
             for sink in sinks.values():
@@ -106,20 +106,20 @@ class EngineRequests:
     def _deliver(self, output: RequestOutput) -> None:
         sink = self._sinks.get(output.request_id)
         if sink is None:
-            return  # aborted or forgotten while this was under way
+            return  # aborted or forgotten meanwhile
         try:
             sink.take_output(output)
-        except Exception:  # one request's fault must not take its neighbours along
-            logger.exception("request %s cannot take its output", output.request_id)
+        except Exception:  # an error of one request must not affect others
+            logger.exception("request %s: cannot process the engine's output", output.request_id)
             self.abort(output.request_id)
-            sink.fail(BatonError("internal error; the pod's log has the details"))
+            sink.fail(BatonError("internal error; see the pod's log"))
 
-    def _tell_engine(self, say: _Command) -> None:
-        """A dead engine needs no telling: `run` has noticed or will."""
+    def _command(self, command: _Command) -> None:
+        """Calls the engine. Ignores a dead one, which `run` has noticed or will."""
         try:
-            say()
+            command()
         except EngineDeadError:
-            logger.debug("the engine is dead; command dropped")
+            logger.debug("the engine is dead; dropping a command")
 
 
 class _Command(Protocol):

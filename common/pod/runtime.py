@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 POD_SERVICE = "baton.v1.Pod"
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
+# An engine answers between two steps. No step takes minutes, so an engine that is silent for so long has hung; routers
+# notice much earlier, this ends the process.
+_ENGINE_TIMEOUT_S = 300.0
 
 
 class Front(OpenWork, Protocol):
@@ -59,10 +62,10 @@ class Front(OpenWork, Protocol):
         """Full names of its gRPC services."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the servicers."""
+        """Registers the servicers."""
 
     async def close(self) -> None:
-        """End everything that is open, and wait for it. Idempotent."""
+        """Ends all open work and waits for it. Idempotent."""
 
 
 FrontFactory = Callable[[PodContext], Front]
@@ -71,8 +74,17 @@ FrontFactory = Callable[[PodContext], Front]
 class PodRuntime:
     """Composes one pod out of an engine and a front. An async context manager: inside, it serves."""
 
-    def __init__(self, role: Role, config: PodConfig, engine: EngineClient, make_front: FrontFactory) -> None:
-        """The runtime owns `engine`. Raises ConfigError if the pod cannot prove who it is."""
+    def __init__(
+        self,
+        role: Role,
+        config: PodConfig,
+        engine: EngineClient,
+        make_front: FrontFactory,
+        *,
+        engine_timeout_s: float = _ENGINE_TIMEOUT_S,
+    ) -> None:
+        """Takes ownership of `engine`. Raises ConfigError if the pod's certificate cannot be used."""
+        self._engine_timeout_s = engine_timeout_s
         self._role = role
         self._tls = cluster_tls(config.tls)
         self.config = config.named(role)
@@ -83,10 +95,10 @@ class PodRuntime:
         self.metrics_port: int | None = None
 
     async def start(self) -> None:
-        """Steps 1 and 2. Raises ConfigError or EngineDeadError; nothing is left open then."""
+        """Steps 1 and 2. Raises ConfigError or EngineDeadError; no resource is left open then."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.close)
-            registry = open_registry(self.config.announcing)  # first: a wrong setting is told before the model loads
+            registry = open_registry(self.config.announcing)  # before the model is loaded, so that errors come early
             if registry is not None:
                 stack.push_async_callback(registry.close)
             self.context = context = await self._start_engine()
@@ -123,14 +135,14 @@ class PodRuntime:
 
     @property
     def ready_line(self) -> str:
-        """What the process prints when it serves."""
+        """The line that the process prints once it serves."""
         line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
         if self.context.spec.num_threads:
             line += f" threads={self.context.spec.num_threads}"
         return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
 
     async def serve(self, stop: asyncio.Event) -> int:
-        """Step 3 and 4; returns the exit code. `stop` asks for the drain."""
+        """Steps 3 and 4. Returns the exit code. `stop` requests the drain."""
         stopping = asyncio.create_task(stop.wait(), name="stop")
         hanging = asyncio.create_task(self._until_engine_hangs(), name="engine hangs")
         try:
@@ -145,7 +157,7 @@ class PodRuntime:
         elif stopping.done():
             return EXIT_OK
         else:
-            logger.error("the engine hangs: it has answered nothing for %g s", self.config.engine_timeout_s)
+            logger.error("the engine hangs: no answer for %g s", self._engine_timeout_s)
         await self.server.set_serving(False)
         return EXIT_ENGINE_DIED
 
@@ -154,7 +166,7 @@ class PodRuntime:
         await self._stack.aclose()
 
     def _announce(self, registry: RedisRegistry, stack: AsyncExitStack) -> None:
-        """In the registry for as long as it serves; what `stack` closes first."""
+        """Keeps the pod in the registry as long as it serves. `stack` withdraws it first."""
         config, context = self.config.announcing, self.context
         record = PodRecord(
             role=self._role,
@@ -172,7 +184,7 @@ class PodRuntime:
 
         async def withdraw() -> None:
             announcing.cancel()
-            await asyncio.wait({announcing})  # a renewal under way would bring the record back
+            await asyncio.wait({announcing})  # a running renewal would restore the record
             await announcer.withdraw()
 
         stack.push_async_callback(withdraw)
@@ -195,7 +207,7 @@ class PodRuntime:
         )
 
     async def _until_engine_hangs(self) -> None:
-        timeout_s = self.config.engine_timeout_s
+        timeout_s = self._engine_timeout_s
         try:
             while True:
                 async with asyncio.timeout(timeout_s):
@@ -203,25 +215,29 @@ class PodRuntime:
                 await asyncio.sleep(timeout_s / 10)
         except TimeoutError:
             pass
-        except EngineDeadError:  # dead, which is another end
+        except EngineDeadError:  # dead, which `serve` handles
             await asyncio.wait({self._outputs})
 
     async def _sign_of_life(self) -> None:
         while True:
-            with suppress(DeadlineExceededError):  # of one question
+            with suppress(DeadlineExceededError):  # of one call
                 await self._engine.stats()
                 return
 
     async def _drain(self) -> None:
         admission = self.context.admission
         admission.drain()
-        logger.info("draining: %d open", admission.num_open)
+        logger.info("draining: %d requests and transfers open", admission.num_open)
         idle = asyncio.create_task(admission.wait_idle(), name="idle")
         timeout_s = self.config.drain_timeout_s
         await asyncio.wait({idle, self._outputs}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         if admission.num_open:
-            logger.warning("%d requests and transfers were not finished after %g s", admission.num_open, timeout_s)
+            logger.warning(
+                "%d requests and transfers did not finish within %g s of draining, ending them",
+                admission.num_open,
+                timeout_s,
+            )
 
     def _announce_drain(self) -> None:
         self._tasks.spawn(self.server.set_serving(False), "health")
@@ -243,7 +259,7 @@ class PodRuntime:
 
 
 def run_pod(runtime: PodRuntime) -> int:
-    """Run a pod as the process's main job; returns the exit code. Called on the main thread."""
+    """Runs a pod in this process until it ends. Returns the exit code. Called on the main thread."""
     setup_logging(runtime.config.log_level, runtime.config.pod_id)
     try:
         return asyncio.run(_run(runtime))
@@ -270,7 +286,7 @@ async def _run(runtime: PodRuntime) -> int:
 
 
 async def _start_unless(stop: asyncio.Event, runtime: PodRuntime) -> bool:
-    """Start the pod; False if it was told to stop before it served, for loading a model takes a while."""
+    """Starts the pod. False: a stop was requested before it served, as loading a model takes a while."""
     starting = asyncio.create_task(runtime.start(), name="start")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:

@@ -1,4 +1,4 @@
-"""The engine's latest figures, and a way to wait for newer ones."""
+"""The engine's latest statistics, and a way to wait for newer ones."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from common.engine.messages import EngineStats
 
 
 class StatsBoard:
-    """Written by one task after each step, read by any number of watchers. A slow watcher skips figures."""
+    """Written by one task after each step, read by any number of watchers. A slow watcher skips some."""
 
     def __init__(self, initial: EngineStats) -> None:
         self.latest = initial
         self._watchers: set[asyncio.Event] = set()
 
     def publish(self, stats: EngineStats) -> None:
-        """Replace the figures."""
+        """Replaces the statistics."""
         self.latest = stats
         self.touch()
 
     def touch(self) -> None:
-        """Wake watchers although the engine's figures are the same."""
+        """Wakes watchers although the statistics have not changed."""
         for news in self._watchers:
             news.set()
 
     async def watch(self, min_interval_s: float) -> AsyncGenerator[EngineStats, None]:
-        """The figures now, then whenever there is news, at most once per interval. Endless."""
+        """Yields the current statistics, then each change, at most once per interval. Endless."""
         news = asyncio.Event()
         self._watchers.add(news)
         try:

@@ -1,4 +1,4 @@
-"""Background tasks that belong to somebody."""
+"""Background tasks with an owner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskSet:
-    """Keeps a reference to each of its tasks, logs those that fail, and ends with all of them ended."""
+    """Keeps a reference to each of its tasks, logs those that fail, and ends all of them on close."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -21,14 +21,14 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
-        """Run `work` in a task of this set."""
+        """Runs `work` in a task of this set."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
         return task
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Cancel the tasks, after giving them `grace_s` seconds to end by themselves, and wait for them."""
+        """Gives the tasks `grace_s` seconds to end, then cancels them and waits for them."""
         if self._tasks and grace_s:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await end_tasks(self._tasks)

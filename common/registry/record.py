@@ -1,4 +1,4 @@
-"""What a pod says of itself in the registry. The pod's own GetInfo has the last word; this is how to find it."""
+"""A pod's record in the registry, by which routers find it. The pod's own GetInfo is authoritative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class RecordError(Exception):
-    """A record makes no sense; the message says what of it."""
+    """A record is invalid; the message names the problem."""
 
 
 class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,10 +27,10 @@ class PodRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Count
     max_num_seqs: Count
     max_model_len: Count
-    lease_s: Annotated[float, Meta(gt=0, le=3600)]  # seconds for which it counts without being renewed
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]  # seconds for which it is valid without renewal
 
     def encode(self) -> bytes:
-        """As it is stored: JSON."""
+        """Encodes the record as JSON."""
         return msgspec.json.encode(self)
 
     @classmethod

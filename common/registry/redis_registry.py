@@ -2,10 +2,10 @@
 
     baton:{pods:<namespace>}:records   hash, address -> record
     baton:{pods:<namespace>}:leases    sorted set, address -> end of its lease, in milliseconds of the server's clock
-    baton:{pods:<namespace>}:epoch     random text; another one, or none: the server has lost what it knew
+    baton:{pods:<namespace>}:epoch     random text; if it differs or is missing, the server has lost its data
     baton:{pods:<namespace>}:news      published to when a record is new or withdrawn
 
-Leases run by the server's clock alone. Writes are scripts, so that nobody sees half of one.
+Leases run by the server's clock alone. Writes are scripts, so they are atomic.
 """
 
 from __future__ import annotations
@@ -66,30 +66,30 @@ return found
 
 
 class Reading(NamedTuple):
-    """What the registry holds."""
+    """The contents of the registry."""
 
-    epoch: bytes  # while it is the same, nothing was lost
+    epoch: bytes  # unchanged as long as no data was lost
     records: dict[bytes, bytes]  # by address, as they were stored
 
 
 class News:
-    """Tells that something changed."""
+    """A subscription to changes."""
 
     def __init__(self, registry: RedisRegistry, subscription: redis.asyncio.client.PubSub) -> None:
         self._registry = registry
         self._subscription = subscription
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when there is news, or after `timeout_s` seconds. Raises UnavailableError."""
+        """Returns on a change, or after `timeout_s` seconds. Raises UnavailableError."""
         with self._registry.errors():
             await self._subscription.get_message(ignore_subscribe_messages=True, timeout=timeout_s)
 
 
 class RedisRegistry:
-    """One client. Its calls raise UnavailableError if the server does not answer, or answers nonsense."""
+    """One client. Its calls raise UnavailableError if the server does not answer, or sent an invalid reply."""
 
     def __init__(self, url: str, namespace: str) -> None:
-        """Raises ConfigError, which does not repeat the URL: it may hold a password."""
+        """Raises ConfigError, which does not quote the URL, as it may have a password."""
         self._client = _client_of(url)
         self.name = f"Redis at {urlsplit(url).hostname}"
         prefix = f"baton:{{pods:{namespace}}}:"
@@ -97,38 +97,38 @@ class RedisRegistry:
         self._channel = f"{prefix}news"
 
     async def announce(self, record: PodRecord) -> None:
-        """Store the record, or renew its lease."""
+        """Stores the record, or renews its lease."""
         lease_ms = max(1, round(record.lease_s * 1000))
         arguments = (record.address, record.encode(), lease_ms, secrets.token_hex(8), self._channel)
         await self._run(_ANNOUNCE, *arguments)
 
     async def withdraw(self, record: PodRecord) -> None:
-        """Remove the record, unless another incarnation has taken its place."""
+        """Removes the record, unless another incarnation has replaced it."""
         await self._run(_WITHDRAW, record.address, record.encode(), self._channel)
 
     async def read(self) -> Reading:
-        """All records under a lease."""
+        """Returns all records with a valid lease."""
         answer = await self._run(_READ)
         if not (isinstance(answer, list) and answer and all(isinstance(each, bytes) for each in answer)):
-            raise UnavailableError(f"{self.name} answers nonsense")
+            raise UnavailableError(f"{self.name} sent an invalid reply")
         epoch, *rest = answer
         return Reading(epoch, dict(zip(rest[::2], rest[1::2], strict=True)))
 
     @asynccontextmanager
     async def news(self) -> AsyncIterator[News]:
-        """A subscription."""
+        """Subscribes to changes."""
         async with self._client.pubsub() as subscription:
             with self.errors():
                 await subscription.subscribe(self._channel)
             yield News(self, subscription)
 
     async def close(self) -> None:
-        """Close its connections. Idempotent."""
+        """Closes the connections. Idempotent."""
         await self._client.aclose()
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What goes wrong with the server is an UnavailableError."""
+        """Turns errors of the server into UnavailableError."""
         from redis.exceptions import RedisError
 
         try:

@@ -17,9 +17,9 @@ from common.rpc.options import SHARED_OPTIONS, Options
 _CHANNEL_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.enable_retries", 0),  # who retries what is decided by the router and the handoff, not below them
+    ("grpc.enable_retries", 0),  # the router and the handoff decide what is retried
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # pods are reached directly, whatever http_proxy says to others
+    ("grpc.enable_http_proxy", 0),  # pods are reached directly, whatever http_proxy is set to
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # also gRPC's deadline of one connect attempt
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -37,7 +37,7 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to host:port. It connects with its first call and reconnects by itself.
 
-    With `credentials` it is encrypted, and the server must prove to be `server_name`, or else the address's host.
+    With `credentials` it uses TLS, and the server's certificate must have `server_name`, by default the address's host.
     """
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -46,7 +46,7 @@ def open_channel(
 
 
 async def connect(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Return once the channel is connected.
+    """Returns once the channel is connected.
 
     Raises UnavailableError as soon as an attempt is refused, or after `timeout_s` seconds without an answer.
     """
@@ -72,18 +72,18 @@ class _PooledChannel:
 class ChannelPool:
     """One channel per address, shared by all who use it at a time. Owns its channels.
 
-    At most `max_idle` unused channels stay open, the one taken longest ago closes first. A broken channel is replaced
-    when it is next asked for, so that a peer that came back is tried at once and not after a backoff.
+    At most `max_idle` unused channels stay open; the least recently used is closed first. A broken channel is replaced
+    when it is next used, so that a peer that is back is reached at once and not after a backoff.
     """
 
     def __init__(self, max_idle: int = 64, opener: ChannelOpener = open_channel) -> None:
         self._max_idle = max_idle
         self._opener = opener
-        self._by_address: OrderedDict[str, _PooledChannel] = OrderedDict()  # taken longest ago first
+        self._by_address: OrderedDict[str, _PooledChannel] = OrderedDict()  # least recently used first
 
     @asynccontextmanager
     async def channel(self, address: str, connect_timeout_s: float) -> AsyncIterator[grpc.aio.Channel]:
-        """A connected channel for the time of the context. Raises UnavailableError as `connect` does."""
+        """Provides a connected channel within the context. Raises UnavailableError as `connect` does."""
         pooled = await self._take(address)
         try:
             await connect(pooled.channel, connect_timeout_s)
@@ -92,7 +92,7 @@ class ChannelPool:
             await self._give_back(pooled)
 
     async def close(self) -> None:
-        """Close all channels; calls on them end. Idempotent."""
+        """Closes all channels, which ends their calls. Idempotent."""
         while self._by_address:
             _, pooled = self._by_address.popitem()
             await pooled.channel.close(None)
@@ -105,7 +105,7 @@ class ChannelPool:
             self._by_address[address] = pooled
         self._by_address.move_to_end(address)
         pooled.num_users += 1
-        if broken is not None and broken.num_users == 0:  # else its last user closes it
+        if broken is not None and broken.num_users == 0:  # otherwise its last user closes it
             await broken.channel.close(None)
         return pooled
 

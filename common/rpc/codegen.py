@@ -18,7 +18,7 @@ PROTOC_TIMEOUT_S = 120.0
 def generate(target: Path) -> list[Path]:
     """Write message classes, stubs and their type stubs into `target`; returns the files written.
 
-    Raises `subprocess.CalledProcessError` if protoc refuses, after protoc's own messages.
+    Raises `subprocess.CalledProcessError` if protoc fails, after protoc's own messages.
     protoc derives Python packages from proto packages (`baton.v1`); ours live in `common.pb`, so imports are rewritten.
     """
     protos = sorted(PROTO_ROOT.rglob("*.proto"))

@@ -64,7 +64,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
 _CODES_BY_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND: ErrorCode.NOT_FOUND,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,  # gRPC's word for a message over the size limit
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,  # gRPC's code for a message over the size limit
     grpc.StatusCode.UNAUTHENTICATED: ErrorCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED: ErrorCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
@@ -87,7 +87,7 @@ def make_error(
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
-    """What a failed call means. Callers write `raise from_rpc_error(error) from error`."""
+    """Converts the error of a failed call. Callers write `raise from_rpc_error(error) from error`."""
     pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())  # the type stubs know less
     metadata = {key: value for key, value in pairs if isinstance(value, str)}
     message = error.details() or error.code().name
@@ -102,7 +102,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End the call with the status and metadata of `error`."""
+    """Ends the call with the status and metadata of `error`."""
     metadata = [(CODE_KEY, error.code.label)]
     if error.param:
         metadata.append((PARAM_KEY, _ascii(error.param)))
@@ -115,7 +115,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
 async def rpc_errors(
     context: grpc.aio.ServicerContext[Any, Any], count_internal: Callable[[], None] = lambda: None
 ) -> AsyncIterator[None]:
-    """Turns what a servicer raises into the call's status; an unforeseen exception is logged, counted and told as
+    """Turns a servicer's exceptions into the call's status; an unexpected one is logged, counted and reported as
     INTERNAL."""
     try:
         yield
@@ -123,15 +123,15 @@ async def rpc_errors(
         await abort_with(context, error)
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.BaseError as error:  # the call itself is over: there is nobody to tell
-        logger.info("a call ended while it was being answered: %s", error)
+    except grpc.aio.BaseError as error:  # the call itself has ended, so there is no peer to answer
+        logger.info("the peer ended a call before it was answered: %s", error)
         raise asyncio.CancelledError from error
-    except DecodeError as error:  # where a stream is read; `parsing` refuses other calls
-        await abort_with(context, InvalidRequestError(f"a message cannot be parsed: {error}"))
+    except DecodeError as error:  # of a stream; `parsing` rejects invalid unary requests
+        await abort_with(context, InvalidRequestError(f"invalid message: {error}"))
     except Exception:
         count_internal()
-        logger.exception("a call failed: internal error")
-        await abort_with(context, BatonError("internal error; the log of the process that answered has the details"))
+        logger.exception("internal error in a call")
+        await abort_with(context, BatonError("internal error; see the log of the process that answered"))
 
 
 def error_to_pb(error: BatonError) -> common_pb2.Error:
@@ -149,12 +149,12 @@ def error_from_pb(message: common_pb2.Error) -> BatonError:
 
 
 def _line(text: str) -> str:
-    """One line, whatever the peer's words that it quotes, and short enough for the metadata that carries a status."""
+    """Makes a message one line, short enough for the metadata of a status, whatever text of a peer it quotes."""
     return shortened(" ".join(text.split()), MAX_MESSAGE_CHARS)
 
 
 def _ascii(text: str) -> str:
-    """Metadata values are printable ASCII."""
+    """Escapes a metadata value, which must be printable ASCII."""
     return text.encode("ascii", "backslashreplace").decode().replace("\n", " ")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens takes 5 MB
 KEEPALIVE_INTERVAL_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 5_000  # a peer whose machine is gone is noticed after interval + timeout
+KEEPALIVE_TIMEOUT_MS = 5_000  # a dead machine is noticed after interval + timeout
 
 Options = list[tuple[str, int]]
 

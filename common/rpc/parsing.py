@@ -1,4 +1,4 @@
-"""Requests that are no message: the caller's fault. gRPC itself would answer UNKNOWN and log a traceback for each."""
+"""Rejects requests that cannot be parsed. gRPC itself would answer UNKNOWN and log a traceback for each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The servicer's handler behind a check."""
+        """Wraps the servicer's handler in a check."""
         handler = await continuation(details)
-        # There is none for a method that nobody serves, whatever the type stubs say.
+        # None for an unknown method, unlike in the type stubs.
         if not handler or handler.request_streaming or handler.request_deserializer is None:
             return handler
         serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -35,7 +35,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
 
 
 def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Gives what is wrong instead of raising it where nobody can answer."""
+    """Returns the error instead of raising it, as the deserialiser cannot answer the call."""
 
     def deserialize(request: bytes) -> Any:
         try:

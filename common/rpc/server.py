@@ -1,4 +1,4 @@
-"""A gRPC server as every Baton process runs it: health, reflection, keepalive, a port that is really ours."""
+"""The gRPC server of every Baton process: health, reflection, keepalive, and a port that is not shared."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RpcServer:
         credentials: grpc.ServerCredentials | None = None,
         limits: Options | None = None,
     ) -> None:
-        """`service_names` are full names for health and reflection. Port 0 takes a free one. With `credentials` only
-        TLS is spoken. `limits` are channel arguments that go over those that all servers have."""
+        """`service_names` are full names for health and reflection. Port 0: a free one. `credentials` turn on TLS.
+        `limits` are channel arguments that override those of all servers."""
         self.host = host
         self.port = port
         self.grpc_server = grpc.aio.server(
@@ -70,7 +70,7 @@ class RpcServer:
         return join_address(self.host, self.port)
 
     async def start(self) -> None:
-        """Bind and listen. Raises ConfigError naming `port` if the address cannot be had."""
+        """Binds and listens. Raises ConfigError that names `port` if the address is not available."""
         await self.set_serving(False)
         try:
             if self._credentials is None:
@@ -78,20 +78,22 @@ class RpcServer:
             else:
                 bound = self.grpc_server.add_secure_port(self.address, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(f"--port: cannot listen on {self.address}: in use or not ours", param="port") from error
+            raise ConfigError(
+                f"--port: cannot listen on {self.address}: address in use or not available", param="port"
+            ) from error
         if bound == 0:
-            raise ConfigError(f"--port: cannot listen on {self.address}: in use or not ours", param="port")
+            raise ConfigError(f"--port: cannot listen on {self.address}: address in use or not available", param="port")
         self.port = bound
         await self.grpc_server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What health answers from now on, for the server and each of its services."""
+        """Sets the health of the server and each of its services."""
         response = health_pb2.HealthCheckResponse
         for name in ("", *self._service_names):
             await self._health.set(name, response.SERVING if serving else response.NOT_SERVING)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give running ones `grace_s` seconds, then cancel them. Idempotent."""
+        """Rejects new calls, gives running ones `grace_s` seconds, then cancels them. Idempotent."""
         await self._health.enter_graceful_shutdown()
         await self.grpc_server.stop(grace_s or None)
 
@@ -106,5 +108,5 @@ class RpcServer:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, an IPv6 host in brackets."""
+    """Returns host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

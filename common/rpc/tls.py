@@ -1,7 +1,7 @@
 """Certificates of gRPC servers and clients.
 
-Within a cluster both sides show a certificate that its authority has signed, and talk to nobody who has none. Files
-that are replaced are used from the next connection on; connections that are open stay so.
+Within a cluster both sides present a certificate that its authority has signed, and reject peers without one. Files
+that are replaced are used from the next connection on; open connections stay open.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from common.watched_files import WatchedFiles
 
 
 class ClusterTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How router and pods prove to each other who they are."""
+    """Mutual TLS between router and pods."""
 
     cluster_ca: Annotated[
         str,
-        Meta(
-            description="PEM file of the authority whose certificates router and pods trust; empty: nobody is checked."
-        ),
+        Meta(description="PEM file of the authority that signs the cluster's certificates; empty: TLS is off."),
     ] = ""
     cluster_cert: Annotated[str, Meta(description="PEM file of this process's own certificate.")] = ""
-    cluster_key: Annotated[str, Meta(description="PEM file of its private key.")] = ""
+    cluster_key: Annotated[str, Meta(description="PEM file of the certificate's private key.")] = ""
     cluster_tls_name: Annotated[
         str,
         Meta(
-            description="Name that must be in pods' certificates; empty: the host by which each is reached. For pods "
-            "whose addresses nobody knows beforehand."
+            description="Name that pods' certificates must have; empty: the host of their address. For pods whose "
+            "addresses are not known in advance."
         ),
     ] = ""
 
@@ -56,18 +54,18 @@ class ClusterTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CertificateFiles(NamedTuple):
-    """Where a certificate lies, and the options that say so."""
+    """The files of a certificate, and the options that name them."""
 
     certificate: str
     key: str
-    authority: str = ""  # whose certificates peers must have; empty: peers are not asked for any
+    authority: str = ""  # that must have signed peers' certificates; empty: peers need none
     certificate_option: str = "--cluster-cert"
     key_option: str = "--cluster-key"
     authority_option: str = "--cluster-ca"
 
 
 class _Material(NamedTuple):
-    """PEM."""
+    """The contents of the files, PEM."""
 
     certificate: bytes
     key: bytes
@@ -75,7 +73,7 @@ class _Material(NamedTuple):
 
 
 class Identity:
-    """A certificate that is read anew when its files change. Thread-safe: gRPC asks from threads of its own."""
+    """A certificate that is reloaded when its files change. Thread-safe, as gRPC calls it from its own threads."""
 
     def __init__(self, files: CertificateFiles) -> None:
         """Raises ConfigError that names the setting if a file cannot be used."""
@@ -86,7 +84,7 @@ class Identity:
         self._watched = WatchedFiles(names, self._reload)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server. Clients must show a certificate if there is an authority."""
+        """Credentials of a server. Clients must present a certificate if there is an authority."""
         served = self._current()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -99,12 +97,12 @@ class Identity:
 
         return grpc.dynamic_ssl_server_credentials(
             _server_configuration(served),
-            renewed,  # type: ignore[arg-type]  # may return None, says gRPC; the type stubs know less
+            renewed,  # type: ignore[arg-type]  # may return None, unlike in the type stubs
             require_client_authentication=served.authority is not None,
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client that shows its own certificate."""
+        """Credentials of a client that presents its own certificate."""
         current = self._current()
         return grpc.ssl_channel_credentials(current.authority, current.key, current.certificate)
 
@@ -118,23 +116,23 @@ class Identity:
 
 
 class ClusterTls:
-    """What a router or a pod needs to talk to pods."""
+    """Credentials of a router or a pod for gRPC within the cluster."""
 
     def __init__(self, identity: Identity, server_name: str = "") -> None:
         self._identity = identity
         self._server_name = server_name
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A ChannelOpener. The certificate is that of the files as they are now."""
+        """A ChannelOpener. Uses the certificate files as they are now."""
         return open_channel(address, self._identity.channel_credentials(), self._server_name)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a pod's server."""
+        """Credentials of a pod's server."""
         return self._identity.server_credentials()
 
 
 def cluster_tls(config: ClusterTlsConfig) -> ClusterTls | None:
-    """None: the cluster speaks plain text. Raises ConfigError."""
+    """Loads the cluster's certificates; None: TLS is off. Raises ConfigError."""
     if not config.cluster_ca:
         return None
     files = CertificateFiles(config.cluster_cert, config.cluster_key, config.cluster_ca)
@@ -142,11 +140,11 @@ def cluster_tls(config: ClusterTlsConfig) -> ClusterTls | None:
 
 
 def load_certificate(context: ssl.SSLContext, files: CertificateFiles) -> None:
-    """Have `context` show the certificate. Raises ConfigError that names the setting if it cannot be used."""
-    with _blaming(files.key_option, files.key):
+    """Loads the certificate into `context`. Raises ConfigError that names the setting if it cannot be used."""
+    with _naming(files.key_option, files.key):
         Path(files.key).read_bytes()
-    with _blaming(files.certificate_option, files.certificate):
-        context.load_cert_chain(files.certificate, files.key, password=b"")  # else it would ask at the terminal
+    with _naming(files.certificate_option, files.certificate):
+        context.load_cert_chain(files.certificate, files.key, password=b"")  # without it OpenSSL prompts for one
 
 
 def _read(files: CertificateFiles) -> _Material:
@@ -154,14 +152,14 @@ def _read(files: CertificateFiles) -> _Material:
     load_certificate(context, files)
     authority = None
     if files.authority:
-        with _blaming(files.authority_option, files.authority):
+        with _naming(files.authority_option, files.authority):
             context.load_verify_locations(files.authority)
             authority = Path(files.authority).read_bytes()
     return _Material(Path(files.certificate).read_bytes(), Path(files.key).read_bytes(), authority)
 
 
 @contextmanager
-def _blaming(option: str, file: str) -> Iterator[None]:
+def _naming(option: str, file: str) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError as error:

@@ -2,7 +2,7 @@
 
 The environment offers what templates on the hub expect of `transformers` (loop controls, `raise_exception`,
 `strftime_now`, an unescaped `tojson`, `{% generation %}` blocks). It is jinja2's immutable sandbox, since a template
-is somebody else's program.
+is third-party code.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt for a conversation, oldest message first; `variables` are what else a template may know.
+        """Renders the prompt for a conversation, oldest message first; `variables`: further variables of the template.
 
-        Raises InvalidRequestError if the template refuses the messages, for example an unknown role.
+        Raises InvalidRequestError if the template rejects the messages, for example an unknown role.
         """
         fixed = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         try:
@@ -51,7 +51,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template rejects these messages: {error}", param="messages"
             ) from error
 
 

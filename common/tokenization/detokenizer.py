@@ -5,8 +5,8 @@ space before the first word. So a short window of recent tokens is decoded again
 it is the next piece. U+FFFD at the end of the window may be a character that is not complete yet; it is held back.
 
 Invariant: the pieces of all pushes and of `finish()`, joined, equal the decoding of all output ids. (The only
-exception: where a decoder with byte fallback gives up a whole run of bytes because a later one is wrong, pieces that
-were already out stay as they are.)
+exception: where a decoder with byte fallback drops a whole run of bytes because a later one is invalid, pieces that
+were already returned stay.)
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window: list[int] = []  # the last tokens
-        self._sent = ""  # text of the window that is out already
-        self._num_clean = 0  # leading tokens of the window whose text is all out
+        self._sent = ""  # text of the window that was already returned
+        self._num_clean = 0  # leading tokens of the window whose text was returned
         if context:
             self._open_with(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next output ids; returns the text they complete, possibly none."""
+        """Takes the next output ids. Returns the text that they complete, possibly none."""
         # One at a time: with byte fallback, a complete character followed by half of one decodes to U+FFFD only.
         if len(token_ids) == 1:
             return self._push_one(token_ids[0])
@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if not text.startswith(self._sent):  # byte fallback gave up a run: keep what is out, go on after it
+        if not text.startswith(self._sent):  # byte fallback dropped a run: keep what was returned, go on after it
             del self._window[: self._num_clean]
             self._sent = ""
             self._num_clean = 0
@@ -62,13 +62,13 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """The text held back; call it once, after the last push."""
+        """Returns the text held back. Called once, after the last push."""
         piece = self._decode(self._window)[len(self._sent) :]
         self._sent += piece
         return piece
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens of the window whose absence changes nothing in what follows."""
+        """Drops leading tokens of the window that do not affect later text."""
         pending = len(text) - len(self._sent)
         for length in _TAILS:
             tail = self._decode(self._window[-length:])
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
                 return
 
     def _open_with(self, context: Sequence[int]) -> None:
-        """Start with the end of the context in the window: whole characters, then perhaps part of one."""
+        """Fills the window with the end of the context: whole characters, then perhaps part of one."""
         # A byte-level token may hold the end of one character and the start of the next; others hold one byte or text.
         max_partial = 0 if self._tokenizer.byte_level else _MAX_HELD
         for num_partial in range(max_partial + 1):
@@ -102,7 +102,7 @@ class IncrementalDetokenizer:
 
 
 def _held_back(text: str) -> int:
-    """How many characters at the end of `text` may still change."""
+    """Returns how many characters at the end of `text` may still change."""
     if not text.endswith(_REPLACEMENT):
         return 0
     tail = text[-_MAX_HELD:]

@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its text: what a client reads, online and offline alike."""
+"""Turns the tokens of an answer into its text, online and offline alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from common.tokenization.stop import StopChecker, StopResult
 from common.tokenization.tokenizer import Tokenizer
 from common.types import FinishReason
 
-_CONTEXT_TOKENS = 16  # of the prompt's end, enough to know how the answer's first token is spelled there
+_CONTEXT_TOKENS = 16  # of the prompt's end: enough for the spelling of the answer's first token
 
 
 class OutputPiece(NamedTuple):
-    """What some tokens add to the text."""
+    """The text that some tokens add."""
 
     text: str  # may lag behind the tokens
     offsets: list[int]  # characters of the whole answer before each token; those after a stop string have none
@@ -50,8 +50,8 @@ class OutputProcessor:
     def push(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None = None, *, num_hidden: int = 0
     ) -> OutputPiece:
-        """Take the next tokens, the last ones if there is a `finish_reason`. The text of the first `num_hidden` is left
-        out. Not to be called again after the end."""
+        """Takes the next tokens, the last ones if there is a `finish_reason`. Omits the text of the first `num_hidden`.
+        Must not be called again after the end."""
         text, offsets = "", []
         num_spelled = len(token_ids) - (finish_reason is FinishReason.STOP)
         for position, token_id in enumerate(token_ids):
@@ -73,7 +73,7 @@ class OutputProcessor:
         return OutputPiece(text, offsets, result.stopped)
 
     def _check(self, piece: str) -> StopResult:
-        """Look for stop strings in text that the last token has brought."""
+        """Looks for stop strings in the text of the last token."""
         self._num_chars += len(piece)
         if self._num_tokens <= self._min_tokens:
             return StopResult(piece, stopped=False)

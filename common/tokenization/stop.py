@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class StopResult(NamedTuple):
-    """What to do after a piece."""
+    """The result of a piece."""
 
     text: str  # to be sent now
     stopped: bool  # a stop string is complete; it and all that follows are dropped
@@ -16,8 +16,8 @@ class StopResult(NamedTuple):
 class StopChecker:
     """Finds the first stop string to be complete, however the text is cut into pieces.
 
-    Of two that end at the same character, the one that starts first counts. Only what may be the beginning of a stop
-    string is held back.
+    Of two that end at the same character, the one that starts first counts. Only a possible beginning of a stop string
+    is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class StopChecker:
         self._held = ""
 
     def push(self, piece: str) -> StopResult:
-        """Take the next piece of text. Not to be called again after it stopped."""
+        """Takes the next piece of text. Must not be called again after it has stopped."""
         if not self._stops:
             return StopResult(piece, stopped=False)
         text = self._held + piece
@@ -42,12 +42,12 @@ class StopChecker:
         return StopResult(text[:out], stopped=False)
 
     def finish(self) -> str:
-        """The text held back, once no more will come."""
+        """Returns the text held back. Called at the end."""
         held, self._held = self._held, ""
         return held
 
     def _longest_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+        """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -76,7 +76,7 @@ class Tokenizer:
         return self._special_ids
 
     def may_fit(self, text: str, max_tokens: int) -> bool:
-        """False if `text` is surely longer than `max_tokens` tokens; costs nothing, unlike encoding it."""
+        """False if `text` certainly has more than `max_tokens` tokens; cheap, unlike encoding it."""
         return len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -89,7 +89,7 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def is_visible(self, token_id: int) -> bool:
-        """True if `decode` would look at the token at all."""
+        """True if `decode` does not skip the token."""
         return token_id < len(self._is_visible) and self._is_visible[token_id] != 0
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -109,7 +109,7 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation; encode it with `add_special_tokens=False`.
 
-        Raises InvalidRequestError if the model has no chat template or the template refuses the messages.
+        Raises InvalidRequestError if the model has no chat template or the template rejects the messages.
         """
         if self._chat_template is None:
             raise InvalidRequestError("the model has no chat template; use the completions API", param="messages")

@@ -53,5 +53,5 @@ def hash_partial_block(
 
 
 def split_hashes(hashes: bytes) -> list[BlockHash]:
-    """One item per block, of hashes that were joined."""
+    """Splits joined hashes into one item per block."""
     return [BlockHash(hashes[start : start + HASH_BYTES]) for start in range(0, len(hashes), HASH_BYTES)]

@@ -1,4 +1,4 @@
-"""What to generate, and what was generated."""
+"""The parameters and the results of a generation."""
 
 from __future__ import annotations
 

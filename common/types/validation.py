@@ -1,6 +1,6 @@
 """Range checks at the edge. What passes here is not checked again inside.
 
-Used by whoever takes parameters from a person: the router's HTTP and gRPC fronts, and the offline `LLM`.
+Used where parameters enter: in the router's HTTP and gRPC fronts and the offline `LLM`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOGPROBS_RANGE = _Range(0, MAX_LOGPROBS, integer=True)
 def validate_sampling(
     params: SamplingParams, *, vocab_size: int | None = None, names: Mapping[str, str] = _NO_NAMES
 ) -> None:
-    """Check every field of `params`; token ids must be in [0, vocab_size) if that is given.
+    """Checks every field of `params`; token ids must be in [0, vocab_size) if that is given.
 
     Raises InvalidRequestError, or UnprocessableError for a token id outside the vocabulary. `param` is the field's name
     in SamplingParams unless `names` maps it to the one that the caller's protocol uses.
@@ -80,7 +80,7 @@ def validate_sampling(
 def validate_prompt(
     token_ids: Sequence[int], *, vocab_size: int | None, max_model_len: int, max_tokens: int, param: str = "prompt"
 ) -> None:
-    """Check a tokenised prompt against the model.
+    """Checks a tokenised prompt against the model.
 
     Raises InvalidRequestError if it is empty, UnprocessableError for a token id outside [0, vocab_size), and
     PromptTooLongError if it and `max_tokens` answer tokens exceed `max_model_len`. `param` names the field.

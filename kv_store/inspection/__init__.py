@@ -1,4 +1,4 @@
-"""Looking into a store from outside, while pods use it or not: what is there, whether it is sound, and its removal."""
+"""Inspects a store from outside, whether or not pods use it: lists, verifies and removes blocks."""
 
 from __future__ import annotations
 

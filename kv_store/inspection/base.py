@@ -6,37 +6,37 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-# What BlockFormat.namespace, of any version, and BlockHash.hex() can be. Other names are not ours.
+# What BlockFormat.namespace, of any version, and BlockHash.hex() can be. Other names are not of Baton.
 NAMESPACE_PATTERN = r"v[1-9][0-9]{0,3}-[0-9a-f]{16}-[1-9][0-9]{0,3}"
 HASH_PATTERN = r"[0-9a-f]{32}"
 NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
 
 class StoredBlock(NamedTuple):
-    """A block as the medium lists it; nothing of it has been read."""
+    """A block as the medium lists it, without its contents."""
 
     namespace: str
     hash_hex: str
     num_bytes: int  # that it takes on the medium
-    used_at: float | None  # its last use, seconds since 1970; None: the medium does not say
-    location: str  # where the inspector finds it again
+    used_at: float | None  # its last use, seconds since 1970; None: unknown
+    location: str  # by which the inspector finds it again
 
 
 class StoreInspector(Protocol):
-    """A store as an operator sees it. Used by one thread; may block. Methods raise ConfigError, naming the setting that
-    says where the store is, if the medium fails.
+    """A store as an operator sees it. Used by one thread; may block. Methods raise ConfigError that names the setting
+    with the store's place if the medium fails.
 
     The store may be in use: blocks come and go meanwhile.
     """
 
     def blocks(self, namespace: str | None = None) -> Iterator[StoredBlock]:
-        """All blocks, or those of one namespace, in no order. They may be removed while this runs."""
+        """Iterates over all blocks, or those of one namespace, in no order. They may be removed meanwhile."""
 
     def read(self, block: StoredBlock) -> bytes | None:
-        """Its frame; None if it is gone."""
+        """Returns its frame; None if it is gone."""
 
     def remove(self, blocks: Sequence[StoredBlock]) -> int:
-        """Forget the blocks. Returns how many of them were still there."""
+        """Deletes the blocks. Returns how many of them were still there."""
 
     def close(self) -> None:
         """Release the medium. Idempotent."""

@@ -28,7 +28,7 @@ class RedisInspector:
     """
 
     def __init__(self, options: RedisOptions, prefix: str = "") -> None:
-        """Raises ConfigError naming the option, `prefix` before it, if a server cannot be used."""
+        """Raises ConfigError that names the option, after `prefix`, if a server cannot be used."""
         self._prefix = prefix
         try:
             check_servers(options)
@@ -68,7 +68,7 @@ class RedisInspector:
 
     @contextlib.contextmanager
     def _server_errors(self, name: str) -> Iterator[None]:
-        """Raise what the server or the way to it reports as ConfigError."""
+        """Turns errors of the server or the connection into ConfigError."""
         try:
             yield
         except (redis.RedisError, OSError) as error:
@@ -93,7 +93,7 @@ def _client(node: RedisNode, options: RedisOptions) -> Any:
 
 
 def _blocks_on(location: str, client: Any, namespace: str | None) -> Iterator[StoredBlock]:
-    cursor, seen = 0, set[bytes]()  # a scan may come by a key twice
+    cursor, seen = 0, set[bytes]()  # a scan may return a key twice
     while True:
         cursor, keys = client.scan(cursor, match=f"baton:{namespace or '*'}:*", count=_SCAN_COUNT)
         fresh = [key for key in dict.fromkeys(keys) if key not in seen]
@@ -104,7 +104,7 @@ def _blocks_on(location: str, client: Any, namespace: str | None) -> Iterator[St
 
 
 def _describe(location: str, client: Any, keys: Sequence[bytes]) -> Iterator[StoredBlock]:
-    """Two questions per key that do not count as a use of it, in one round trip."""
+    """Asks for memory and idle time of each key, which do not count as a use, in one round trip."""
     ours = [match for key in keys if (match := _KEY.fullmatch(key))]
     with client.pipeline(transaction=False) as pipeline:
         for match in ours:

@@ -10,17 +10,17 @@ INSPECTABLE = ("redis", "shared-storage")
 
 
 def open_inspector(connector: str, options: Options) -> StoreInspector:
-    """The inspector of a connector's store, or of the one below a direct connector; `options` are the connector's own.
+    """Opens the inspector of a connector's store, or of the one below a direct connector; `options`: the connector's.
 
-    Raises ConfigError for a connector that keeps no blocks outside of the pods, an unfit option, or a store that cannot
-    be reached.
+    Raises ConfigError for a connector that keeps no blocks outside of the pods, an invalid option, or a store that
+    cannot be reached.
     """
     if connector == "nixl":
         return _below_nixl(options)
     if connector in INSPECTABLE:
         return _open(connector, options)
     raise ConfigError(
-        f"--connector: {connector!r} has no store to look into; those that do are {', '.join(INSPECTABLE)}",
+        f"--connector: {connector!r} has no store to inspect; expected one of {', '.join(INSPECTABLE)}",
         param="connector",
     )
 
@@ -34,16 +34,16 @@ def _below_nixl(options: Options) -> StoreInspector:
     place = "connector nixl: connector_options.store"
     if not store:
         raise ConfigError(
-            f"{place}: not given, and nixl alone keeps no blocks to look into; name the store below it with {known}",
+            f"{place}: required, as nixl itself keeps no blocks; name the store below it with {known}",
             param="store",
         )
     if store not in INSPECTABLE:
-        raise ConfigError(f"{place}: {store!r} cannot be looked into; expected {known}", param="store")
+        raise ConfigError(f"{place}: {store!r} cannot be inspected; expected {known}", param="store")
     return _open(store, below, BELOW)
 
 
 def _open(store: str, options: Options, prefix: str = "") -> StoreInspector:
-    """`prefix`: how the names of the options begin where they are given."""
+    """`prefix`: of the options' names, as they were given."""
     path = f"connector_options.{prefix}".rstrip(".")
     return _redis(options, path, prefix) if store == "redis" else _shared_storage(options, path, prefix)
 

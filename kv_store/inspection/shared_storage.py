@@ -60,7 +60,7 @@ class SharedStorageInspector:
 
     @contextlib.contextmanager
     def _medium_errors(self) -> Iterator[None]:
-        """Raise what the operating system reports as ConfigError."""
+        """Turns errors of the operating system into ConfigError."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether a stored frame is what its name says, as far as one can tell without the request that it belongs to."""
+"""Checks a stored frame against its name, as far as possible without the request that it belongs to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kv_store.inspection.base import StoredBlock, StoreInspector
 
 
 def find_problem(inspector: StoreInspector, block: StoredBlock) -> BlockCorruptError | None:
-    """What is wrong with a block, `param` naming the field; None if it is sound or gone."""
+    """Returns the problem of a block, whose `param` names the field; None if it is valid or gone."""
     frame = inspector.read(block)
     if frame is None:
         return None
@@ -22,7 +22,7 @@ def find_problem(inspector: StoreInspector, block: StoredBlock) -> BlockCorruptE
 
 
 def check_frame(block: StoredBlock, frame: bytes) -> None:
-    """Raises BlockCorruptError unless `frame` is whole, unchanged and in its place."""
+    """Raises BlockCorruptError unless `frame` is complete, unchanged and under its own name."""
     header = parse_header(frame)
     num_layers, planes, num_kv_heads, block_size, head_dim = header.shape
     layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim)

@@ -1,5 +1,5 @@
 """The NIXL connector: a producer writes finished blocks straight into the blocks that a consumer has reserved.
 
-`connector` ties together what each of the other modules owns: `agent` a NIXL agent, `sender` the transfers to peers,
-`address` what one pod tells another to be written to, `digests` the proof of what arrived, `jobs` what is unsettled.
+`connector` combines the other modules: `agent` owns a NIXL agent, `sender` the transfers to peers, `address` the
+address that one pod gives another, `digests` the check of what arrived, `jobs` the unsettled jobs.
 """

@@ -1,7 +1,7 @@
-"""What a producer must know to write into a consumer's KV cache, as the bytes in ConnectorFacts.address.
+"""The address of a consumer's KV cache, for producers that write into it: the bytes in ConnectorFacts.address.
 
-The bytes come from another pod, and NIXL parses the agent's metadata in C++, so nothing is handed on before it was
-checked: a digest of everything first, then types and ranges, then that both sides have the same kind of blocks.
+The bytes come from another pod, and NIXL parses the agent's metadata in C++, so everything is checked first: a digest
+of it all, then types and ranges, then that both sides have the same kind of blocks.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class NixlAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to reach a KV cache."""
+    """The address of a KV cache."""
 
     agent_name: Annotated[str, Meta(min_length=1, max_length=64)]  # unique per agent, so also per process start
-    metadata: Annotated[bytes, Meta(max_length=1 << 20)]  # the agent's, opaque to us
+    metadata: Annotated[bytes, Meta(max_length=1 << 20)]  # the agent's, opaque
     fingerprint: bytes  # of the model
     region: Region
     version: int = ADDRESS_VERSION
 
     def encode(self) -> bytes:
-        """The address as bytes for another pod."""
+        """Encodes the address for another pod."""
         body = msgspec.msgpack.encode(self)
         return xxhash.xxh3_128_digest(body) + body
 
 
 class IncompatibleAddressError(TransferError):
-    """The peer is no NIXL connector of this version, or its blocks are not like ours."""
+    """The peer is no NIXL connector of this version, or its blocks differ from ours."""
 
     reason = IncompatiblePeerError.code.label
 
@@ -70,7 +70,7 @@ def decode_address(encoded: bytes) -> NixlAddress:
 
 
 def check_fits(address: NixlAddress, fingerprint: bytes, block_bytes: int) -> None:
-    """Raises IncompatibleAddressError unless the peer's blocks are like ours."""
+    """Raises IncompatibleAddressError if the peer's blocks differ from ours."""
     if address.fingerprint != fingerprint:
         raise IncompatibleAddressError("the peer serves another model or KV layout", param="fingerprint")
     if address.region.block_bytes != block_bytes:

@@ -1,8 +1,8 @@
-"""A NIXL agent with one registered region, in our terms: TransferError instead of NIXL's exceptions.
+"""A NIXL agent with one registered region. It raises TransferError instead of NIXL's exceptions.
 
-Built on NIXL's bindings and not on its `nixl_agent` class, because that one fixes the progress thread's delay to zero.
-With that delay the thread takes a third of a core while nothing happens; with a longer one it sleeps until the network
-has something, and is no slower.
+Uses NIXL's bindings rather than its `nixl_agent` class, which fixes the progress thread's delay to zero. With that
+delay the idle thread takes a third of a core; with a longer one it sleeps until there is network traffic, and is no
+slower.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PROGRESS_DELAY_US = 100_000
 
 
 def load_nixl() -> Any:
-    """NIXL's bindings. Raises ConfigError if they are not installed or do not load."""
+    """Returns NIXL's bindings. Raises ConfigError if they are not installed or cannot be loaded."""
     raise_exceptions = logging.raiseExceptions  # which nixl turns off for the whole process
     try:
         import nixl._bindings as bindings
     except (ImportError, OSError) as error:
-        raise not_usable(f"it does not load: {error}") from error
+        raise not_usable(f"it cannot be loaded: {error}") from error
     finally:
         logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")  # would print to stdout
@@ -71,7 +71,7 @@ class Agent:
             ) from error
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Make another agent known. Raises StoreError."""
+        """Registers another agent. Raises StoreError."""
         with self._mapped("meet"):
             found = self._agent.loadRemoteMD(metadata)
         found = found.decode() if isinstance(found, bytes) else found
@@ -80,13 +80,13 @@ class Agent:
             raise StoreError(f"nixl: the peer is agent {found}, not {name}", param="address")
 
     def remove_peer(self, name: str) -> None:
-        """Disconnect from a peer that no transfer is under way to."""
+        """Disconnects from a peer to which no transfer is in flight."""
         with suppress(*self._errors):  # it is gone already
             self._agent.invalidateRemoteMD(name)
 
     def prepare_blocks(self, region: Region, peer: str | None = None) -> BlockList:
-        """All blocks of this agent's region or of a peer's. Raises StoreError, also if the peer has not registered
-        them."""
+        """Prepares all blocks of this agent's region or of a peer's. Raises StoreError, also if the peer has not
+        registered them."""
         size = region.block_bytes
         strided = np.array([[region.base, size, region.device_id, size, region.num_blocks]], dtype=np.uint64)
         with self._mapped("prepare"):
@@ -94,13 +94,13 @@ class Agent:
             return BlockList(self._agent.prepXferDlist(owner, self._memories[region.memory], strided))
 
     def release_blocks(self, blocks: BlockList) -> None:
-        """Forget a prepared list."""
+        """Releases a prepared list."""
         with suppress(*self._errors):
             self._agent.releasedDlistH(blocks)
 
     def write(self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int]) -> Handle:
-        """Begin to write blocks; runs of neighbours become one descriptor. Raises StoreError, after which nothing is
-        under way."""
+        """Starts to write blocks; runs of adjacent ones become one descriptor. Raises StoreError, after which nothing
+        is in flight."""
         with self._mapped("prepare"):
             handle = Handle(
                 self._agent.makeXferReq(
@@ -120,17 +120,17 @@ class Agent:
         return handle
 
     def is_done(self, handle: Handle) -> bool:
-        """True once the peer's memory holds all of it; False while it is under way. Raises StoreError if it failed."""
+        """True once the peer's memory holds all of it; False while it is in flight. Raises StoreError if it failed."""
         with self._mapped("write"):
             return self._check(self._agent.getXferStatus(handle))
 
     def release(self, handle: Handle) -> None:
-        """Forget a transfer that is over."""
+        """Releases a transfer that has ended."""
         with suppress(*self._errors):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Disconnect from everybody. Afterwards NIXL neither reads nor writes this process's memory."""
+        """Disconnects from all peers. Afterwards NIXL neither reads nor writes this process's memory."""
         with suppress(*self._errors):
             self._agent.deregisterMem(self._registered)
         del self._agent  # the only reference: the agent's sockets are closed when this returns

@@ -4,14 +4,14 @@ The life of a save:
 
 1. `start_save` queues it. From then on its deadline runs; until step 3 it can be cancelled at once.
 2. The saving thread checks the destination's address and waits for the compute stream.
-3. It posts one write for all blocks. Over shared memory that moves the bytes, over a network it only begins to; either
-   way another thread takes the blocks' digests meanwhile.
-4. It settles when NIXL says that the write is complete or has failed. A cancelled one also waits for that, since
-   nothing but the end of the sending agent stops a write (see `kv_store.nixl.sender`).
-5. A write that is under way at its deadline ends the sending agent, and with it all other writes: it settles as
-   timed out, they as failed.
+3. It posts one write for all blocks. Over shared memory that moves the bytes, over a network it only starts to; either
+   way another thread computes the blocks' digests meanwhile.
+4. It settles when NIXL reports that the write is complete or has failed. A cancelled one also waits for that, since
+   only the end of the sending agent stops a write (see `kv_store.nixl.sender`).
+5. A write that is still in flight at its deadline ends the sending agent, and with it all other writes: it settles as
+   timed out, the others as failed.
 
-A load moves nothing: the verifying thread compares the digest of each block with the one that the producer took.
+A load moves nothing: the verifying thread compares the digest of each block with the producer's.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIN_PAUSE_S = 50e-6  # between two looks at what is under way
+_MIN_PAUSE_S = 50e-6  # between two polls of what is in flight
 _MAX_PAUSE_S = 1e-3
-_PAUSE_SHARE = 1 / 8  # of the time since something happened: a write is seen at most that much too late
-_DRAIN_S = 2.0  # that writes under way get to complete when we close
+_PAUSE_SHARE = 1 / 8  # of the time since the last event: the end of a write is noticed at most that much late
+_DRAIN_S = 2.0  # for writes in flight to complete on close
 _CLOSE_TIMEOUT_S = 5.0
 
 _Inbox = queue.SimpleQueue[Job | None]  # None closes
@@ -63,7 +63,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Options of the nixl connector."""
 
     timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="Seconds after which a transfer is given up and its blocks recomputed.")
+        float, Meta(gt=0, le=3600, description="Seconds after which a transfer fails and its blocks are recomputed.")
     ] = 30.0
 
 
@@ -125,7 +125,7 @@ class NixlWorkerConnector:
         return self._jobs.poll() if self._agent is not None else []
 
     def close(self) -> None:
-        """See WorkerConnector. Writes under way get a moment to complete."""
+        """See WorkerConnector. Writes in flight have a moment to complete."""
         if self._kv_cache is None:
             return
         self._saves.put(None)
@@ -134,7 +134,7 @@ class NixlWorkerConnector:
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
             if thread.is_alive():
-                logger.warning("thread %s hangs in nixl and is left behind", thread.name)
+                logger.warning("thread %s hangs in nixl and is abandoned", thread.name)
         self._jobs.settle_all(TransferCancelledError.reason)
         if self._agent is not None:
             self._agent.close()
@@ -155,7 +155,7 @@ class NixlWorkerConnector:
 
 @dataclass(slots=True)
 class _Posted:
-    """A write under way."""
+    """A write in flight."""
 
     job: Job
     transfer: NixlTransfer
@@ -163,7 +163,7 @@ class _Posted:
 
 
 class _Sending:
-    """What the saving thread does."""
+    """The work of the saving thread."""
 
     def __init__(self, jobs: JobTable, sender: Sender, region: Region, fingerprint: bytes, block_size: int) -> None:
         self._jobs = jobs
@@ -175,8 +175,8 @@ class _Sending:
         self._posted: list[_Posted] = []
 
     def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
-        """Serve the inbox until it is closed. Sleeps while there is nothing to do, and ever longer between looks at
-        what is under way."""
+        """Serves the inbox until it is closed. Blocks while there is nothing to do, and polls what is in flight at
+        growing intervals."""
         self._digester = Digester(kv_cache, self._block_size)
         last_event = time.monotonic()
         while True:
@@ -193,7 +193,7 @@ class _Sending:
         self._close()
 
     def _post_ready(self) -> None:
-        """Post what the compute stream has finished, which it does in order."""
+        """Posts saves whose blocks the compute stream has finished, in order."""
         while self._queued and (self._queued[0].is_ready or self._queued[0].is_overdue):
             job = self._queued.popleft()
             if job.is_overdue:
@@ -211,14 +211,14 @@ class _Sending:
                 self._jobs.settle(job)
         except TransferError as error:
             self._fail(job, error)
-        except Exception as error:  # a defect may cost a recompute, not the thread that all later jobs need
+        except Exception as error:  # a bug may cost a recompute, but not the thread that all later jobs need
             logger.exception("a save failed")
             self._fail(job, TransferError(str(error)))
 
     def _checked(self, transfer: BlockTransfer) -> tuple[NixlAddress, tuple[int, ...]]:
-        """Where to write to. Raises TransferError."""
+        """Returns the checked destination. Raises TransferError."""
         if transfer.destination is None:
-            raise TransferError("connector nixl saves to a destination only", param="destination")
+            raise TransferError("connector nixl cannot save without a destination", param="destination")
         address = decode_address(transfer.destination.address)
         check_fits(address, self._fingerprint, self._region.block_bytes)
         to_ids = transfer.destination.block_ids
@@ -229,7 +229,7 @@ class _Sending:
         return address, to_ids
 
     def _reap(self) -> bool:
-        """Settle what is over; True if anything was."""
+        """Settles writes that have ended. True: there was one."""
         under_way = [posted for posted in self._posted if not self._is_over(posted)]
         progressed = len(under_way) < len(self._posted)
         self._posted = under_way
@@ -252,18 +252,18 @@ class _Sending:
         return True
 
     def _settle_written(self, job: Job, pending: Future[tuple[bytes, ...]]) -> None:
-        """Waits for the digests, which takes less than the write did or not much longer."""
+        """Waits for the digests, which take hardly longer than the write did."""
         try:
             digests = pending.result()
-        except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
+        except Exception:  # a bug may cost a recompute, but not the thread that all later jobs need
             logger.exception("the digests of a save failed")
             self._jobs.settle(job, TransferError.reason)
         else:
             self._jobs.settle(job, num_blocks_ok=len(digests), digests=digests)
 
     def _abandon(self) -> None:
-        """A write does not end: end the agent, and so all of them."""
-        logger.warning("a save is under way after its deadline; all %d under way are given up", len(self._posted))
+        """Ends the agent, and so all writes, because one of them does not end."""
+        logger.warning("a save exceeded its deadline; aborting all %d saves in flight", len(self._posted))
         self._sender.abandon()
         for posted in self._posted:
             error = TransferTimeoutError if posted.job.is_overdue else StoreError
@@ -284,7 +284,7 @@ class _Sending:
 
 
 class _Verifying:
-    """What the verifying thread does."""
+    """The work of the verifying thread."""
 
     def __init__(self, jobs: JobTable, region: Region, block_size: int) -> None:
         self._jobs = jobs
@@ -300,7 +300,7 @@ class _Verifying:
             except TransferError as error:
                 logger.warning("load of request %s failed: %s", job.transfer.request_id, error)
                 self._jobs.settle(job, error.reason)
-            except Exception:  # a defect may cost a recompute, not the thread that all later jobs need
+            except Exception:  # a bug may cost a recompute, but not the thread that all later jobs need
                 logger.exception("a load failed")
                 self._jobs.settle(job, TransferError.reason)
 

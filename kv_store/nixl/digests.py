@@ -1,8 +1,8 @@
-"""Digests of blocks where they lie: the producer takes them of what it sends, the consumer of what has arrived.
+"""Digests of blocks in place: the producer computes them of what it sends, the consumer of what has arrived.
 
 A digest covers the slab's bytes and binds the block's hash and its number of tokens, so that another block's bytes, or
-a block that was never written, are noticed as well. It is XXH3-128: it finds what transports and software break, and is
-no defence against a producer that wants to deceive.
+a block that was never written, are noticed as well. It is XXH3-128, which detects accidental damage but
+is no defence against a malicious producer.
 
 On a GPU the slabs are copied to pinned host memory for it, a few at a time.
 """
@@ -28,7 +28,7 @@ _STAGING_BYTES = 8 << 20
 
 
 def block_digest(slab: Buffer, block_hash: BlockHash, num_tokens: int) -> bytes:
-    """16 bytes that say what the slab holds and of which block."""
+    """Returns the digest, 16 bytes, of a slab as the contents of this block."""
     return xxhash.xxh3_128_digest(block_hash + num_tokens.to_bytes(4, "little") + xxhash.xxh3_128_digest(slab))
 
 
@@ -36,11 +36,11 @@ class SlabReader(Protocol):
     """One thread's view of a KV cache."""
 
     def slabs(self, block_ids: Sequence[int]) -> Iterator[Buffer]:
-        """The bytes of each block, to be used before the next is asked for."""
+        """Yields the bytes of each block, which are valid until the next one."""
 
 
 def create_slab_reader(kv_cache: torch.Tensor) -> SlabReader:
-    """To be called on the thread that will use it."""
+    """Creates the reader of the calling thread."""
     if kv_cache.device.type == "cpu":
         return HostSlabReader(kv_cache)
     return StagedSlabReader(create_staging(kv_cache, _STAGING_BYTES))
@@ -75,7 +75,7 @@ class StagedSlabReader:
 
 
 def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> Iterator[bytes]:
-    """Digest of each block of the transfer, computed when it is asked for."""
+    """Yields the digest of each block of the transfer."""
     last = len(transfer.block_ids) - 1
     for index, slab in enumerate(reader.slabs(transfer.block_ids)):
         num_tokens = transfer.num_tokens_in_last if index == last else block_size
@@ -83,7 +83,7 @@ def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> 
 
 
 class Digester:
-    """Takes digests on a thread of its own."""
+    """Computes digests on a thread of its own."""
 
     def __init__(self, kv_cache: torch.Tensor, block_size: int) -> None:
         self._block_size = block_size
@@ -91,11 +91,11 @@ class Digester:
         self._reader = self._pool.submit(create_slab_reader, kv_cache)  # the first task of the only thread
 
     def start(self, transfer: BlockTransfer) -> Future[tuple[bytes, ...]]:
-        """Begin to take the digests of all blocks, which must not change before the result is there."""
+        """Starts to compute the digests of all blocks, which must not change until the result is there."""
         return self._pool.submit(self._take, transfer)
 
     def close(self) -> None:
-        """Returns when the KV cache is no longer read."""
+        """Stops the thread; afterwards the KV cache is no longer read."""
         self._pool.shutdown(cancel_futures=True)
 
     def _take(self, transfer: BlockTransfer) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""Which jobs have not settled. Any thread may ask; each job settles once."""
+"""The table of unsettled jobs. Thread-safe; each job settles once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Job:
         self.transfer = transfer
         self.due = due
         self.is_settled = False
-        self.is_unwanted = False  # cancelled, but not yet out of the transport's hands
+        self.is_unwanted = False  # cancelled, while the transport still has it
         self.is_with_transport = False  # which alone may settle it
 
     @property
@@ -41,18 +41,18 @@ class JobTable:
         self._results: list[TransferResult] = []
 
     def add(self, job: Job) -> None:
-        """From now on the job must settle."""
+        """Adds a job, which must settle."""
         with self._lock:
             self._unsettled[job.transfer.job_id] = job
 
     def begin(self, job: Job) -> bool:
-        """The transport takes the job's blocks; False if it has settled before."""
+        """Gives the job's blocks to the transport. False: it has settled before."""
         with self._lock:
             job.is_with_transport = not job.is_settled
             return job.is_with_transport
 
     def cancel(self, job_id: int) -> None:
-        """Settle the job unless the transport has it, which then settles it. Unknown ids are ignored."""
+        """Settles the job, unless the transport has it and will settle it. Unknown ids are ignored."""
         with self._lock:
             job = self._unsettled.get(job_id)
             if job is None:
@@ -63,7 +63,7 @@ class JobTable:
         self.settle(job, TransferCancelledError.reason)
 
     def settle(self, job: Job, error: str = "", num_blocks_ok: int = 0, digests: tuple[bytes, ...] = ()) -> bool:
-        """End the job; False if it has ended before."""
+        """Settles the job. False: it has settled before."""
         job_id = job.transfer.job_id
         with self._lock:
             if job.is_settled:
@@ -75,14 +75,14 @@ class JobTable:
         return True
 
     def settle_all(self, error: str) -> None:
-        """End every job."""
+        """Settles every job."""
         with self._lock:
             jobs = list(self._unsettled.values())
         for job in jobs:
             self.settle(job, error)
 
     def poll(self) -> list[TransferResult]:
-        """Results since the last call."""
+        """Returns the results since the last call."""
         with self._lock:
             results, self._results = self._results, []
         return results

@@ -1,9 +1,9 @@
-"""Transfers to peers, through an agent that can be thrown away.
+"""Transfers to peers, through an agent that can be replaced.
 
-NIXL cannot stop a transfer that is under way: releasing its handle and disconnecting from its peer both succeed, and
-yet the transport goes on to read the source blocks and to write the target's as soon as the peer takes data again. Only
-the end of the agent ends them. So the sender has an agent of its own, apart from the one whose address the peers
-know, and `abandon` replaces it.
+NIXL cannot stop a transfer in flight: releasing its handle and disconnecting from its peer both succeed, yet the
+transport goes on reading the source blocks and writing the target's as soon as the peer accepts data again. Only the
+end of the agent stops it. So the sender has an agent of its own, apart from the one whose address the peers know, and
+`abandon` replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_store.nixl.agent import Agent, BlockList, Handle
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Peers kept connected; the least recently used go first. A peer that restarts is another one."""
+"""Most peers that stay connected; the least recently used are disconnected first. A restarted peer is a new one."""
 
 
 class _Peer:
@@ -34,7 +34,7 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NixlTransfer:
-    """Blocks on their way to a peer."""
+    """A transfer of blocks to a peer."""
 
     handle: Handle
     peer: _Peer
@@ -52,7 +52,7 @@ class Sender:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
 
     def post(self, address: NixlAddress, block_ids: Sequence[int], to_ids: Sequence[int]) -> NixlTransfer:
-        """Begin to write. Raises StoreError, after which nothing is under way."""
+        """Starts to write. Raises StoreError, after which nothing is in flight."""
         agent, own_blocks = self._opened()
         peer = self._peer(agent, address)
         try:
@@ -64,8 +64,8 @@ class Sender:
         return NixlTransfer(handle, peer)
 
     def is_done(self, transfer: NixlTransfer) -> bool:
-        """True once all is written; False while it is under way. Raises StoreError if it failed. Not to be asked again
-        after True or an error."""
+        """True once all is written; False while it is in flight. Raises StoreError if it failed. Must not be called
+        again after True or an error."""
         agent, _ = self._opened()
         try:
             if not agent.is_done(transfer.handle):
@@ -78,8 +78,8 @@ class Sender:
         return True
 
     def abandon(self) -> None:
-        """Stop all transfers; those under way must not be asked about again. Peers are connected to again when next
-        written to. Idempotent."""
+        """Stops all transfers, whose handles are invalid afterwards. Peers are reconnected at the next write.
+        Idempotent."""
         agent, self._agent = self._agent, None
         self._own_blocks = None
         self._peers.clear()
@@ -119,8 +119,7 @@ class Sender:
             self._drop(agent, peer)
 
     def _break(self, agent: Agent, peer: _Peer) -> None:
-        """Connect to the peer again when next written to, if it is still there. What is under way to it fails by
-        itself."""
+        """Drops the connection; the next write reconnects to the peer. Transfers in flight to it fail."""
         peer.is_broken = True
         if not peer.num_under_way:
             self._drop(agent, peer)

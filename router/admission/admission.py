@@ -9,7 +9,7 @@ from router.admission.config import AdmissionConfig
 from router.admission.departures import DepartureRate
 from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.forecast import Forecast
-from router.admission.limits import Expected, Limits, Refusal, broken_limit, joined
+from router.admission.limits import PREDICTION_MARGIN, Expected, Limits, Refusal, broken_limit, joined
 from router.admission.room import Room
 from router.requests.terms import Tenant
 
@@ -27,8 +27,9 @@ class Outlook(NamedTuple):
 class Admission:
     """One router's queue and what it has under way. `now`: time.monotonic(), or simulated."""
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    def __init__(self, config: AdmissionConfig, *, prediction_margin: float = PREDICTION_MARGIN) -> None:
         self.config = config
+        self._prediction_margin = prediction_margin
         self.queue = FairQueue()
         self.num_active = 0  # generations that were dispatched and have not ended
         self._departures = DepartureRate()
@@ -66,7 +67,7 @@ class Admission:
             outlook.forecast,
             outlook.expected_output_tokens,
         )
-        return joined(full, broken_limit(outlook.limits, expected, self.config.prediction_margin))
+        return joined(full, broken_limit(outlook.limits, expected, self._prediction_margin))
 
     def wait_s(self, ticket: Ticket, now: float) -> float | None:
         """How long such a ticket would wait; None: it is not known yet how fast the queue empties."""

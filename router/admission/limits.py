@@ -8,6 +8,10 @@ from common.errors import BatonError, OverloadedError, UnattainableError
 from router.admission.forecast import Forecast
 from router.requests.terms import ITL_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 
+# Predicted times count this many times when they are compared with a request's limits: predictions are medians, and a
+# limit that is kept half the time is of little use. More refuses earlier and keeps more limits.
+PREDICTION_MARGIN = 1.25
+
 
 class Limits(NamedTuple):
     """Of one request, in seconds; times count from its arrival."""

@@ -6,6 +6,11 @@ from typing import NamedTuple
 
 from router.placing.policies import PodColumns
 
+# A pod gets no more work while it has this many times what one of its steps takes: max_num_seqs requests, and
+# max_num_batched_tokens of prompts. More than 1, so that it never idles between two reports; no more than that, so that
+# the queue stays in the router, where priorities count.
+OVERCOMMIT = 2.0
+
 
 class Room(NamedTuple):
     """What the ready pods could take now."""
@@ -22,14 +27,14 @@ class Room(NamedTuple):
 NO_ROOM = Room(0.0, 0.0, takes_prompts=False)
 
 
-def room_of(decode: PodColumns, computing: PodColumns, overcommit: float) -> Room:
-    """`computing`: the pods that prompts are sent to. See AdmissionConfig for `overcommit`.
+def room_of(decode: PodColumns, computing: PodColumns) -> Room:
+    """`computing`: the pods that prompts are sent to.
 
     Other routers' requests count as far as the pods have reported them.
     """
-    slots = overcommit * decode.max_num_seqs
+    slots = OVERCOMMIT * decode.max_num_seqs
     return Room(
         capacity=float(slots.sum()),
         free=float((slots - decode.num_requests).clip(min=0).sum()),
-        takes_prompts=bool((computing.queued_tokens < overcommit * computing.max_num_batched_tokens).any()),
+        takes_prompts=bool((computing.queued_tokens < OVERCOMMIT * computing.max_num_batched_tokens).any()),
     )

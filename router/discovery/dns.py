@@ -19,6 +19,7 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """IP addresses of a host name. Raises OSError. The port is a hint for the resolver only."""
 
 PREFIX = "dns:"
+_INTERVAL_S = 5.0  # between two lookups; the TTL of a headless service in Kubernetes is about that
 _PATIENCE_S = 5.0  # with one lookup, before it is counted as failed; the system's resolver has limits of its own
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
@@ -47,9 +48,10 @@ class DnsDiscovery:
         self,
         role: Role,
         entry: str,
-        interval_s: float,
         metrics: DiscoveryMetrics,
         resolve: Resolve = system_resolve,
+        *,
+        interval_s: float = _INTERVAL_S,
     ) -> None:
         """`entry`: dns:NAME:PORT. Raises ValueError."""
         self._role = role

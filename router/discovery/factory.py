@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from common.registry import RedisRegistry
 from router.discovery.base import Discovery, Role
 from router.discovery.combined import CombinedDiscovery
-from router.discovery.config import DiscoveryConfig
 from router.discovery.dns import PREFIX, DnsDiscovery
 from router.discovery.metrics import DiscoveryMetrics
 from router.discovery.registry import SOURCE, RegistryDiscovery
@@ -19,7 +18,6 @@ from router.discovery.static import StaticDiscovery
 def create_discovery(
     prefill: Sequence[str],
     decode: Sequence[str],
-    config: DiscoveryConfig,
     registry: RedisRegistry | None,
     metrics_registry: CollectorRegistry,
 ) -> Discovery:
@@ -31,9 +29,9 @@ def create_discovery(
     for role, entries in lists:
         for entry in entries:
             if entry.startswith(PREFIX):
-                sources[entry] = DnsDiscovery(role, entry, config.dns_interval_s, metrics)
+                sources[entry] = DnsDiscovery(role, entry, metrics)
     if registry is not None:
-        sources[SOURCE] = RegistryDiscovery(registry, config.registry_poll_s, metrics)
+        sources[SOURCE] = RegistryDiscovery(registry, metrics)
     return CombinedDiscovery(sources, metrics)
 
 

@@ -17,6 +17,7 @@ from router.discovery.metrics import DiscoveryMetrics
 logger = logging.getLogger(__name__)
 
 SOURCE = "registry"
+_POLL_S = 5.0  # changes are published as well; this finds what was missed, and leases that have ended
 
 
 class News(Protocol):
@@ -74,9 +75,10 @@ class RegistryDiscovery:
     def __init__(
         self,
         registry: Registry,
-        poll_s: float,
         metrics: DiscoveryMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        poll_s: float = _POLL_S,
     ) -> None:
         """The registry belongs to the caller."""
         self._registry = registry

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from common.errors import UnavailableError
 from common.step_budget import prefill_work
+from router.admission.limits import PREDICTION_MARGIN
 from router.admission.room import NO_ROOM, Room, room_of
 from router.admission.steering import within_limits
 from router.config import RouterConfig
@@ -67,7 +68,7 @@ class Dispatcher:
         self.metrics = metrics
         self.estimates = Estimates()
         self.survival_metrics = SurvivalMetrics(metrics.registry)
-        self.migrations = MigrationLine(config.survival.max_concurrent_migrations, self.survival_metrics)
+        self.migrations = MigrationLine(self.survival_metrics)
         self.planner = Planner(
             cluster.prefill_table,
             cluster.decode_table,
@@ -96,7 +97,7 @@ class Dispatcher:
         if not self.planner.can_serve:
             return NO_ROOM
         computing = prefill if self.sends_prompts_away else decode
-        return room_of(decode, computing, self.config.admission.overcommit)
+        return room_of(decode, computing)
 
     @property
     def sends_prompts_away(self) -> bool:
@@ -129,7 +130,7 @@ class Dispatcher:
         plan = self.planner.plan(query, time.monotonic())
         if plan is None:
             raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
-        return within_limits(plan, request.terms, self.config.admission.prediction_margin)
+        return within_limits(plan, request.terms, PREDICTION_MARGIN)
 
     def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
         return Query(

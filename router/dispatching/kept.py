@@ -21,6 +21,7 @@ from common.errors import BatonError, ErrorCode
 from common.types import FinishReason
 from router.dispatching.metrics import SurvivalMetrics
 
+_MAX_STREAMS = 1024  # kept; clients that resume do so within seconds, so more are of clients that will not
 _OVERHEAD_BYTES = 1024  # of a kept stream beside its tokens, roughly
 
 
@@ -87,9 +88,9 @@ class ResumableStreams:
         self,
         *,
         window_s: float,
-        max_streams: int,
         max_bytes: int,
         metrics: SurvivalMetrics,
+        max_streams: int = _MAX_STREAMS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window_s`: seconds for which a broken stream is kept; `clock` gives seconds."""

@@ -6,12 +6,16 @@ import asyncio
 
 from router.dispatching.metrics import SurvivalMetrics
 
+# Requests that are being computed again at once after losing their decode pod. Enough to fill a pod's steps with their
+# prompts, few enough that the running streams of the pods that take them over hardly notice.
+MAX_CONCURRENT_MIGRATIONS = 32
+
 
 class MigrationLine:
     """First come, first served. A place in it costs nothing but the request itself, of which there are `max_inflight`
     at most; one that waits may be cancelled."""
 
-    def __init__(self, limit: int, metrics: SurvivalMetrics) -> None:
+    def __init__(self, metrics: SurvivalMetrics, *, limit: int = MAX_CONCURRENT_MIGRATIONS) -> None:
         """`limit`: most under way at once."""
         self._free = asyncio.Semaphore(limit)  # serves in order
         self._metrics = metrics

@@ -64,7 +64,7 @@ class CanaryLoop:
             self._note(self._health.note_canary(error, started))
             if self._health.is_ejected and not was_ejected:
                 raise UnavailableError(f"it is ejected: {self._health.detail}")
-            await asyncio.sleep(min(_PAUSE_S, self._health.config.canary_timeout_s) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(min(_PAUSE_S, self._health.canary_timeout_s) * random.uniform(0.5, 1.0))
 
     async def _until_due(self) -> None:
         while not self._subject.can_be_tried or self._health.canary_due_in_s > 0:
@@ -75,7 +75,7 @@ class CanaryLoop:
                     await self._news.wait()
 
     async def _try_out(self) -> BatonError | None:
-        timeout_s = self._health.config.canary_timeout_s
+        timeout_s = self._health.canary_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._subject.try_out(timeout_s)

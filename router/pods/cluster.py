@@ -30,6 +30,10 @@ from router.pods.pod import Pod, PodState
 
 logger = logging.getLogger(__name__)
 
+# Of a role's pods at once. If more seem to fail, the cause is more likely the requests or the network than the pods,
+# and the others could not carry the load.
+_MAX_EJECTED_SHARE = 0.5
+
 
 class ModelFacts(NamedTuple):
     """What pods must agree on to share KV and tokens."""
@@ -213,7 +217,7 @@ class Cluster:
         peers = [peer for peer in self._of_role(pod.role_name) if peer.listed]
         num_ejected = sum(peer.health.is_ejected for peer in peers if peer is not pod)
         is_last = not any(peer.state is PodState.READY for peer in peers if peer is not pod)
-        return not is_last and num_ejected + 1 <= self._health.max_ejected_share * len(peers)
+        return not is_last and num_ejected + 1 <= _MAX_EJECTED_SHARE * len(peers)
 
     def note_ejection(self, pod: Pod, reason: Reason) -> None:
         """See PodOwner."""

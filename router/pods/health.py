@@ -20,6 +20,9 @@ Outcome = Literal["ok", "busy", "failed"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
+MAX_DOUBLING = 60.0  # of eject_base_s: a pod is tried again within 5 minutes, however often it was ejected
+MAX_CANARY_S = 10.0  # for an answer: far more than a pod that works takes, even with a long queue
+
 _FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.NON_FINITE})
 
 
@@ -44,7 +47,7 @@ class PodHealth:
         self.config = config
         self._owner = owner
         self._clock = clock
-        self._breaker = Breaker(clock, base_s=config.eject_base_s, max_s=config.eject_max_s)
+        self._breaker = Breaker(clock, base_s=config.eject_base_s, max_s=MAX_DOUBLING * config.eject_base_s)
         self._suspicion = Suspicion(config.eject_after_failures, clock)
         self._worked_at = clock()
         self._ejected_for = ""
@@ -69,6 +72,11 @@ class PodHealth:
             return self._breaker.remaining_s
         interval_s = self.config.canary_interval_s
         return max(0.0, self._worked_at + interval_s - self._clock()) if interval_s else float("inf")
+
+    @property
+    def canary_timeout_s(self) -> float:
+        """Seconds that a canary may take."""
+        return min(self.config.canary_interval_s or MAX_CANARY_S, MAX_CANARY_S)
 
     @property
     def silent_s(self) -> float:
@@ -137,7 +145,7 @@ class PodHealth:
         return -(-self.config.eject_after_failures // 2)
 
     def _fail(self, detail: str, reason: Reason, cause: Cause | None, weight: int) -> None:
-        if self.is_ejected:
+        if self.is_ejected or not self.config.eject_after_failures:
             return
         self._suspicion.add(cause, weight)
         if self._suspicion.is_enough and self._owner.may_eject(is_certain=cause is None):

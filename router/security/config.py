@@ -9,23 +9,23 @@ from msgspec import Meta
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may ask, and over what."""
+    """API keys and TLS towards clients."""
 
     api_keys_file: Annotated[
         str,
         Meta(
-            description="YAML file of the API keys, see docs/security.md; read again when it changes and on SIGHUP. "
-            "Empty, and no BATON_API_KEYS in the environment: everybody may ask."
+            description="YAML file of API keys, see docs/security.md; reloaded when it changes and on SIGHUP. If it is "
+            "empty and the environment has no BATON_API_KEYS, authentication is off."
         ),
     ] = ""
     metrics_need_key: Annotated[
-        bool, Meta(description="Where there are API keys, /metrics needs an operator's: it tells of all tenants.")
+        bool, Meta(description="With API keys, /metrics needs an operator's key, as it names all tenants.")
     ] = True
     tls_cert: Annotated[
         str,
-        Meta(description="PEM file of the certificate that clients see, HTTP and gRPC; empty: plain text is spoken."),
+        Meta(description="PEM file of the certificate for clients, HTTP and gRPC; empty: TLS is off."),
     ] = ""
-    tls_key: Annotated[str, Meta(description="PEM file of its private key.")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of the certificate's private key.")] = ""
 
     def __post_init__(self) -> None:
         if self.tls_cert and not self.tls_key:
@@ -35,7 +35,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much one client may send, beside max_body_bytes and max_choices."""
+    """Limits on requests: what clients may send, and how fast."""
 
     max_prompt_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -45,8 +45,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=1,
-            description="Most prompt tokens of one request, over its prompts and n; a single prompt may always be as "
-            "long as the model's context.",
+            description="Most prompt tokens of one request, over its prompts and n; a single prompt may always fill "
+            "the model's context.",
         ),
     ] = 2**20
     max_body_values: Annotated[
@@ -54,7 +54,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=1024,
             description="Most JSON values of an HTTP body, counted as commas and opening brackets; more if the model's "
-            "context is longer. Parsing 250,000 holds up all other requests for about 15 ms.",
+            "context is longer. Parsing 250,000 delays all other requests by about 15 ms.",
         ),
     ] = 2**18
     max_connections: Annotated[
@@ -65,25 +65,26 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         64 * 2**10
     )
     header_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds within which they must have come, once a client has connected.")
+        float, Meta(gt=0, description="Seconds within which the headers must arrive once a client has connected.")
     ] = 30.0
     max_unfinished_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Most bytes held of HTTP request bodies that have not ended, of all clients.")
+        int, Meta(ge=1024, description="Most bytes held of unfinished HTTP request bodies, of all clients.")
     ] = 256 * 2**20
     max_unfinished_body_bytes_per_client: Annotated[
         Annotated[int, Meta(ge=1024)] | None,
-        Meta(description="The same of one client address; default: a quarter, or max_body_bytes if that is more."),
+        Meta(description="The same for one client address; default: a quarter, or max_body_bytes if that is more."),
     ] = None
     body_timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which an HTTP request body must end.")] = (
         120.0
     )
     min_body_rate: Annotated[
-        float, Meta(ge=0, description="Bytes per second that it must bring in each window of body_grace_s; 0: any.")
+        float, Meta(ge=0, description="Bytes per second that a body must bring in each window of body_grace_s; 0: any.")
     ] = 1024.0
-    body_grace_s: Annotated[float, Meta(gt=0, description="Seconds over which its rate is measured.")] = 10.0
+    body_grace_s: Annotated[float, Meta(gt=0, description="Seconds over which the rate of a body is measured.")] = 10.0
     send_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds after which a client that does not read its HTTP answer is cut off.")
+        float,
+        Meta(gt=0, description="Seconds after which a client that does not read its HTTP response is disconnected."),
     ] = 60.0
     max_grpc_streams: Annotated[
-        int, Meta(ge=1, description="Most calls at once over one gRPC connection; a client holds back the rest.")
+        int, Meta(ge=1, description="Most concurrent calls on one gRPC connection; a client holds back the rest.")
     ] = 1024

@@ -18,7 +18,7 @@ from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod, decode_lies, 
 from tests.fuzz.router_host import budget, check_quiet
 from tests.unit.router.router_cluster import RouterCluster, run_cluster
 
-NEVER_EJECT = HealthConfig(max_ejected_share=0.0, canary_interval_s=0.0)
+NEVER_EJECT = HealthConfig(eject_after_failures=0, canary_interval_s=0, stall_timeout_s=0)
 
 _NOT_ROUTED = Call("GET", "/v1/models", (), b"").encode()  # so that a neighbour takes no pod's turn
 

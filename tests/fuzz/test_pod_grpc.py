@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
+from decode_service.handoff import HandoffTimeouts
 from tests.fuzz.budget import Budget
 from tests.fuzz.host import DEADLINE_S, Footprint, Host, hosted, profile, sizes
 from tests.fuzz.pod_strategies import METHODS, Facts, Step, steps
@@ -69,8 +70,8 @@ async def running_pods(*, is_direct: bool) -> AsyncIterator[Pods]:
         prefill = await stack.enter_async_context(
             prefill_pod(store, transfer_lease_s=SHORT_S, handoff_quarantine_s=SHORT_S)
         )
-        waits = {f"handoff_{name}_s": SHORT_S for name in ("connect_timeout", "queue_timeout")}
-        decode = await stack.enter_async_context(decode_pod(store, handoff_stall_timeout_s=SHORT_S, **waits))
+        timeouts = HandoffTimeouts(queue_s=SHORT_S, connect_s=SHORT_S, stall_s=SHORT_S)
+        decode = await stack.enter_async_context(decode_pod(store, front={"timeouts": timeouts}))
         yield Pods(prefill, decode)
 
 

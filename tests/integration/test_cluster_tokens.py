@@ -39,9 +39,9 @@ async def test_tokens_of_two_by_two_pods_in_a_batch_without_prefix_caching(tmp_p
         assert all(pod.context.stats.latest.num_generation_tokens for pod in (*cluster.prefill, *cluster.decode))
 
 
-@pytest.mark.parametrize("target_itl_ms", [0.001, 5.0, None])
+@pytest.mark.parametrize(("target_itl_ms", "budget"), [(0.001, 64), (5.0, 64), (None, 7)])
 @pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
-async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path, connector, target_itl_ms):
+async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path, connector, target_itl_ms, budget):
     """Requests that go to prefill pods and to the decode pod alike, so that prompts run beside streams."""
     prompts = [prompt_of(length, seed=seed) for seed in range(3) for length in LENGTHS]
     expected = reference("llama", prompts)
@@ -53,13 +53,12 @@ async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path
             connector=connector,
             connector_options=options,
             target_itl_ms=target_itl_ms,
-            min_prefill_tokens=3,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=budget,
         ) as cluster:
             assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == expected
             assert cluster.recomputed() == 0
         async with running_cluster(
-            tmp_path / "colocated", "llama", num_prefill=0, target_itl_ms=target_itl_ms, min_prefill_tokens=3
+            tmp_path / "colocated", "llama", num_prefill=0, target_itl_ms=target_itl_ms, max_num_batched_tokens=budget
         ) as cluster:
             assert await cluster.tokens(prompts, max_tokens=MAX_TOKENS) == expected
 

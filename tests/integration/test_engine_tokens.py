@@ -90,7 +90,7 @@ def test_shared_prefix(name: str, llm: LLM, prompts: list[list[int]]) -> None:
 def test_preempted(name: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """The KV cache holds the longest request, and two others now and then."""
     for caching in (True, False):
-        with make_llm(name, num_blocks=14, enable_prefix_caching=caching, watermark=0.0) as llm:
+        with make_llm(name, num_blocks=14, enable_prefix_caching=caching) as llm:
             assert generate(llm, prompts) == expected
             assert llm._client.stats().num_preemptions > 0
 

@@ -45,12 +45,12 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
-    """What a layer's attention asks for beyond queries, keys and values."""
+    """Arguments of a layer's attention beyond queries, keys and values."""
 
     scale: float  # of query . key
     sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` tokens before it
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and give nothing
+    sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and add nothing
 
 
 class AttentionBackend(Protocol):

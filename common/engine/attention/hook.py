@@ -2,7 +2,7 @@
 
 Importing this module registers `ATTENTION_NAME`; a model loaded with it calls `_attention` in every layer, which passes
 on to the callable installed on that layer's module. No mask function is registered under the name, so transformers
-builds no mask: causality and sequence borders are the backend's matter.
+builds no mask: the backend handles causality and sequence borders.
 """
 
 from __future__ import annotations

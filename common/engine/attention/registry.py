@@ -1,4 +1,4 @@
-"""Attention backends by name, imported when asked for."""
+"""Attention backends by name, imported lazily."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Lengths in a batch differ, so decodes of similar length form groups, each padded
 runs alone through scaled_dot_product_attention, without reading the cache if nothing precedes it.
 
 Padding is masked with -inf, which keeps it out of the softmax, but 0 * NaN is NaN: the cache must hold finite numbers
-everywhere. It starts as zeros, and the runner clears a block that it begins to fill.
+everywhere. It starts as zeros, and the runner clears each block before it begins to fill it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the rest of a pod talks to its engine.
+"""Clients, through which the rest of a pod uses its engine.
 
 `create_client` for pods (`AsyncMPClient`, a process of its own), `common.engine.client.threaded.AsyncInprocClient` on a
 thread, `common.engine.client.inproc.InprocClient` without asyncio.
@@ -13,7 +13,7 @@ __all__ = ["AsyncMPClient", "EngineClient", "create_client"]
 
 
 def create_client(config: EngineConfig, *, executor: str = DEFAULT_EXECUTOR, name: str = "") -> EngineClient:
-    """A client of an engine process that `start` will start; `name` of the pod marks its log lines.
+    """Creates a client of an engine process, which `start` starts; `name` of the pod marks its log lines.
 
     `executor` names an ExecutorFactory as "module:factory".
     """

@@ -1,4 +1,4 @@
-"""What the asynchronous clients have in common: replies in, answers to whoever waits for them."""
+"""Base of the asynchronous clients: dispatches replies to the calls that wait for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CALL_TIMEOUT_S = 60.0  # a call is answered between two steps, and a step may b
 
 
 class AsyncClientBase(abc.ABC):
-    """See EngineClient. A subclass starts an engine, sends it commands, and hands over each reply on the event loop."""
+    """See EngineClient. A subclass starts an engine, sends it commands, and passes on each reply on the event loop."""
 
     def __init__(self, *, start_timeout_s: float = _START_TIMEOUT_S, call_timeout_s: float = _CALL_TIMEOUT_S) -> None:
         self._start_timeout_s = start_timeout_s
@@ -54,15 +54,15 @@ class AsyncClientBase(abc.ABC):
 
     @abc.abstractmethod
     async def _start_engine(self) -> None:
-        """Begin to start the engine, which answers with EngineReady or EngineFailed."""
+        """Starts the engine, which answers with EngineReady or EngineFailed."""
 
     @abc.abstractmethod
     def _send(self, command: EngineCommand) -> None:
-        """Deliver a command without waiting."""
+        """Sends a command without waiting."""
 
     @abc.abstractmethod
     async def _stop_engine(self) -> None:
-        """End the engine and release everything. Called once, also after a partial start."""
+        """Ends the engine and releases everything. Called once, also after a partial start."""
 
     def _on_outputs_taken(self) -> None:  # noqa: B027  a hook that most have no use for
         """Called when the consumer has taken an item of `self._outputs`."""
@@ -84,7 +84,7 @@ class AsyncClientBase(abc.ABC):
                 self._die(reply.to_error())
 
     def _die(self, cause: BatonError) -> None:
-        """The engine has ended unasked. Only the first cause counts."""
+        """Handles the unexpected end of the engine. Only the first cause counts."""
         if self._cause_of_death is not None or self._closing is not None:
             return
         self._cause_of_death = cause
@@ -98,7 +98,7 @@ class AsyncClientBase(abc.ABC):
     # -- EngineClient -----------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineSpec:
-        """Start the engine and wait until it can serve. Raises ConfigError if a setting or the model is at fault,
+        """Starts the engine and waits until it can serve. Raises ConfigError if a setting or the model is at fault,
         EngineDeadError if the engine died or took too long. A failed client is closed."""
         try:
             await self._start_engine()
@@ -115,32 +115,33 @@ class AsyncClientBase(abc.ABC):
             raise
 
     def add_request(self, request: AddRequest) -> None:
-        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
+        """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
         self._check_alive()
         self._send(request)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
-        """End generations; each live one still answers, with FinishReason.ABORT."""
+        """Ends generations; each live one still answers, with FinishReason.ABORT."""
         self._check_alive()
         self._send(AbortRequests(list(request_ids)))
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a consumer's handoff."""
+        """Passes on an update of a consumer's handoff."""
         self._check_alive()
         self._send(update)
 
     def quiesce_transfer(self, news: TransferQuiesced) -> None:
-        """Report that a producer no longer writes to a consumer's blocks."""
+        """Reports that a producer no longer writes to a consumer's blocks."""
         self._check_alive()
         self._send(news)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
-        """Tell a producer where a direct connector is to write."""
+        """Gives a producer the blocks to which a direct connector writes."""
         self._check_alive()
         self._send(target)
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """Everything the engine says, one item per step; ends with `close`, raises EngineDeadError after a death."""
+        """Yields the engine's outputs, one item per step; ends with `close`, raises EngineDeadError if the engine
+        dies."""
         while True:
             while self._outputs:
                 item = self._outputs.popleft()
@@ -159,29 +160,29 @@ class AsyncClientBase(abc.ABC):
         return self._spec
 
     async def stats(self) -> EngineStats:
-        """Current figures."""
+        """Returns the current statistics."""
         result = await self._call("stats")
         assert isinstance(result, EngineStats)
         return result
 
     async def check_integrity(self) -> IntegrityReport:
-        """State the engine's invariants."""
+        """Checks the engine's invariants."""
         result = await self._call("check_integrity")
         assert isinstance(result, IntegrityReport)
         return result
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
         await self._call("reset_prefix_cache")
 
     async def close(self) -> None:
-        """End the engine. Idempotent; safe after a partial start."""
+        """Ends the engine. Idempotent; safe after a partial start."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._stop_engine(), name="engine-close")
             self._outputs.clear()
             self._fail_calls("the engine is closed")
             self._news.set()
-        await asyncio.shield(self._closing)  # a cancelled caller does not leave half an engine behind
+        await asyncio.shield(self._closing)  # so that a cancelled caller leaves no partly closed engine
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

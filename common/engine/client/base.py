@@ -25,38 +25,38 @@ class EngineClient(Protocol):
     """
 
     async def start(self) -> EngineSpec:
-        """Start the engine and wait until it can serve. Raises ConfigError if a setting or the model is at fault."""
+        """Starts the engine and waits until it can serve. Raises ConfigError if a setting or the model is at fault."""
 
     def add_request(self, request: AddRequest) -> None:
-        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
+        """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
-        """End generations; each live one still answers, with FinishReason.ABORT."""
+        """Ends generations; each live one still answers, with FinishReason.ABORT."""
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a consumer's handoff."""
+        """Passes on an update of a consumer's handoff."""
 
     def quiesce_transfer(self, news: TransferQuiesced) -> None:
-        """Report that a producer no longer writes to a consumer's blocks."""
+        """Reports that a producer no longer writes to a consumer's blocks."""
 
     def set_transfer_target(self, target: TransferTarget) -> None:
-        """Tell a producer where a direct connector is to write."""
+        """Gives a producer the blocks to which a direct connector writes."""
 
     def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
-        """Everything the engine says, one item per step. To be iterated once, by one task; ends with `close`, raises
+        """Yields the engine's outputs, one item per step. Iterated once, by one task; ends with `close`, raises
         EngineDeadError if the engine dies."""
 
     async def spec(self) -> EngineSpec:
         """Facts of the started engine."""
 
     async def stats(self) -> EngineStats:
-        """Current figures."""
+        """Returns the current statistics."""
 
     async def check_integrity(self) -> IntegrityReport:
-        """State the engine's invariants."""
+        """Checks the engine's invariants."""
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
 
     async def close(self) -> None:
-        """End the engine. Idempotent; safe after a partial start."""
+        """Ends the engine. Idempotent; safe after a partial start."""

@@ -29,7 +29,7 @@ from common.engine.messages import (
 from common.errors import EngineDeadError
 from common.types import RequestId
 
-_TRANSFER_TIMEOUT_S = 10.0  # for a step that has nothing to do but wait for the connector
+_TRANSFER_TIMEOUT_S = 10.0  # for a step that only waits for the connector
 
 
 class InprocClient:
@@ -40,7 +40,7 @@ class InprocClient:
     """
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        """`executor`: what runs the model; by default, in this process."""
+        """`executor`: runs the model; by default, in this process."""
         if executor is None:
             executor = load_executor_factory(DEFAULT_EXECUTOR)(config)
         self._wakeup = threading.Event()
@@ -62,38 +62,38 @@ class InprocClient:
 
     @property
     def has_unfinished(self) -> bool:
-        """True while any request lives, any KV is on the move, or there is news that no step has returned."""
+        """True while any request lives, any KV is in transfer, or there are outputs that no step has returned."""
         return bool(self._news) or self._core.has_unfinished
 
     def add_request(self, request: AddRequest) -> None:
-        """Start a generation. A request that cannot be admitted ends with FinishReason.ERROR in the next outputs."""
+        """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the next outputs."""
         self._check_alive()
         self._core.receive(request)
         self._core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
-        """End generations; each live one still answers, with FinishReason.ABORT."""
+        """Ends generations; each live one still answers, with FinishReason.ABORT."""
         self._check_alive()
         self._core.receive(AbortRequests(list(request_ids)))
         self._core.abort_requests(request_ids)
 
     def update_transfer(self, update: TransferUpdate) -> None:
-        """Report news of a consumer's handoff."""
+        """Passes on an update of a consumer's handoff."""
         self._check_alive()
         self._core.receive(update)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
-        """Tell a producer where a direct connector is to write."""
+        """Gives a producer the blocks to which a direct connector writes."""
         self._check_alive()
         self._core.receive(target)
 
     def quiesce_transfer(self, news: TransferQuiesced) -> None:
-        """Report that a producer no longer writes to a consumer's blocks."""
+        """Reports that a producer no longer writes to a consumer's blocks."""
         self._check_alive()
         self._core.receive(news)
 
     def step(self, *, timeout_s: float = _TRANSFER_TIMEOUT_S) -> EngineCoreOutputs:
-        """Compute one step. With nothing to compute but KV on the move, wait for news of it, at most `timeout_s`.
+        """Computes one step. If it only waits for KV in transfer, returns after a change or `timeout_s` seconds.
         Outputs are empty if nothing happened."""
         self._check_alive()
         if not self.has_work and self._core.has_unfinished:
@@ -112,22 +112,22 @@ class InprocClient:
         return msgspec.structs.replace(outputs, outputs=news + outputs.outputs) if news else outputs
 
     def stats(self) -> EngineStats:
-        """Current figures."""
+        """Returns the current statistics."""
         self._check_alive()
         return self._core.stats()
 
     def check_integrity(self) -> IntegrityReport:
-        """State the engine's invariants."""
+        """Checks the engine's invariants."""
         self._check_alive()
         return self._core.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
         self._check_alive()
         self._core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the engine. Idempotent."""
+        """Releases the engine. Idempotent."""
         self._dead = self._dead or "the engine is closed"
         self._core.close()
 
@@ -144,7 +144,7 @@ class InprocClient:
         self._wakeup.set()
 
     def _fail(self, error: Exception) -> None:
-        self._dead = f"the engine's transfers died: {type(error).__name__}: {error}"
+        self._dead = f"the engine's transfer thread died: {type(error).__name__}: {error}"
         self._wakeup.set()
 
     def _check_alive(self) -> None:

@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 600.0  # loading a large model from a slow disk
 _STOP_TIMEOUT_S = 5.0  # for the step in flight and the connector; then the process is killed
-_FAREWELL_TIMEOUT_S = 2.0  # between a process's end and its last words' arrival
-_MAX_BACKLOG = 256  # items that the consumer of outputs may be behind before the engine is held up
+_LAST_REPLY_TIMEOUT_S = 2.0  # from a process's end to the arrival of its last reply
+_MAX_BACKLOG = 256  # items that the consumer of outputs may be behind before the engine waits
 _MAX_SOCKET_PATH = 107  # bytes that the kernel allows
 
 
 class AsyncMPClient(AsyncClientBase):
-    """EngineClient of an `EngineCoreProc`. The process ends with this one, whatever way that ends.
+    """EngineClient of an `EngineCoreProc`. The process ends with this one, however that ends.
 
-    No command is ever refused or waited for: what is on its way is bounded by the requests that the pod admits.
-    Replies are bounded: while the consumer of `outputs` does not read, the engine waits.
+    Sending a command never fails or waits: the requests that the pod admits bound the queue. Replies are bounded: while
+    the consumer of `outputs` does not read, the engine waits.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class AsyncMPClient(AsyncClientBase):
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         if len(launch.commands_path.removeprefix("ipc://").encode()) > _MAX_SOCKET_PATH:
-            raise ConfigError(f"TMPDIR: {directory} is too long a path for sockets", param="TMPDIR")
+            raise ConfigError(f"TMPDIR: {directory} is too long for a socket path", param="TMPDIR")
         self._open_sockets(launch)
-        arguments = [self._name] if self._name else []  # only for whoever looks at the process list
+        arguments = [self._name] if self._name else []  # for the process list
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "common.engine.core_proc", *arguments),
             stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C is for this process to act on
+            start_new_session=True,  # so that the terminal's Ctrl-C goes to this process only
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(frame_launch(launch))  # and stays open: its end would tell the child that we are gone
+        self._process.stdin.write(frame_launch(launch))  # and stays open: end of file means that the parent is gone
         self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watch")
 
     def _open_sockets(self, launch: Launch) -> None:
@@ -111,14 +111,14 @@ class AsyncMPClient(AsyncClientBase):
         asyncio.get_running_loop().remove_reader(self._replies.fileno())
 
     def _read_replies(self) -> None:
-        """Take what has arrived. The descriptor only tells of changes, so read until there is nothing left."""
+        """Takes what has arrived. The descriptor signals changes only, so this reads until nothing is left."""
         try:
             while len(self._outputs) < _MAX_BACKLOG:
                 self._take_reply(self._decoder.decode(self._replies.recv(zmq.NOBLOCK)))
         except zmq.Again:
             return
         except (zmq.ZMQError, msgspec.MsgspecError) as error:
-            self._die(EngineDeadError(f"the engine cannot be understood: {error}"))
+            self._die(EngineDeadError(f"invalid message from the engine: {error}"))
         self._pause_reading()
 
     def _on_outputs_taken(self) -> None:
@@ -132,9 +132,9 @@ class AsyncMPClient(AsyncClientBase):
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         exit_code = await process.wait()
-        if exit_code == EXIT_FAILED and self._closing is None:  # it has said why
+        if exit_code == EXIT_FAILED and self._closing is None:  # it has sent the reason
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
+                async with asyncio.timeout(_LAST_REPLY_TIMEOUT_S):
                     await self._died.wait()
         self._die(EngineDeadError(f"the engine process {_describe(exit_code)}"))
 
@@ -142,7 +142,7 @@ class AsyncMPClient(AsyncClientBase):
 
     async def _stop_engine(self) -> None:
         if self._held_up:
-            self._resume_reading()  # and drop what comes, so that the engine gets to the end of its step
+            self._resume_reading()  # and drop what arrives, so that the engine can finish its step
         if self._process is not None:
             await self._end_process(self._process)
         if self._watcher is not None:
@@ -163,8 +163,8 @@ class AsyncMPClient(AsyncClientBase):
 
 
 def _send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Not through `process`, which polls first: that takes the exit code of one that has just ended from asyncio, which
-    logs a warning and reports 255 instead."""
+    """Sends a signal without `process.send_signal`, which polls first: if the process has just ended, that takes the
+    exit code from asyncio, which logs a warning and reports 255 instead."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
 

@@ -1,4 +1,4 @@
-"""The engine on a thread of this process: for tests of pods, and where a process would be too much."""
+"""The engine on a thread of this process: for tests of pods, and where a process would cost too much."""
 
 from __future__ import annotations
 

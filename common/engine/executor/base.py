@@ -12,14 +12,14 @@ from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine must know of a loaded model. "auto" is resolved here."""
+    """Facts of a loaded model for the engine, "auto" resolved."""
 
     fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
     vocab_size: int
     max_model_len: int  # the model's own limit
     eos_token_ids: frozenset[int]
     bytes_per_block: int
-    available_kv_bytes: int  # what the KV cache may take, from settings and measured free memory
+    available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
@@ -37,20 +37,20 @@ class Executor(Protocol):
     `open_connector`, `measure_steps`, then `execute` once per step, then `close`."""
 
     def load_model(self) -> ModelFacts:
-        """Load weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
+        """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block."""
+        """Allocates [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block."""
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """Run steps of one prompt to see how long they take: tokens, and seconds. Empty: it is left to be learned."""
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
-        """Open the connector over the KV cache, if there is one; it is the caller's until `close`. `on_settled` may be
-        called from any thread, also between steps."""
+        """Opens the connector over the KV cache, if there is one; the caller uses it until `close`. `on_settled` may
+        be called from any thread, also between steps."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step: forget dropped requests, forward, sample."""
+        """Runs one step: removes dropped requests, runs the forward pass, samples."""
 
     def close(self) -> None:
-        """Release everything, the connector included. Idempotent; safe after a partial start."""
+        """Releases everything, the connector included. Idempotent; safe after a partial start."""

@@ -1,8 +1,8 @@
 """An executor without a model: deterministic pseudo-tokens, a real (tiny) KV cache, real transfers.
 
-The "KV" of a token is its id and its position, written to the slot that the block table says. The next token is a hash
+The "KV" of a token is its id and its position, written to the slot that the block table gives. The next token is a hash
 of everything read back through the block table, so a block owned twice, a wrong slot, a lost load or a stale prefix
-changes the output: `expected_tokens` says what a correct engine generates.
+changes the output: `expected_tokens` returns what a correct engine generates.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DirectMemoryConnector:
     """A direct WorkerConnector between executors of one process, on whatever threads.
 
     Every job settles within its start call. A save to an executor that has closed fails; so does a load of blocks that
-    hold other bytes than their digests say.
+    do not match their digests.
     """
 
     _kv_caches: ClassVar[dict[bytes, torch.Tensor]] = {}  # all that are open, by address
@@ -166,7 +166,7 @@ class DirectMemoryConnector:
         return settled
 
     def close(self) -> None:
-        """Nobody can write here any more."""
+        """Rejects further writes."""
         self._kv_caches.pop(self._address, None)
 
     def _settle(self, job_id: int, num_ok: int, error: str = "", digests: tuple[bytes, ...] = ()) -> None:
@@ -217,7 +217,7 @@ class FakeExecutor:
         return self._facts
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate [num_blocks, 1, 2, 1, block_size, 1]."""
+        """Allocates [num_blocks, 1, 2, 1, block_size, 1]."""
         self._kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
         self._slots = self._kv_cache.view(num_blocks, 2, self._block_size).numpy()
 

@@ -1,4 +1,4 @@
-"""Who owns which KV block: the pool, and the block tables of requests. No tensors, no torch."""
+"""Ownership of KV blocks: the pool, and the block tables of requests. No tensors, no torch."""
 
 from common.engine.kv_cache.block_pool import Block, BlockPool, FreeBlockQueue
 from common.engine.kv_cache.cache_changes import CacheChange, CacheChanges

@@ -5,7 +5,7 @@ A block's life:
 1. free and empty, in the free queue;
 2. allocated (ref_cnt 1): a request writes KV into it;
 3. cached: full and computed, found by its content hash and shared by further requests (ref_cnt > 1);
-4. cached and free: nobody uses it (ref_cnt 0); it waits at the tail of the free queue and may be shared again;
+4. cached and free: without users (ref_cnt 0), it waits at the tail of the free queue and may be shared again;
 5. evicted: it reached the head of the queue and was allocated for other content, back to 2.
 
 So the free queue is also the LRU order of the prefix cache, and a free block costs nothing to keep.
@@ -60,19 +60,19 @@ class FreeBlockQueue:
             block = block.next_free
 
     def append(self, block: Block) -> None:
-        """Put `block` last: it is evicted after all others."""
+        """Puts `block` last: it is evicted after all others."""
         last = self._tail.prev_free
         assert last is not None
         self._link(last, block, self._tail)
 
     def appendleft(self, block: Block) -> None:
-        """Put `block` first: it is the next one allocated."""
+        """Puts `block` first: it is the next one allocated."""
         first = self._head.next_free
         assert first is not None
         self._link(self._head, block, first)
 
     def popleft(self) -> Block:
-        """Take the first block. Raises IndexError if there is none."""
+        """Removes and returns the first block. Raises IndexError if there is none."""
         block = self._head.next_free
         if block is None or block is self._tail:
             raise IndexError("pop from an empty free queue")
@@ -80,7 +80,7 @@ class FreeBlockQueue:
         return block
 
     def remove(self, block: Block) -> None:
-        """Take `block` out, wherever it is. Raises ValueError if it is not queued."""
+        """Removes `block`, wherever it is. Raises ValueError if it is not queued."""
         before, after = block.prev_free, block.next_free
         if before is None or after is None:
             raise ValueError(f"{block} is not in the free queue")
@@ -100,7 +100,7 @@ class FreeBlockQueue:
 
 
 class BlockPool:
-    """All blocks of one KV cache tensor. Block 0 is the null block: a placeholder that nobody is ever given.
+    """All blocks of one KV cache tensor. Block 0 is the null block: a placeholder that is never allocated.
 
     Equal content computed twice at the same time yields two blocks; the first one is cached, the other stays
     private to its request and is reused at once when it is freed.
@@ -113,7 +113,7 @@ class BlockPool:
         self._null_block.ref_cnt = 1
         self._free = FreeBlockQueue()
         self._cached: dict[BlockHash, Block] = {}
-        self.changes = CacheChanges()  # of the cached hashes; for whoever reports them
+        self.changes = CacheChanges()  # of the cached hashes, to be reported
         for block in self._blocks[NULL_BLOCK_ID + 1 :]:
             self._free.append(block)
 
@@ -124,7 +124,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, cached ones included."""
+        """Blocks without users, cached ones included."""
         return len(self._free)
 
     @property
@@ -137,9 +137,10 @@ class BlockPool:
         return self._cached.get(block_hash)
 
     def allocate(self, count: int) -> list[Block]:
-        """Take `count` free blocks, evicting the least recently used cached ones. `count` is at most `num_free`."""
+        """Allocates `count` free blocks, evicting the least recently used cached ones. `count` is at most
+        `num_free`."""
         if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} free")
+            raise ValueError(f"{count} blocks requested, {len(self._free)} free")
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             block.ref_cnt = 1
@@ -147,41 +148,41 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Add one user to each block; free ones leave the free queue."""
+        """Adds one user to each block; free ones leave the free queue."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self._free.remove(block)
             block.ref_cnt += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Take one user from each of `blocks`, given in prompt order.
+        """Removes one user from each of `blocks`, given in prompt order.
 
-        The last blocks of a prompt are queued before its first ones, so that of a prefix the head lives longest.
+        The last blocks of a prompt are queued before its first ones, so that the head of a prefix is evicted last.
         """
         for block in reversed(blocks):
             if block.ref_cnt == 0 or block is self._null_block:
-                raise ValueError(f"{block} is freed by somebody who does not use it")
+                raise ValueError(f"{block} is freed but has no users")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 if block.block_hash is None:
-                    self._free.appendleft(block)  # worth nothing: reuse it before any cached one
+                    self._free.appendleft(block)  # not cached: reuse it before any cached one
                 else:
                     self._free.append(block)
 
     def cache(self, block: Block, block_hash: BlockHash) -> None:
-        """Let others find `block`, which is full, computed and in use, under `block_hash`."""
+        """Adds `block`, which is full, computed and in use, to the prefix cache under `block_hash`."""
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash = block_hash
             self._cached[block_hash] = block
             self.changes.store(block_hash)
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Take `blocks` out of the prefix cache. Their users keep them."""
+        """Removes `blocks` from the prefix cache. Their users keep them."""
         for block in blocks:
             self._evict(block)
 
     def reset_cache(self) -> None:
-        """Forget all cached blocks that nobody uses."""
+        """Removes all blocks without users from the prefix cache."""
         for block in self._free:
             self._evict(block)
 
@@ -208,12 +209,12 @@ class BlockPool:
                 where = "in" if block.block_id in free else "outside"
                 violations.append(f"block {block.block_id} with ref_cnt {block.ref_cnt} is {where} the free queue")
             if block.block_hash is not None and self._cached.get(block.block_hash) is not block:
-                violations.append(f"block {block.block_id} has a hash under which it is not found")
+                violations.append(f"block {block.block_id} is not found under its hash")
         violations += [
-            f"block {block.block_id} is cached under a hash that it does not have"
+            f"block {block.block_id} is cached under another hash than its own"
             for block_hash, block in self._cached.items()
             if block.block_hash != block_hash
         ]
         if self._null_block.ref_cnt != 1 or NULL_BLOCK_ID in free or NULL_BLOCK_ID in num_users:
-            violations.append("the null block was given away")
+            violations.append("the null block was allocated")
         return violations

@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold which request's KV."""
+"""Block tables: the blocks that hold each request's KV."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from common.types import BlockHash, RequestId
 
 
 class TokenSequence(Protocol):
-    """What the cache must know of a request."""
+    """A request as the cache sees it."""
 
     @property
     def request_id(self) -> RequestId:
-        """Whose blocks they are."""
+        """Id of the owner of the blocks."""
 
     @property
     def num_tokens(self) -> int:
@@ -28,10 +28,10 @@ class TokenSequence(Protocol):
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        """Of leading full blocks, as far as known."""
+        """Hashes of leading full blocks, as far as known."""
 
     def complete_block_hashes(self, block_size: int, num_blocks: int) -> None:
-        """Compute what lacks of the hashes of the first `num_blocks` blocks, all of which must be full."""
+        """Computes the missing hashes of the first `num_blocks` blocks, all of which must be full."""
 
 
 class _BlockTable:
@@ -46,7 +46,7 @@ class _BlockTable:
 
 
 class KVCacheManager:
-    """Gives blocks to requests and takes them back; keeps full computed blocks findable by content.
+    """Allocates blocks to requests and frees them; caches full computed blocks by content.
 
     A request owns either no blocks or blocks for all tokens it had at admission; nothing is ever half-allocated.
     """
@@ -69,7 +69,7 @@ class KVCacheManager:
 
     @property
     def cache_changes(self) -> CacheChanges:
-        """What became of the prefix cache since it was last taken from here."""
+        """The changes of the prefix cache since they were last taken."""
         return self._pool.changes
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -77,7 +77,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def num_shareable_blocks(self, request: TokenSequence) -> int:
-        """Leading blocks of `request` that need not be computed if somebody has them.
+        """Leading blocks of `request` that can be shared instead of computed.
 
         They never cover the last token: one token must be computed to sample the next, and a shared block must
         not be written to.
@@ -85,7 +85,7 @@ class KVCacheManager:
         return (request.num_tokens - 1) // self.block_size
 
     def find_cached_prefix(self, request: TokenSequence) -> list[Block]:
-        """The longest run of cached blocks that `request` starts with, among its shareable ones."""
+        """Returns the longest run of cached blocks with which `request` starts, among its shareable ones."""
         if not self.enable_prefix_caching:
             return []
         max_blocks = self.num_shareable_blocks(request)
@@ -105,14 +105,15 @@ class KVCacheManager:
         return needed + revived + held_back <= self._pool.num_free
 
     def allocate(self, request: TokenSequence, prefix: Sequence[Block]) -> None:
-        """Give `request` a table that starts with `prefix` and holds all its tokens. Needs `can_allocate`."""
+        """Creates a table of `request` that starts with `prefix` and holds all its tokens. Requires `can_allocate`."""
         assert request.request_id not in self._tables
         self._pool.share(prefix)
         fresh = self._pool.allocate(self.num_blocks_for(request.num_tokens) - len(prefix))
         self._tables[request.request_id] = _BlockTable([*prefix, *fresh], len(prefix), self.block_size)
 
     def grow(self, request: TokenSequence, num_tokens: int) -> list[int] | None:
-        """Extend the table to hold `num_tokens` tokens. Ids of the blocks added; None if too few are free now."""
+        """Extends the table to hold `num_tokens` tokens. Returns the ids of the blocks added; None if too few are
+        free."""
         table = self._tables[request.request_id]
         if num_tokens <= table.capacity:
             return []
@@ -125,7 +126,7 @@ class KVCacheManager:
         return [block.block_id for block in fresh]
 
     def cache_computed(self, request: TokenSequence) -> None:
-        """Make the full blocks among the computed tokens of `request` findable. Called once they are computed."""
+        """Caches the full blocks among the computed tokens of `request`. Called once they are computed."""
         table = self._tables[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
         if num_full <= table.num_cached or not self.enable_prefix_caching:
@@ -136,13 +137,13 @@ class KVCacheManager:
         table.num_cached = num_full
 
     def free(self, request: TokenSequence) -> None:
-        """Take back all blocks of `request`; does nothing if it has none. Pinned ones stay out of the free queue."""
+        """Frees all blocks of `request`, if it has any. Pinned ones stay out of the free queue."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self._pool.free(table.blocks)
 
     def forget(self, request: TokenSequence) -> None:
-        """Take the blocks of `request`, shared ones included, out of the prefix cache: their KV may be wrong."""
+        """Removes the blocks of `request`, shared ones included, from the prefix cache: their KV may be wrong."""
         table = self._tables.get(request.request_id)
         if table is not None:
             self._pool.forget(table.blocks)
@@ -153,15 +154,15 @@ class KVCacheManager:
         return table.blocks if table is not None else ()
 
     def pin(self, blocks: Sequence[Block]) -> None:
-        """Keep `blocks` from being reused, whatever happens to their request, until `unpin`."""
+        """Keeps `blocks` from being reused until `unpin`, even if their request ends."""
         self._pool.share(blocks)
 
     def unpin(self, blocks: Sequence[Block]) -> None:
-        """End one `pin`."""
+        """Ends one `pin`."""
         self._pool.free(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that nobody uses."""
+        """Removes all blocks without users from the prefix cache."""
         self._pool.reset_cache()
 
     @property

@@ -8,8 +8,8 @@ SHA-256 over
 - the parsed config.json without fields that change no number;
 - compute dtype and KV layout: what a token's KV looks like.
 
-Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which says how the KV is
-divided, not what it is: whoever compares blocks compares it as well.
+Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which divides the KV but
+does not change it; blocks are compared by it separately.
 """
 
 from __future__ import annotations

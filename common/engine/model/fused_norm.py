@@ -6,7 +6,7 @@ Measured on CPU in float32 it takes half of the time of `torch.nn.functional.rms
 many.
 
 A module counts as an RMS norm if this, with the module's own weight and epsilon, computes what the module does: the
-weight as it is (Llama and most others) or with one added (Gemma). Nothing else is assumed of it.
+weight as it is (Llama and most others) or with one added (Gemma). Nothing else is assumed of the module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace the model's RMS norms in float32 on CPU; return how many were replaced."""
+    """Replaces the model's RMS norms in float32 on CPU; returns how many were replaced."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -50,7 +50,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _fused(module: nn.Module) -> FusedRMSNorm | None:
-    """What computes the same as `module`, if it is an RMS norm."""
+    """Returns the fused equivalent of `module`, if it is an RMS norm."""
     weight = getattr(module, "weight", None)
     epsilon = next((value for name in _EPSILON_NAMES if isinstance(value := getattr(module, name, None), float)), None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or epsilon is None:

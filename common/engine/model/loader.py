@@ -1,4 +1,4 @@
-"""Loads a causal language model from safetensors, or says in one line why not."""
+"""Loads a causal language model from safetensors; errors are one line."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def model_directory(config: ModelConfig) -> Path:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=_HUB_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(
-            f"{config.model} is neither a local directory nor a model that the hub gives: {_first_line(error)}",
+            f"{config.model} is neither a local directory nor a model on the hub: {_first_line(error)}",
             param="model",
         ) from error
 
@@ -124,7 +124,7 @@ def _find_weights(directory: Path) -> list[Path]:
         raise ModelLoadError(f"{index} cannot be read: {_first_line(error)}", param="model") from error
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise ModelLoadError(f"{directory} lacks the weight file {missing[0]}", param="model")
+        raise ModelLoadError(f"{directory} has no weight file {missing[0]}", param="model")
     return [directory / name for name in names]
 
 
@@ -158,9 +158,9 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device)
         raise
     except KeyError as error:
         no_interface = error.args == (ATTENTION_NAME,)  # looked up in a table of the architecture's own
-        reason = "its architecture has no exchangeable attention" if no_interface else f"it lacks {error}"
+        reason = "its attention implementation cannot be replaced" if no_interface else f"it lacks {error}"
         raise ModelLoadError(f"{directory} cannot be served: {reason}", param="model") from error
-    except Exception as error:  # foreign code over foreign files: whatever it raises, it means unusable
+    except Exception as error:  # third-party code over user files: any exception means unusable
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -206,7 +206,7 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice: what matters is raised."""
+    """Turns off progress bars and warnings; errors are raised."""
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     had_progress_bar = logging.is_progress_bar_enabled()

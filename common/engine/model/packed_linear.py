@@ -1,8 +1,8 @@
 """Linear layers with weights laid out for the CPU's matrix kernels.
 
-`torch.nn.functional.linear` packs the weight anew at each call. oneDNN, which torch ships, can keep it packed: measured
-on one core in float32, the layers of a 100M-parameter model take 93 % of the time for one token, 55 % for eight, 81 %
-for thirty-two and about 85 % for a thousand. The result differs from `linear` in rounding only.
+`torch.nn.functional.linear` packs the weight again at each call. oneDNN, which torch ships, can keep it packed:
+measured on one core in float32, the layers of a 100M-parameter model take 93 % of the time for one token, 55 % for
+eight, 81 % for thirty-two and about 85 % for a thousand. The result differs from `linear` in rounding only.
 
 The two operators are torch's own for compiled graphs, not its public interface: where they are missing, or the model
 does not run with them, its layers stay as they are.
@@ -56,7 +56,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace the model's linear layers where that is possible; return how many were replaced."""
+    """Replaces the model's linear layers where that is possible; returns how many were replaced."""
     if not _can_pack():
         return 0
     num_packed = 0

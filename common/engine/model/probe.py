@@ -1,9 +1,9 @@
-"""Finds out what a loaded model caches, and whether our attention computes what its own would.
+"""Finds out what a loaded model caches, and whether our attention computes the same as its own.
 
 Two tiny forward passes: one with transformers' eager attention, one through a recording attention function that
 computes plain causal attention from the arguments that we know. The recording gives the attention modules in layer
-order and the shapes of keys and values; equal logits prove that the known arguments tell everything (no ALiBi, no
-prefix that sees both ways, no state outside the KV cache).
+order and the shapes of keys and values; equal logits prove that the known arguments suffice (no ALiBi, no
+bidirectional prefix, no state outside the KV cache).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KNOWN_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """What the recording found."""
+    """The findings of the recording."""
 
     spec: KVSpec
     attention_modules: list[torch.nn.Module]  # in layer order
@@ -41,7 +41,7 @@ class _Call:
 
 
 def probe_model(model: Any) -> ProbedModel:
-    """Run the probe. `model` is a transformers causal LM. Raises ModelLoadError if it cannot be served."""
+    """Runs the probe. `model` is a transformers causal LM. Raises ModelLoadError if it cannot be served."""
     name = type(model).__name__
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
@@ -95,7 +95,7 @@ def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
     for layer, (layer_type, call) in enumerate(zip(layer_types, calls, strict=False)):
         if (layer_type == "sliding_attention") != (call.sliding_window is not None):
-            raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but does not say so", param="model")
+            raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but its attention disagrees", param="model")
     num_kv_heads, head_dim, value_head_dim = shapes.pop()
     if value_head_dim > head_dim:
         raise ModelLoadError(f"{name}: values of {value_head_dim} are wider than keys of {head_dim}", param="model")
@@ -157,7 +157,7 @@ def _check_equal(name: str, logits: torch.Tensor, expected: torch.Tensor, dtype:
     error = float((logits - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
     if not error <= _MAX_RELATIVE_ERROR[dtype]:  # also refuses NaN
         raise ModelLoadError(
-            f"{name}: paged attention does not compute what its own attention does (relative error {error:.2g})",
+            f"{name}: paged attention differs from the model's own attention (relative error {error:.2g})",
             param="model",
         )
 

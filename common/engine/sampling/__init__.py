@@ -1,1 +1,1 @@
-"""Choosing the next token from logits: reproducibly, vectorised over the batch, doing only what somebody asked for."""
+"""Choosing the next token from logits: reproducibly, vectorised over the batch, doing only what some request needs."""

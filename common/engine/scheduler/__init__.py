@@ -1,1 +1,1 @@
-"""Who computes what in a step. Pure: no torch, no clock, no I/O."""
+"""Decides what each step computes. Pure: no torch, no clock, no I/O."""

@@ -1,4 +1,4 @@
-"""Which requests a scheduler takes."""
+"""Checks which requests a scheduler can serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.types import HASH_BYTES, SamplingParams
 
 
 class Limits(NamedTuple):
-    """What follows from the model and the KV cache."""
+    """Limits of the model and the KV cache."""
 
     block_size: int  # tokens
     max_model_len: int  # tokens of prompt and output
@@ -19,7 +19,7 @@ class Limits(NamedTuple):
     eos_token_ids: frozenset[int]
 
     def check(self, message: AddRequest) -> None:
-        """Raises InvalidRequestError or PromptTooLongError naming the field at fault."""
+        """Raises InvalidRequestError or PromptTooLongError that names the field."""
         num_outputs = len(message.output_token_ids)
         num_tokens = len(message.prompt_token_ids) + num_outputs
         if not message.prompt_token_ids:

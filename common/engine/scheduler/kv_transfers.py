@@ -1,7 +1,7 @@
-"""What the scheduler asks of KV movement, and what it is told.
+"""The interface between the scheduler and KV transfers.
 
-The scheduler decides which request owns which blocks; how KV gets into and out of them is not its business. It hands
-over blocks and goes on; what became of them it collects between two steps. Implemented by
+The scheduler decides which request owns which blocks, not how KV moves in and out of them. It passes on blocks and goes
+on; the outcomes it collects between two steps. Implemented by
 `common.engine.transfers.TransferPort`, which talks to an actor on a thread of its own.
 """
 
@@ -23,18 +23,19 @@ class Kept(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """The handoff to a consumer is over, well or badly. It continues from its leading valid blocks."""
+    """The handoff to a consumer has ended, successfully or not. The consumer continues from its leading valid
+    blocks."""
 
     request_id: RequestId
     num_blocks: int  # leading blocks of the prompt that are valid, those found in the prefix cache included
     first_token: SampledToken | None  # None: the handoff failed
     failure: str  # reason label; empty: nothing is missing
-    final_at: float | None  # when the last news of the producer came, monotonic seconds
+    final_at: float | None  # when the producer's last update arrived, monotonic seconds
     may_be_written: bool  # the producer may still write to the reserved blocks: the request must take others
 
 
 class Restored(NamedTuple):
-    """A restore is over, well or badly."""
+    """A restore has ended, successfully or not."""
 
     request: Request
     num_blocks: int  # leading blocks that are valid
@@ -46,8 +47,8 @@ Arrival = Kept | HandedOver | Restored
 class KVTransfers(Protocol):
     """Called on the scheduler's thread; every call returns at once and costs in proportion to what changed.
 
-    Blocks that are handed over are pinned: they are not reused, whatever becomes of their request, until the transport
-    no longer touches them.
+    Blocks that are handed over are pinned: they are not reused until the transport no longer touches
+    them, even if their request ends.
     """
 
     def begin(self, request: Request) -> None:
@@ -77,19 +78,19 @@ class KVTransfers(Protocol):
         Not called for a decode that fills no block."""
 
     def step_ended(self) -> None:
-        """Nothing more was computed in this step."""
+        """The step has ended."""
 
     def released(self, request: Request) -> None:
         """The request is about to lose its blocks: preempted, or ended."""
 
     def ended(self, request: Request, *, is_aborted: bool) -> None:
-        """The request is gone. `is_aborted`: what is not saved need not be."""
+        """The request has ended. `is_aborted`: blocks that are not saved need not be."""
 
     def collect(self) -> Sequence[Arrival]:
-        """What has arrived since the last call. Unpins what no transport touches any more."""
+        """Returns what has arrived since the last call, and unpins blocks that no transport touches any more."""
 
     def knows(self, request_id: RequestId) -> bool:
-        """Whether something of a request of this id is still on the move."""
+        """Whether blocks of a request of this id are still in transfer."""
 
     @property
     def has_notes(self) -> bool:

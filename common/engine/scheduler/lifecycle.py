@@ -1,4 +1,4 @@
-"""What each step of a request's life does to its blocks, its place, its transfers and what the client is told.
+"""The life of a request: what each transition does to its blocks, its place, its transfers and its outputs.
 
     add --> [looking up] --> waiting --> reserve --> remote --take_handoff--> ready --start--> running --> finish
                                 |                                               ^                |
@@ -6,7 +6,7 @@
                                 +--> admit --> running                                           |
                                 ^------------------------------ preempt -------------------------+
 
-The Scheduler decides who is next; here is what follows from it.
+The Scheduler decides which request is next; this module carries it out.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Lifecycle:
         self._transfers = transfers
         self._block_size = kv.block_size
         self._outbox = Outbox()
-        self._has_urgent_news = False  # somebody can go on while the step runs
-        self._dropped: list[RequestId] = []  # the runner is to forget them
+        self._has_urgent_news = False  # a client or a pod can go on while the step runs
+        self._dropped: list[RequestId] = []  # to be removed by the runner
         self.places = Places()
         self.totals = Totals()
-        self.is_stalled = False  # who waits was refused for lack of blocks, and nothing has changed since
+        self.is_stalled = False  # a waiting request found too few blocks, and nothing has changed since
 
     @property
     def has_news(self) -> bool:
-        """Whether there is news for the client or the runner."""
+        """Whether there are outputs for the client or dropped requests for the runner."""
         return bool(self._dropped or self._outbox)
 
     def take_dropped(self) -> list[RequestId]:
-        """Requests that the runner is to forget, since the last call."""
+        """Returns the requests dropped since the last call, which the runner removes."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take_news(self, *, urgent_only: bool = False) -> list[RequestOutput]:
-        """News for the client since the last call. `urgent_only`: nothing, unless it can go on with it while
-        a step runs."""
+        """Returns outputs since the last call. `urgent_only`: none, unless the client can go on with them while a step
+        runs."""
         if urgent_only and not self._has_urgent_news:
             return []
         self._has_urgent_news = False
@@ -59,14 +59,14 @@ class Lifecycle:
     # ---------------------------------------------------------------- beginnings
 
     def add(self, request: Request) -> None:
-        """It is new."""
+        """Adds a new request."""
         self.places.live[request.request_id] = request
         if request.is_producer or request.awaits_handoff:
             self._transfers.begin(request)
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        """Queue a request that has no blocks, or first ask what is kept of it."""
+        """Queues a request that has no blocks, or first looks up which of its blocks are kept."""
         self.is_stalled = False
         request.num_kept_blocks = 0
         if self._transfers.ask(request):
@@ -75,12 +75,12 @@ class Lifecycle:
             self.places.wait(request)
 
     def take_answer(self, kept: Kept) -> None:
-        """It is known what is kept of it."""
+        """Takes the result of the lookup."""
         kept.request.num_kept_blocks = kept.num_blocks
         self.places.answered(kept.request)
 
     def ask_again(self, request: Request, prefix: Sequence[Block]) -> bool:
-        """At its turn: whether it must ask once more what is kept of it, and wait."""
+        """At its turn: whether another lookup is needed, for which it waits."""
         if self._transfers.ask_again(request, len(prefix)):
             self.places.look_up(request)
             return True
@@ -137,7 +137,7 @@ class Lifecycle:
     # ---------------------------------------------------------------- arrivals
 
     def take_restored(self, request: Request, restored: Restored) -> None:
-        """What a tier kept of it is in its blocks, as far as it came."""
+        """Its blocks hold what could be restored from a tier."""
         request.num_restored_tokens = restored.num_blocks * self._block_size - request.num_computed_tokens
         self.totals.tier_hits += request.num_restored_tokens
         request.num_computed_tokens += request.num_restored_tokens
@@ -173,8 +173,8 @@ class Lifecycle:
             self._append_token(request, handoff.first_token)
 
     def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
-        """Back to the queue as an ordinary request: its blocks may still be written to. What was verified of them is
-        complete, so the prefix cache may give it back."""
+        """Back to the queue as an ordinary request: its blocks may still be written to. Verified blocks are
+        complete, so the prefix cache may return them."""
         self._release_blocks(request)
         reason = self._add_token(request, first_token) if first_token is not None else None
         self._enqueue(request)
@@ -238,12 +238,12 @@ class Lifecycle:
         self.totals.num_preemptions += 1
 
     def abort(self, request: Request) -> RequestOutput:
-        """End it now. Its last output."""
+        """Ends it now. Returns its last output."""
         self.finish(request, FinishReason.ABORT)
         return self._outbox.take(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End it, wherever it is. Blocks that are on the move stay pinned as long as the transport touches them."""
+        """Ends it, wherever it is. Blocks in transfer stay pinned as long as the transport touches them."""
         self.places.leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -1,4 +1,4 @@
-"""What requests gained since the last answer to the client, merged to one RequestOutput per request."""
+"""The outputs since the last answer to the client, merged to one RequestOutput per request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.types import SampledToken
 
 
 class Outbox:
-    """Keyed by request, not by id: an id may be used again while the last words of its first bearer wait here."""
+    """Keyed by request, not by id: an id may be reused while outputs of the earlier request wait here."""
 
     def __init__(self) -> None:
         self._outputs: dict[Request, RequestOutput] = {}
@@ -31,7 +31,7 @@ class Outbox:
             self._outputs[request] = msgspec.structs.replace(output, start_index=start, tokens=[token])
 
     def add_event(self, request: Request, event: RequestEvent) -> None:
-        """Something happened to `request`."""
+        """Adds an event of `request`."""
         self._open(request).events.append(event)
 
     def finish(self, request: Request) -> None:
@@ -55,7 +55,7 @@ class Outbox:
         return output
 
     def drain(self) -> list[RequestOutput]:
-        """Everything, in the order in which requests first gained something."""
+        """Returns all outputs, in the order of each request's first one."""
         outputs = list(self._outputs.values())
         self._outputs.clear()
         return outputs

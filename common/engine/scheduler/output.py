@@ -1,4 +1,4 @@
-"""What the scheduler decides for a step, and what the model runner answers. Pure data."""
+"""The scheduler's decisions for a step, and the model runner's answer. Pure data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What a step produced."""
+    """The results of a step."""
 
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
     fence: Fence = None  # after which the KV of the step's tokens is written

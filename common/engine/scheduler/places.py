@@ -1,6 +1,6 @@
 """Where each live request is: in exactly one place.
 
-looking up   no blocks; waits beside the queue to be told what the tiers keep of it
+looking up   no blocks; waits beside the queue for the lookup in the tiers
 waiting      no blocks; in the queue, new or preempted; the next is the same for those that await a handoff
 consumers
 remote       blocks reserved, KV in flight
@@ -61,12 +61,12 @@ class Places:
         )
 
     def look_up(self, request: Request) -> None:
-        """It waits to be told what is kept of it."""
+        """It waits for the lookup of its blocks."""
         request.status = RequestStatus.LOOKING_UP
         self.looking_up[request.request_id] = request
 
     def answered(self, request: Request) -> None:
-        """It has been told."""
+        """The lookup has ended."""
         del self.looking_up[request.request_id]
         request.status = RequestStatus.WAITING
         self.wait(request)
@@ -104,8 +104,8 @@ class Places:
             self._queue_of(request).remove(request)
 
     def violations(self, holders: set[RequestId]) -> list[str]:
-        """Where a request is in another place than its status says, in none or in several, or where blocks are held
-        (`holders`) by others than those that should; one line each."""
+        """Violations, one line each: requests in no place, in several or in one that contradicts their status, and
+        blocks held (`holders`) by the wrong requests."""
         queued = [*self.waiting, *self.consumers]
         places = {
             RequestStatus.LOOKING_UP: list(self.looking_up.values()),

@@ -1,10 +1,10 @@
 """One request as the scheduler sees it.
 
-1. LOOKING_UP, with tiers below the device only: it asks what they keep of it before it waits.
+1. LOOKING_UP, with tiers below the device only: its blocks are looked up there before it waits.
 2. WAITING: for blocks and a slot in the batch.
-3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that is
-   over, well or badly, it is WAITING for a slot only and keeps its blocks; unless a handoff failed and the producer may
-   still write to them: then it waits for others, back in 1 as an ordinary request.
+3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that has
+   ended, successfully or not, it is WAITING for a slot only and keeps its blocks; unless a handoff failed and the
+   producer may still write to them: then it waits for others, back in 1 as an ordinary request.
 4. RUNNING: it gets tokens at each step.
 5. PREEMPTED: it lost its blocks and waits for its turn again, as in 2; with tiers it goes back to 1.
 6. FINISHED: from any state.
@@ -20,14 +20,14 @@ from common.types import BlockHash, FinishReason, SampledToken, hash_partial_blo
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
-    LOOKING_UP = enum.auto()  # no blocks; waits to be told what is kept of it
+    LOOKING_UP = enum.auto()  # no blocks; waits for the lookup of its blocks
     WAITING = enum.auto()  # for its turn
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
     RUNNING = enum.auto()  # in the batch
     PREEMPTED = enum.auto()  # lost its blocks; waits for its next turn
-    FINISHED = enum.auto()  # `finish_reason` says why
+    FINISHED = enum.auto()  # see `finish_reason`
 
 
 class Request:
@@ -76,10 +76,10 @@ class Request:
 
         self.added_at = added_at
         self.order: tuple[int, float, int] = (0, added_at, 0)  # the lowest is scheduled first and preempted last
-        self.target_itl_s = message.target_itl_s or math.inf  # seconds between tokens that it was promised
+        self.target_itl_s = message.target_itl_s or math.inf  # its target for the seconds between tokens
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.is_started = False  # RequestStarted was said
+        self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.num_computed_tokens = 0
 
@@ -126,7 +126,7 @@ class Request:
         return None
 
     def complete_block_hashes(self, block_size: int, num_blocks: int) -> None:
-        """Compute what lacks of the hashes of the first `num_blocks` blocks, all of which must be full."""
+        """Computes the missing hashes of the first `num_blocks` blocks, all of which must be full."""
         known = len(self.block_hashes)
         if known < num_blocks:
             parent = self.block_hashes[-1] if known else self._root_hash

@@ -11,14 +11,14 @@ A step:
 2. requests that decode get a token each. One that finds no free block preempts the last in order, itself at worst;
 3. consumers reserve blocks for their prompts. They need neither slot nor budget, and wait for their KV;
 4. prompts get what `PromptRoom` leaves: beside streams as much as keeps the step within its time, else one after the
-   other. Those under way and those that wait for blocks and a slot take turns by order. A request of which a tier below
-   keeps more than is here takes blocks and waits until they are restored.
+   other. Those that have begun and those that wait for blocks and a slot take turns by order. A request of which a tier
+   below keeps more than is here takes blocks and waits until they are restored.
 
 The order is the priority, then the time of arrival plus the time that the prompt takes: a short prompt passes a longer
-one that came before it, but only within the time that the longer one takes itself. So each request is passed by a
-finite number of others, whatever comes.
+one that came before it, but only within the time that the longer one takes itself. So only a finite number
+of others can pass each request.
 
-How KV gets into and out of blocks is for KVTransfers to know.
+KVTransfers moves KV in and out of blocks.
 
 No deadlock: the first request in order can preempt all others of the batch; what else holds blocks depends on no other
 request's blocks and ends by itself: handoffs, restores, and pinned blocks. No starvation: blocks are given in order (a
@@ -47,13 +47,15 @@ from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, Schedu
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
-from common.step_budget import PromptRoom, knee_tokens, measured_knee, prefill_work
+from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, knee_tokens, measured_knee, prefill_work
 from common.step_times import StepTimes
 from common.types import RequestId
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
+# Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
+WATERMARK = 0.01
 
 
 class Scheduler:
@@ -70,6 +72,8 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         transfers: KVTransfers | None = None,
         measured_steps: Sequence[tuple[int, float]] = (),
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+        watermark: float = WATERMARK,
     ) -> None:
         """`measured_steps`: see Executor.measure_steps. Raises ConfigError if one request may outgrow the KV cache."""
         if max_model_len > kv.num_blocks * kv.block_size:
@@ -84,7 +88,8 @@ class Scheduler:
         self._transfers = NoTransfers() if transfers is None else transfers
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._watermark_blocks = int(config.watermark * kv.num_blocks)
+        self._watermark_blocks = int(watermark * kv.num_blocks)
+        self._min_prefill_tokens = min_prefill_tokens
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
         self._lifecycle = Lifecycle(kv, self._transfers)
@@ -99,7 +104,8 @@ class Scheduler:
     # ---------------------------------------------------------------- from the client
 
     def add_request(self, message: AddRequest, now: float) -> None:
-        """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing happened."""
+        """Queue a request. Raises InvalidRequestError, PromptTooLongError or OverloadedError; then nothing has
+        changed."""
         if message.request_id in self._places.live or self._transfers.knows(message.request_id):
             raise InvalidRequestError(f"request {message.request_id} exists already", param="request_id")
         self._limits.check(message)
@@ -125,7 +131,7 @@ class Scheduler:
         return self._step_times.line.token_s * prefill_work(request.num_tokens - num_cached, num_cached)
 
     def abort_requests(self, request_ids: Sequence[RequestId]) -> list[RequestOutput]:
-        """End requests now; one output with FinishReason.ABORT for each that was live. Blocks that are on the move stay
+        """End requests now; one output with FinishReason.ABORT for each that was live. Blocks in transfer stay
         pinned until the transport no longer touches them."""
         live = [self._places.live.get(request_id) for request_id in request_ids]
         return [self._lifecycle.abort(request) for request in live if request is not None and not request.is_finished]
@@ -167,7 +173,7 @@ class Scheduler:
             self._lifecycle.start(ready.popleft(), now)
 
     def _schedule_decoding(self, plan: StepPlan) -> list[Request]:
-        """A token for each request that decodes. The others of the batch, whose prompts are under way."""
+        """A token for each request that decodes. Returns the others of the batch, whose prompts are not complete."""
         prompts: list[Request] = []
         for request in self._running.copy():  # preemption changes the batch
             num_computed = request.num_computed_tokens
@@ -197,7 +203,7 @@ class Scheduler:
         return None
 
     def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: StepPlan, now: float) -> None:
-        """Share out what the step has left for prompts: to `prompts`, which are under way, and to those that wait and
+        """Share out what the step has left for prompts: to `prompts`, which have begun, and to those that wait and
         come before `last`, in order."""
         room = self._room_for_prompts(plan)
         prompts.sort(key=_order, reverse=True)
@@ -213,19 +219,19 @@ class Scheduler:
                 return
 
     def _room_for_prompts(self, plan: StepPlan) -> PromptRoom:
-        times, config = self._step_times, self._config
+        times = self._step_times
         if self._target_s == math.inf:
             return PromptRoom.unlimited()
         stream_target_s = plan.stream_target_s
         if stream_target_s is None:
             return PromptRoom.alone(self._knee or knee_tokens(times.line))
         if not times.is_known:
-            return PromptRoom.least(config.min_prefill_tokens)
+            return PromptRoom.least(self._min_prefill_tokens)
         return PromptRoom.beside_streams(
             times.line,
             step_s=times.predict(len(plan.scheduled), plan.num_context_tokens),
             target_s=min(self._target_s, stream_target_s),
-            least=config.min_prefill_tokens,
+            least=self._min_prefill_tokens,
         )
 
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
@@ -319,12 +325,12 @@ class Scheduler:
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
-        """What should be said before the step runs; called after `schedule`. Often nothing."""
+        """Returns outputs that should be sent before the step runs; called after `schedule`. Often none."""
         return self._lifecycle.take_news(urgent_only=True)
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
-        """Take the runner's answer to `step`, which took `step_s` seconds. What requests gained since the last call, in
-        any way."""
+        """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
+        the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
         self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled)
         return self._lifecycle.take_news()
@@ -350,11 +356,11 @@ class Scheduler:
 
     @property
     def has_cache_change(self) -> bool:
-        """Whether the prefix cache changed since it was last asked how."""
+        """Whether the prefix cache has changed since the last `take_cache_change`."""
         return bool(self._kv.cache_changes)
 
     def take_cache_change(self) -> CacheChange:
-        """What became of the prefix cache since the last call."""
+        """Returns the changes of the prefix cache since the last call."""
         return self._kv.cache_changes.take()
 
     def stats(self) -> EngineStats:
@@ -377,7 +383,7 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns."""
         self._kv.reset_prefix_cache()
 
     def check_integrity(self) -> IntegrityReport:

@@ -1,4 +1,4 @@
-"""A step in the making."""
+"""A step that is being planned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from common.step_budget import prefill_work
 
 
 class StepPlan:
-    """Who gets how many of the budget's tokens."""
+    """The tokens of the budget that each request gets."""
 
     __slots__ = ("_max_tokens", "_prompt_work", "new_block_ids", "num_context_tokens", "scheduled")
 

@@ -1,4 +1,4 @@
-"""Figures that only grow."""
+"""The scheduler's counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Totals:
-    """What the scheduler has counted since it started.
+    """Counters since the start of the scheduler.
 
     Apart from the scheduler, because CPython reads the attributes of an object with more than 29 of them more slowly.
     """

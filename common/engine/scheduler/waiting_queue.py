@@ -31,7 +31,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request:
-        """Whose turn it is. Raises IndexError if nobody waits."""
+        """The next request. Raises IndexError if the queue is empty."""
         return self._requests[0]
 
     def push(self, request: Request) -> None:
@@ -46,7 +46,7 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Take `request` out, wherever it is. Raises ValueError if it is not queued."""
+        """Removes `request`, wherever it is. Raises ValueError if it is not queued."""
         index = bisect_left(self._requests, request.order, key=_order)
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"{request} is not waiting")

@@ -2,7 +2,7 @@
 
     step loop            TransferPort  --messages-->  TransferActor (a thread)  --jobs-->  connector
                                        <---notes----      runs a Mover          <-results--
-    whoever receives commands  ------client's news-->           |
+    receivers of commands      --client's updates-->           |
     client                     <-------KVSaved------------------'
 
 The scheduler knows the port as KVTransfers and nothing else of this package.

@@ -1,7 +1,7 @@
 """The thread that moves KV beside the step loop.
 
-It owns the connector. Whatever concerns KV movement is put into its inbox: by the step loop, by whoever receives the
-commands of clients, by the connector when jobs have settled. It never waits for a step, and no step waits for it.
+It owns the connector. All that concerns KV transfers is put into its inbox: by the step loop, by the receivers of
+clients' commands, by the connector when jobs have settled. It never waits for a step, and no step waits for it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TransferActor:
         on_news: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """All are called on the actor's thread: `on_notes` when there are new notes, `on_news` with what clients
-        should hear, `on_failure` with what has ended the thread."""
+        """All are called on the actor's thread: `on_notes` when there are new notes, `on_news` with outputs for
+        clients, `on_failure` with the error that has ended the thread."""
         self._on_notes = on_notes
         self._on_news = on_news
         self._on_failure = on_failure
@@ -103,7 +103,7 @@ class TransferActor:
         if isinstance(message, _Stop):
             return False
         if isinstance(message, _Settled):
-            self._is_settled = False  # before polling: what settles from here on is announced again
+            self._is_settled = False  # before polling, so that later results are announced again
             mover.settle(connector.poll())
         else:
             mover.handle(message)

@@ -1,5 +1,5 @@
-"""What the step loop tells the transfers' thread, and what it hears. What clients say (TransferUpdate, TransferTarget,
-TransferQuiesced, AbortRequests) comes as it is.
+"""The messages between the step loop and the transfer thread. Commands of clients (TransferUpdate, TransferTarget,
+TransferQuiesced, AbortRequests) are passed on as they are.
 
 Blocks in a message are pinned. Those of a handoff are given back with Closed, others with the answer to their ticket.
 """
@@ -17,7 +17,7 @@ Fence = Any
 
 
 class Announce(NamedTuple):
-    """A request that takes part in a handoff has come. Its id was never used before."""
+    """A request with a handoff was added. Its id was never used before."""
 
     request_id: RequestId
     epoch: int
@@ -72,13 +72,13 @@ class Offload(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """The answer to a ticket is not needed any more: hurry."""
+    """The answer to a ticket is no longer needed: cancel its job."""
 
     ticket: int
 
 
 class End(NamedTuple):
-    """The request is gone. `is_aborted`: what is not saved need not be."""
+    """The request has ended. `is_aborted`: blocks that are not saved need not be."""
 
     request_id: RequestId
     is_aborted: bool
@@ -101,14 +101,14 @@ Message = (
 
 
 class Moved(NamedTuple):
-    """A lookup, a restore or an offload is over."""
+    """A lookup, a restore or an offload has ended."""
 
     ticket: int
     num_blocks: int  # leading blocks found, valid or saved
 
 
 class Closed(NamedTuple):
-    """Nothing of this producer or consumer is on the move any more, and no transport touches its blocks."""
+    """No job of this producer or consumer is left, and no transport touches its blocks."""
 
     request_id: RequestId
 

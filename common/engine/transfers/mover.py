@@ -1,14 +1,14 @@
-"""Moves KV: which blocks go where, when, and who learns of it. A state machine without threads or clock of its own.
+"""Moves KV: decides which blocks go where and when, and whom to notify. A state machine without threads or a clock.
 
 It takes messages of the step loop and of clients, and results of the connector, in whatever order they come, and yields
-jobs for the connector, notes for the step loop and news for clients. `TransferActor` runs it on a thread.
+jobs for the connector, notes for the step loop and outputs for clients. `TransferActor` runs it on a thread.
 
     producer    Announce, Send as chunks are computed, [TransferTarget] --> saves --> KVSaved, ..., Closed
     consumer    Announce, Receive, TransferUpdates as KV becomes ready --> loads --> HandedOver, [window shut], Closed
     tiers       LookUp, Restore --> a load, Offload --> a save: each answered by Moved
 
-Producers and consumers are known from Announce to Closed, which says that no transport touches their blocks any more.
-Messages about others are ignored: they have ended.
+Producers and consumers are known from Announce to Closed, after which no transport touches their blocks any more.
+Messages about others, which have ended, are ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Jobs(Protocol):
-    """What the mover needs of a connector; see WorkerConnector."""
+    """The connector as the mover uses it; see WorkerConnector."""
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Begin to fill blocks."""
@@ -63,7 +63,7 @@ class Jobs(Protocol):
         """Begin to ask how many blocks are kept."""
 
     def cancel(self, job_id: int) -> None:
-        """Hurry a job whose result is not wanted."""
+        """Cancels a job whose result is not needed."""
 
 
 _Settled = Callable[[TransferResult], None]
@@ -89,7 +89,7 @@ class Mover:
         self._news: dict[RequestId, list[RequestEvent]] = {}
 
     def __len__(self) -> int:
-        """Handoffs and jobs that are not over."""
+        """Handoffs and jobs that have not ended."""
         return len(self._incoming) + len(self._outgoing) + len(self._jobs)
 
     def take_notes(self) -> list[Note]:
@@ -131,12 +131,12 @@ class Mover:
                     self._abort(request_id)
 
     def settle(self, results: Iterable[TransferResult]) -> None:
-        """Take what the connector has settled."""
+        """Handles results of the connector."""
         for result in results:
             self._hurried.discard(result.job_id)
             settled = self._jobs.pop(result.job_id, None)
             if settled is None:
-                logger.warning("connector settled job %d, which is not under way; ignored", result.job_id)
+                logger.warning("ignoring the result of unknown connector job %d", result.job_id)
             else:
                 settled(result)
 
@@ -155,7 +155,7 @@ class Mover:
             self._close_incoming(incoming)
 
     def _abort(self, request_id: RequestId) -> None:
-        """Move no more for the request; what is in flight is hurried and still settles."""
+        """Starts no more jobs for the request; those in flight are cancelled and still settle."""
         if (outgoing := self._outgoing.get(request_id)) is not None:
             outgoing.fail("aborted")
             self._cancel(outgoing.in_flight)
@@ -179,7 +179,7 @@ class Mover:
             self._advance_outgoing(outgoing)
 
     def _advance_outgoing(self, outgoing: Outgoing) -> None:
-        """Start what can be saved, report what is news, and close what is over."""
+        """Starts saves, reports progress, and closes the producer if it has ended."""
         if (batch := outgoing.take()) is not None:
             self._save(outgoing, batch)
         self._report(outgoing)
@@ -193,7 +193,7 @@ class Mover:
         def settled(result: TransferResult) -> None:
             outgoing.settle(result, num_blocks)
             if outgoing.is_broken and not outgoing.may_report_failure:
-                self._cancel(outgoing.in_flight)  # the failure is said when nothing is written any more
+                self._cancel(outgoing.in_flight)  # the failure is reported when nothing is written any more
             self._advance_outgoing(outgoing)
 
         job_id = self._open(settled)
@@ -211,7 +211,7 @@ class Mover:
         )
 
     def _report(self, outgoing: Outgoing) -> None:
-        """Say how much of the prompt is in the connector, if that is news."""
+        """Reports how much of the prompt is in the connector, if that has changed."""
         if outgoing.is_reported_broken:
             return
         num_tokens = outgoing.num_saved_tokens
@@ -249,7 +249,7 @@ class Mover:
             elif incoming.is_over and (incoming.has_failed or not incoming.is_window_open):
                 self._conclude(incoming)
             elif incoming.is_broken:
-                self._cancel(incoming.in_flight)  # what comes after the gap is of no use
+                self._cancel(incoming.in_flight)  # blocks after the gap are useless
         self._close_incoming(incoming)
 
     def _load(self, incoming: Incoming, blocks: Blocks) -> None:
@@ -289,7 +289,7 @@ class Mover:
         )
 
     def _close_incoming(self, incoming: Incoming) -> None:
-        """Forget a consumer that is concluded, once nothing touches its blocks."""
+        """Removes a consumer that has concluded, once nothing touches its blocks."""
         if not incoming.is_concluded or incoming.in_flight or incoming.is_window_open:
             return
         if self._incoming.pop(incoming.request_id, None) is not None:

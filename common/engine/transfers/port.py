@@ -1,4 +1,4 @@
-"""The step loop's end of KV movement: pins blocks, tells the actor about them, and collects what comes back."""
+"""The step loop's side of KV transfers: pins blocks, sends them to the actor, and collects its notes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PINNED_SHARE = 8
 
 
 class Actor(Protocol):
-    """What the port needs of the actor. Returns at once."""
+    """The actor as the port uses it. All calls return at once."""
 
     def put(self, message: Message) -> None:
         """Deliver a message; they stay in order."""
@@ -50,7 +50,7 @@ class Actor(Protocol):
 
 
 class _Lookup(NamedTuple):
-    """The question how many blocks of a request from `first` on are kept."""
+    """A lookup of the blocks of a request from `first` on."""
 
     request: Request
     first: int
@@ -77,12 +77,12 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Totals:
-    """What became of the tiers' questions and offloads since the start."""
+    """Counters of lookups and offloads since the start."""
 
     num_queried_tokens: int = 0
     num_offloaded: int = 0  # blocks, as are the next two
     num_offload_failures: int = 0
-    num_offloads_skipped: int = 0  # never offered, since too many offloads were under way
+    num_offloads_skipped: int = 0  # not offered because too many offloads were in flight
 
 
 class TransferPort:

@@ -1,7 +1,7 @@
-"""The blocks of one request on the move, and the two ways of handing them over.
+"""The blocks of one request in transfer, and the two kinds of handoffs.
 
-A *store* keeps blocks under their content hash: a producer saves them, and a consumer loads what it is told to be
-there.
+A *store* keeps blocks under their content hash: a producer saves them, and a consumer loads those that are reported
+ready.
 
 A *direct* connector writes a producer's blocks into those that its consumer has reserved:
 
@@ -9,10 +9,10 @@ A *direct* connector writes a producer's blocks into those that its consumer has
 2. The producer learns of them (TransferTarget) and writes what it has computed, and further blocks as they are
    computed. It takes digests of what it wrote.
 3. The consumer compares its blocks with the digests: a load. Nothing is used before.
-4. The producer's last word, all tokens or a failure, is said only when it writes no more. The consumer is told so
-   (TransferQuiesced), and the window closes.
+4. The producer sends its last report, all tokens or a failure, only when it has stopped writing. The consumer gets
+   TransferQuiesced, and the window closes.
 
-The blocks stay pinned while the window is open, whatever becomes of the request. Nothing is computed into them
+The blocks stay pinned while the window is open, even if the request ends. Nothing is computed into them
 meanwhile, since a late write would undo it: a consumer whose handoff fails starts again with other blocks.
 """
 
@@ -63,7 +63,7 @@ class BlockStream:
         return min(self._block_size, self._num_prompt_tokens - block * self._block_size)
 
     def start(self, job_id: int, num_blocks: int) -> None:
-        """The next `num_blocks` blocks are under way."""
+        """The next `num_blocks` blocks are in flight."""
         self._in_flight[job_id] = self.num_started
         self.num_started += num_blocks
 
@@ -80,14 +80,14 @@ class BlockStream:
             self._broken_at = min(self._broken_at, broken_at)
 
     def fail(self, reason: str) -> None:
-        """Start no more; what is in flight may still succeed."""
+        """Starts no more jobs; those in flight may still succeed."""
         if self._broken_at is None:
             self.error = reason
             self._broken_at = self.num_started
 
 
 class Incoming(BlockStream):
-    """Consumer: the prompt's KV comes through a store. News may come before the blocks are reserved."""
+    """Consumer: the prompt's KV comes through a store. Updates may come before the blocks are reserved."""
 
     is_window_open = False  # a producer may write to the reserved blocks
 
@@ -98,7 +98,7 @@ class Incoming(BlockStream):
         self.final_at: float | None = None  # when the last update came
         self.first_token: SampledToken | None = None
         self.failure = ""  # reason label, from the last update
-        self.is_concluded = False  # the scheduler knows what came of it, or does not care
+        self.is_concluded = False  # the scheduler has the outcome, or does not need it
 
     def reserve(self, blocks: Blocks) -> None:
         """The request has blocks; those before `blocks.first` hold their KV already."""
@@ -106,7 +106,7 @@ class Incoming(BlockStream):
         self.num_started = blocks.first
 
     def apply(self, update: TransferUpdate, now: float) -> None:
-        """Take news of the handoff; nothing follows a final update."""
+        """Applies an update of the handoff; nothing follows the final one."""
         if self.final_at is not None:
             return
         self._num_ready_tokens = max(self._num_ready_tokens, update.num_ready_tokens)
@@ -128,12 +128,12 @@ class Incoming(BlockStream):
         return self._num_ready_tokens // self._block_size
 
     def digests(self, start: int, stop: int) -> tuple[bytes, ...]:
-        """What blocks [start, stop) are compared with; empty: the store knows."""
+        """The digests of blocks [start, stop); empty: the store verifies them."""
         return ()
 
     @property
     def has_failed(self) -> bool:
-        """Something is missing for certain."""
+        """Some block will certainly be missing."""
         return self.is_broken or self.failure != ""
 
     @property
@@ -192,7 +192,7 @@ class Outgoing(BlockStream):
         super().__init__(request, block_size)
         self._waiting: list[Blocks] = []  # computed, and not handed to the connector
         self.num_reported_tokens = 0  # in the last KVSaved
-        self.is_reported_broken = False  # KVSaved with a failure was said: the last one
+        self.is_reported_broken = False  # the last KVSaved, with a failure, was sent
 
     @property
     def num_saved_tokens(self) -> int:
@@ -228,14 +228,15 @@ class Outgoing(BlockStream):
         self._waiting.append(blocks)
 
     def take(self) -> Batch | None:
-        """What can be saved now, as one batch; None: nothing."""
+        """Returns the blocks that can be saved now, as one batch; None: there are none."""
         if not self._waiting or self.is_broken:
             return None
         waiting, self._waiting = self._waiting, []
         return Batch(_join(waiting), None)
 
     def take_digests(self) -> list[bytes]:
-        """Those of the blocks that `num_saved_tokens` covers and that were not reported; empty: the store knows."""
+        """Those of the blocks that `num_saved_tokens` covers and that were not reported; empty: the store verifies
+        them."""
         return []
 
 
@@ -256,7 +257,7 @@ class DirectOutgoing(Outgoing):
 
     @property
     def may_report_failure(self) -> bool:
-        """See Outgoing. A failure also says that nothing is written any more."""
+        """See Outgoing. A failure also means that nothing is written any more."""
         return not self._in_flight
 
     def aim(self, target: TransferTarget) -> None:

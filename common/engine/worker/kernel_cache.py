@@ -1,4 +1,4 @@
-"""Bounds on what the CPU's kernel libraries keep.
+"""Bounds on the kernel caches of the CPU's libraries.
 
 oneDNN compiles a kernel for each number of rows that each shape of weight is multiplied with: half a megabyte and half
 a millisecond. It keeps the last 1024, and so does ideep, which stands between it and torch. As steps have any number
@@ -15,6 +15,6 @@ _CAPACITY = 256  # some 50 sizes of step, as a model has about five shapes of we
 
 
 def bound_kernel_caches() -> None:
-    """Has effect if called before the process runs its first kernel. What the environment sets already is kept."""
+    """Sets the bounds; must be called before the process runs its first kernel. The environment takes precedence."""
     for name in KERNEL_CACHE_VARIABLES:
         os.environ.setdefault(name, str(_CAPACITY))

@@ -1,4 +1,4 @@
-"""How much memory a KV cache may take."""
+"""The memory available for a KV cache."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ class ModelRunner:
         )
 
     def update_requests(self, step: SchedulerOutput) -> None:
-        """Forget dropped requests and learn of new blocks. Called for each step, before `run`."""
+        """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
         self._table.update(step)
 
     @torch.inference_mode()
     def run(self, num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken | None]:
-        """Compute the scheduled tokens; sample for the requests whose last token is among them. See `Sampler` for
+        """Computes the scheduled tokens; sample for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
         if batch.opened_blocks:
@@ -80,13 +80,12 @@ class ModelRunner:
         return dict(zip(batch.sampled_ids, tokens, strict=True))
 
     def _clear(self, block_ids: list[int]) -> None:
-        """Zero blocks that will be partly empty: what an earlier owner left there is masked by the attention, but a
-        NaN would survive the mask."""
+        """Zeroes blocks that will be partly empty: the attention masks values of an earlier owner, but a NaN would
+        survive the mask."""
         self._kv_cache[torch.tensor(block_ids, device=self._kv_cache.device)] = 0
 
     def profile(self, num_tokens: int) -> None:
-        """Run a step of one prompt of `num_tokens` tokens, to see how long it takes or how much memory. Writes to the
-        first blocks."""
+        """Runs a step of one prompt of `num_tokens` tokens, to measure time or memory. Writes to the first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
         new = NewRequest(request_id, [0] * num_tokens, num_tokens, SamplingParams(temperature=1.0), blocks, 0)

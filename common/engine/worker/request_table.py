@@ -1,4 +1,4 @@
-"""What a worker remembers of each running request between steps: its tokens, block table and sampling parameters.
+"""The state that a worker keeps of each running request between steps: its tokens, block table and sampling parameters.
 
 A request owns one row of a few fixed arrays from its NewRequest until it is dropped, so that building a step's batch is
 array arithmetic over rows.
@@ -47,7 +47,7 @@ class RequestTable:
         return len(self._rows)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget dropped requests, then learn what the step says of the others."""
+        """Removes dropped requests, then applies the step's changes of the others."""
         for request_id in step.dropped_request_ids:
             self._drop(request_id)
         for new in step.new_requests:
@@ -66,7 +66,7 @@ class RequestTable:
         self.num_tokens[rows] += 1
 
     def sampling_row(self, row: int) -> SamplingRow:
-        """What the sampler must know of a row."""
+        """Returns the sampler's view of a row."""
         return SamplingRow(
             self._params[row],
             self.token_ids[row, : self.num_tokens[row]],

@@ -40,7 +40,8 @@ class Worker:
         bound_kernel_caches()
         if self._config.model.num_threads is not None:
             torch.set_num_threads(self._config.model.num_threads)
-        if self._config.connector is not None:  # first, because its errors come at once and a model may take minutes
+        # First, as its errors come at once while a model may take minutes to load.
+        if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
         loaded = self._loaded = load_model(self._config.model)
         block_size = self._config.cache.block_size
@@ -108,7 +109,7 @@ class Worker:
         self._loaded = None
 
     def _fence(self) -> Fence:
-        """The end of what this thread has asked of the device so far: connectors copy on streams of their own."""
+        """Returns the end of the work submitted by this thread; connectors copy on streams of their own."""
         if self._connector is None or self._loaded is None or self._loaded.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ class Worker:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)
 
     def _kv_bytes(self, loaded: LoadedModel) -> int:
-        """What the KV cache may take, and never more than the most that the scheduler can use."""
+        """Returns the bytes for the KV cache, at most as many as the scheduler can use."""
         cache = self._config.cache
         bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size)
         if cache.num_blocks is not None:
@@ -131,7 +132,8 @@ class Worker:
         return min(available_kv_bytes(cache, loaded.device), usable_blocks * bytes_per_block)
 
     def _profile(self, loaded: LoadedModel) -> None:
-        """Run the largest step once over a KV cache of its own, so that what is free afterwards is really free."""
+        """Runs the largest step once over a temporary KV cache, so that the memory measured afterwards is really
+        free."""
         num_tokens = min(self._config.scheduler.max_num_batched_tokens, self._max_model_len(loaded))
         block_size = self._config.cache.block_size
         num_blocks = -(-num_tokens // block_size) + 1
@@ -145,7 +147,7 @@ class Worker:
         )
         runner.profile(num_tokens)
         for module in loaded.attention_modules:
-            clear_layer_attention(module)  # which holds on to that KV cache
+            clear_layer_attention(module)  # which would keep that KV cache alive
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
@@ -160,13 +162,13 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: to
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(spec.dtype).view(shape)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
-            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than can be had on {device}",
+            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device}",
             param="kv_cache_memory",
         ) from error
 
 
 def create_connector(config: KVConnectorConfig) -> WorkerConnector:
-    """Build the connector that the pod chose. Raises ConfigError if its name or options are wrong."""
+    """Builds the pod's connector. Raises ConfigError if its name or options are wrong."""
     module_name, _, function_name = config.factory.partition(":")
     factory = cast("ConnectorFactory", getattr(importlib.import_module(module_name), function_name))
     return factory(config.name, config.options)

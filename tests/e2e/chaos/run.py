@@ -40,7 +40,6 @@ SETTINGS: Settings = {
         "max_num_seqs": 8,
         "policy": "priority",
         "handoff_queue_timeout_s": 8,  # not minutes, as all prefill pods may hang, and faults last until requests end
-        "handoff_stall_timeout_s": 4,
     },
     "router": ROUTER_SETTINGS,
 }

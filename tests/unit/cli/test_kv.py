@@ -317,7 +317,7 @@ NIXL = ["--connector", "nixl", "--connector-options"]
 NIXL_FILES = [*NIXL, "store=shared-storage", "--connector-options"]
 NIXL_REDIS = [*NIXL, "store=redis", "--connector-options"]
 NO_STORE_BELOW = (
-    "connector nixl: connector_options.store: not given, and nixl alone keeps no blocks to look into; "
+    "connector nixl: connector_options.store: required, as nixl itself keeps no blocks; "
     "name the store below it with store=redis or store=shared-storage\n"
 )
 
@@ -329,11 +329,11 @@ NO_STORE_BELOW = (
         (["--connector-path", "{tmp}/none"], "--connector-path: no directory {tmp}/none"),
         (["--connector-path", "{tmp}/file"], "--connector-path: no directory {tmp}/file"),
         (["--connector-options", "pth=x"], "connector shared-storage: connector_options.pth: unknown setting"),
-        (["--connector", "pigeon"], "--connector: 'pigeon' has no store to look into"),
+        (["--connector", "pigeon"], "--connector: 'pigeon' has no store to inspect"),
         (["--connector", "nixl"], NO_STORE_BELOW),
         ([*NIXL, "store.path={tmp}"], NO_STORE_BELOW),
         ([*NIXL, "stor=redis"], "connector nixl: connector_options.stor: unknown setting; did you mean store?"),
-        ([*NIXL, "store=memory"], "connector nixl: connector_options.store: 'memory' cannot be looked into; expected "),
+        ([*NIXL, "store=memory"], "connector nixl: connector_options.store: 'memory' cannot be inspected; expected "),
         ([*NIXL_FILES[:-1]], "store.path: required for shared-storage"),
         ([*NIXL_FILES, "store.path={tmp}/none"], "store.path: no directory {tmp}/none"),
         ([*NIXL_FILES, "store.pth=x"], "connector shared-storage: connector_options.store.pth: unknown setting"),

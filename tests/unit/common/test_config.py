@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pytest
@@ -22,8 +22,8 @@ from common.config import (
 )
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
-from common.pod.config import PodConfig
 from decode_service.config import DecodeConfig
+from deploy.local_cluster import ClusterConfig
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -41,7 +41,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...] = ()
     weights: list[int] = []
     options: dict[str, str | int | float | bool] = {}
-    timeout_s: Annotated[float, Meta(gt=0)] = 1.5
+    timeout_s: Annotated[float, Meta(gt=0, description="Patience.")] = 2.0
+    max_bytes: Annotated[int, Meta(description="Room.")] = 3 * 2**20
     internal: Cache | None = None  # no setting
 
 
@@ -199,13 +200,16 @@ def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--block-size N Tokens per block. (default: 32)" in text
     assert "Reuse prefixes. (default: on)" in text
     assert "100% yours. (default: pod)" in text
+    assert "Patience. (default: 2)" in text
+    assert "Room. (default: 3MiB)" in text
     assert "--policy {fcfs,priority}" in text
     assert "--internal" not in text
 
 
 class Everyday(Pod, frozen=True, kw_only=True):
-    """A process with few settings that matter: and this is not part of its topic."""
+    """A process: and this is not part of its topic."""
 
+    TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {"A topic": ("timeout_s",), "KV": ("options",)}
     EVERYDAY: ClassVar[frozenset[str]] = frozenset({"block_size"})
 
 
@@ -223,10 +227,29 @@ def test_help_describes_what_operators_turn_and_help_all_the_rest(capsys: pytest
     assert parse(Everyday, ["--policy", "priority"], prog="test", section="pod").policy == "priority"
 
 
-@pytest.mark.parametrize("settings", [RouterConfig, PrefillConfig, DecodeConfig])
-def test_everyday_settings_are_settings_and_not_many(settings: type[PodConfig] | type[RouterConfig]) -> None:
+def test_help_groups_settings_by_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(Everyday, ["--help-all"], prog="test", section="pod")
+    headings = [line[:-1] for line in capsys.readouterr().out.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == ["options", "Cache", "A process", "KV", "A topic"]
+
+
+PROCESSES = [RouterConfig, PrefillConfig, DecodeConfig, ClusterConfig]
+
+
+@pytest.mark.parametrize("settings", PROCESSES)
+def test_everyday_settings_are_settings_and_not_many(settings: Any) -> None:
     assert set(field_names(settings)) > settings.EVERYDAY
-    assert len(settings.EVERYDAY) < 26
+    assert len(settings.EVERYDAY) < 24
+
+
+@pytest.mark.parametrize("settings", PROCESSES)
+def test_every_setting_has_a_topic(settings: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for names in getattr(settings, "TOPICS", {}).values():
+        assert set(names) <= set(field_names(settings))
+    with pytest.raises(SystemExit):
+        parse(settings, ["--help-all"], prog="test", section="process")
+    assert "Other settings" not in capsys.readouterr().out
 
 
 def test_the_engine_settings_parse() -> None:

@@ -44,8 +44,9 @@ from common.pod.tasks import TaskSet
 from common.rpc.convert import finish_reason_to_pb, sampling_to_pb
 from common.types import FinishReason, RequestId, SamplingParams
 from decode_service.config import DecodeConfig
+from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import Surroundings
+from decode_service.request import PodServices
 from decode_service.session import RouterSession
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
@@ -488,14 +489,15 @@ class DecodePod(Pod):
         super().__init__("decode", config, SimulatedEngine(**settings), incarnation)
         peers: Any = network
         max_blocks = max(1, self.context.spec.num_blocks // 2)
-        self.around = Surroundings(
+        self.services = PodServices(
             pod=self.context,
             config=config,
             peers=peers,
             handoffs=TaskSet(),
             quarantine=Quarantine(max_blocks),
+            timeouts=HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
-        self.session = RouterSession(self.around)
+        self.session = RouterSession(self.services)
         self.commands = Pipe(network)
         self.deltas = Pipe(network)
         self._write_failed = False
@@ -518,8 +520,8 @@ class DecodePod(Pod):
 
     def end(self) -> None:
         super().end()
-        self.around.quarantine.close()
-        for task in self.around.handoffs._tasks:
+        self.services.quarantine.close()
+        for task in self.services.handoffs._tasks:
             task.cancel()
 
 
@@ -813,8 +815,8 @@ class Simulation:
             "transfers": len(self.prefill.front.transfers),
             "admitted by prefill": self.prefill.context.admission.num_open,
             "admitted by decode": self.decode.context.admission.num_open,
-            "handoffs": len(self.decode.around.handoffs),
-            "blocks in quarantine": self.decode.around.quarantine.num_blocks,
+            "handoffs": len(self.decode.services.handoffs),
+            "blocks in quarantine": self.decode.services.quarantine.num_blocks,
             "requests of the prefill engine": not self.prefill.engine.is_idle,
             "requests of the decode engine": not self.decode.engine.is_idle,
             "windows": len(self.decode.windowed),

@@ -12,8 +12,9 @@ from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.types import SamplingParams
 from decode_service.config import DecodeConfig
+from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import Surroundings
+from decode_service.request import PodServices
 from decode_service.session import RouterSession
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, StepGate, decode_pod, engine_request, prompt_of, wait_for
 
@@ -166,7 +167,8 @@ async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
         written.extend(events.deltas)
 
     quarantine = Quarantine(1)
-    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
+    timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
+    session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
     running = asyncio.create_task(session.run(commands(), write))
     await wait_for(lambda: is_writing.is_set() and len(session) == 0)
     may_write.set()
@@ -225,7 +227,8 @@ async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod)
         written.extend(delta.request_id for delta in events.deltas)
 
     quarantine = Quarantine(1)
-    session = RouterSession(Surroundings(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine))
+    timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
+    session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
     await asyncio.wait_for(session.run(commands(), write), DEADLINE_S)
     assert written == ["a", "b"]
 

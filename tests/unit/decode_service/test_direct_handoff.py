@@ -173,7 +173,7 @@ async def test_recompute_does_not_wait_for_the_quarantine_which_bounds_handoffs(
     connector = SlowConnector()
     async with (
         prefill_pod(None, executor={"connector": connector}, handoff_quarantine_s=DEADLINE_S * 10) as prefill,
-        decode_pod(None, max_quarantined_share=0.01) as decode,
+        decode_pod(None, front={"max_quarantined_share": 0.01}) as decode,
         FakeRouter(decode) as router,
     ):
         cluster = Cluster(prefill, decode, router, connector)

@@ -25,8 +25,7 @@ from common.rpc.errors import abort_with
 from common.rpc.server import RpcServer
 from common.types import Logprobs, SampledToken
 from decode_service import handoff as handoff_module
-from decode_service.config import DecodeConfig
-from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, Offer, Phase
+from decode_service.handoff import DEFAULT_QUARANTINE_S, Handoff, HandoffTimeouts, Offer, Phase
 from tests.pods import DEADLINE_S, wait_for
 
 Context = grpc.aio.ServicerContext
@@ -102,7 +101,7 @@ class RecordingConsumer:
 
 @asynccontextmanager
 async def handoff_with(
-    events: list[pods_pb2.HandoffEvent], *, is_direct: bool = False, **timeouts: float
+    events: list[pods_pb2.HandoffEvent], *, is_direct: bool = False
 ) -> AsyncIterator[tuple[Handoff, RecordingConsumer, ScriptedHandoff]]:
     server = RpcServer("127.0.0.1", 0, ["baton.v1.Handoff"])
     servicer = ScriptedHandoff(events)
@@ -111,8 +110,8 @@ async def handoff_with(
         address = b"here" if is_direct else b""
         offer = Offer(server.address, "t", 1, 40, 500, b"f", "c", "decode-0", 16, 64, is_direct, address)
         consumer = RecordingConsumer()
-        config = DecodeConfig(handoff_connect_timeout_s=DEADLINE_S, **timeouts)  # type: ignore[arg-type]
-        yield Handoff(offer, consumer, peers, config), consumer, servicer
+        timeouts = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)
+        yield Handoff(offer, consumer, peers, timeouts), consumer, servicer
 
 
 async def test_good_handoff_in_order() -> None:
@@ -198,7 +197,7 @@ async def test_request_whose_prefill_was_cancelled_may_yet_be_aborted(monkeypatc
 
 
 async def test_goodbye_that_is_never_answered_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handoff_module, "CANCEL_TIMEOUT_S", 0.05)
     async with handoff_with([]) as (handoff, consumer, servicer):
 
         async def never_end(request_iterator, context):
@@ -380,7 +379,7 @@ async def test_as_many_digests_as_blocks(event: pods_pb2.HandoffEvent) -> None:
 async def test_blocks_are_free_when_the_cancellation_is_answered(
     verdict: pods_pb2.HandoffEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff_module, "GOODBYE_TIMEOUT_S", 0.0)  # not for the answer of a pod that may be writing
+    monkeypatch.setattr(handoff_module, "CANCEL_TIMEOUT_S", 0.0)  # not for the answer of a pod that may be writing
     async with direct_handoff_with([progress(16)], on_cancel=verdict) as (handoff, consumer, servicer):
         running = asyncio.create_task(handoff.run())
         await wait_for(lambda: ("load", 16) in consumer.calls)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import grpc
 import msgspec
@@ -12,9 +13,11 @@ import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2
+from decode_service.handoff import HandoffTimeouts
 from tests.pods import (
     BLOCK_SIZE,
     CHUNK,
+    DEADLINE_S,
     FakeRouter,
     RunningPod,
     Store,
@@ -292,10 +295,12 @@ async def test_decode_pod_without_connector_computes_by_itself() -> None:
 @pytest.mark.parametrize("stage", ["opening", "reserved"])
 async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None:
     store: Store = {}
-    overdue = {"opening": "handoff_queue_timeout_s", "reserved": "handoff_stall_timeout_s"}[stage]
+    waits: dict[str, Any] = {"handoff_queue_timeout_s": 0.2}
+    if stage == "reserved":
+        waits = {"front": {"timeouts": HandoffTimeouts(queue_s=DEADLINE_S, stall_s=0.2)}}
     async with (
         prefill_pod(store) as prefill,
-        decode_pod(store, **{overdue: 0.2}) as decode,
+        decode_pod(store, **waits) as decode,
         FakeRouter(decode) as router,
     ):
         await prefill.occupy()
@@ -363,7 +368,7 @@ async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, s
     assert not answer.tokens
     assert answer.error == common_pb2.Error(
         code=common_pb2.ERROR_CODE_UNAVAILABLE,
-        message="the KV did not come: prefill_failed",
+        message="the KV did not arrive: prefill_failed",
         param="kv_failure_policy",
     )
     assert cluster.decode.metric("baton_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
@@ -379,7 +384,7 @@ async def test_lost_block_fails_a_request_that_may_not_be_recomputed(cluster: Cl
     answer = await cluster.submit(policy=common_pb2.KV_FAILURE_POLICY_FAIL)
     await answer.wait_finished()
     assert answer.error is not None
-    assert answer.error.message == "the KV did not come: block_missing"
+    assert answer.error.message == "the KV did not arrive: block_missing"
     assert not answer.tokens
 
 
@@ -391,6 +396,6 @@ async def test_policy_of_the_request_overrules_that_of_the_pod(of_pod: str, of_r
         await answer.wait_finished()
         if (of_request or of_pod).lower() == "fail":
             assert answer.error is not None
-            assert answer.error.message == "the KV did not come: no_connector"
+            assert answer.error.message == "the KV did not arrive: no_connector"
         else:
             assert answer.tokens == EXPECTED

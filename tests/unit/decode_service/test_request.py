@@ -20,8 +20,9 @@ from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.types import FinishReason, RequestId, SampledToken, SamplingParams
 from decode_service.config import DecodeConfig
+from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
-from decode_service.request import DecodeRequest, Surroundings
+from decode_service.request import DecodeRequest, PodServices
 from tests.pods import DEADLINE_S, decode_pod, prompt_of
 
 REQUEST = AddRequest(request_id=RequestId("a"), prompt_token_ids=prompt_of(40), sampling=SamplingParams(max_tokens=8))
@@ -64,9 +65,11 @@ async def request_and_engine(deltas: list[pods_pb2.TokenDelta]) -> AsyncIterator
     async with decode_pod({}) as pod, ChannelPool() as peers:
         quarantine = Quarantine(1)
         context = replace(pod.context, requests=engine)
-        around = Surroundings(context, DecodeConfig(), peers, TaskSet(), quarantine)
+        services = PodServices(
+            context, DecodeConfig(), peers, TaskSet(), quarantine, HandoffTimeouts(queue_s=DEADLINE_S)
+        )
         request = DecodeRequest(
-            around, REQUEST, SUBMIT, emit=lambda _, delta: deltas.append(delta), on_end=lambda _: None
+            services, REQUEST, SUBMIT, emit=lambda _, delta: deltas.append(delta), on_end=lambda _: None
         )
         request.reserve()
         yield request, engine

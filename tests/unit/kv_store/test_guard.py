@@ -86,7 +86,7 @@ def test_open_it_refuses_with_the_reason_until_a_probe_succeeds(medium, create_g
     join_prober()
     guard.check()
     assert messages() == [
-        "the medium is unavailable, requests go on without it: no route",
+        "the medium is unavailable, requests proceed without it: no route",
         "the medium is available again",
     ]
 
@@ -135,7 +135,7 @@ def test_another_reason_is_logged(medium, create_guard, messages):
         guard.check()
     medium.answer(None)
     join_prober()
-    assert messages()[1:-1] == ["the medium is unavailable for another reason: wrong password"]
+    assert messages()[1:-1] == ["the medium is unavailable, now for another reason: wrong password"]
 
 
 def test_a_defect_in_a_probe_does_not_end_the_probes(medium, create_guard, messages):
@@ -145,7 +145,7 @@ def test_a_defect_in_a_probe_does_not_end_the_probes(medium, create_guard, messa
     medium.answer(None)
     join_prober()
     guard.check()
-    assert "the probe of the medium failed" in messages()
+    assert "internal error in the probe of the medium" in messages()
 
 
 def test_stopped_it_probes_no_more_and_does_not_open(medium, create_guard):

@@ -87,7 +87,7 @@ def test_a_bound_below_one_block_is_refused():
 
 
 def test_more_than_the_system_has_is_refused():
-    with pytest.raises(ConfigError, match="host_bytes: the system does not give") as caught:
+    with pytest.raises(ConfigError, match="host_bytes: cannot allocate") as caught:
         HostPool(1 << 60).open("model", 1 << 20)
     assert caught.value.param == "host_bytes"
 

@@ -199,7 +199,7 @@ def test_of_a_hung_server_one_operation_takes_the_time_out(server, open_store, s
         store.discard(key(1))
     assert len(sent.operations) == 1
     (line,) = logged(caplog)
-    assert f"Redis at {server.address}/0 is unavailable, requests go on without it: " in line
+    assert f"Redis at {server.address}/0 is unavailable, requests proceed without it: " in line
 
 
 @pytest.mark.usefixtures("short_timeout")
@@ -282,7 +282,7 @@ def test_a_restart_between_two_transfers_is_not_noticed(server, open_store):
 def test_a_full_server_that_evicts_nothing_is_read_and_not_written(open_store, sent, caplog):
     with running_redis(maxmemory="3mb", maxmemory_policy="noeviction") as server:
         store = open_store(server.url)
-        with pytest.raises(StoreUnavailableError, match=r"takes no writes: .*maxmemory"):
+        with pytest.raises(StoreUnavailableError, match=r"rejects writes: .*maxmemory"):
             fill(store)
         with redis.Redis.from_url(server.url) as client:
             client.config_set("maxmemory", "2mb")  # else a closed connection may make room for a block
@@ -304,8 +304,8 @@ def test_a_full_server_that_evicts_nothing_is_read_and_not_written(open_store, s
         store.write([key(99)], [frame(99)])
         assert read(store, 99) == frame(99)
         begin, *_, end = logged(caplog)
-        assert f"{server.address}/0 takes no writes, blocks that it holds can still be read" in begin
-        assert f"{server.address}/0 takes writes again" in end
+        assert f"{server.address}/0 rejects writes, its blocks can still be read" in begin
+        assert f"{server.address}/0 accepts writes again" in end
 
 
 def test_a_read_only_replica_is_not_used(server, open_store):
@@ -406,7 +406,7 @@ def test_a_store_opens_while_its_server_is_full(open_store):
     with running_redis(maxmemory="1", maxmemory_policy="noeviction") as server:
         store = open_store(server.url, backoff=NEVER)
         assert store.touch([key(1)]) == [False]
-        with pytest.raises(StoreUnavailableError, match="takes no writes"):
+        with pytest.raises(StoreUnavailableError, match="rejects writes"):
             store.write([key(1)], [frame(1)])
 
 

@@ -358,13 +358,13 @@ def test_a_medium_that_cannot_be_written_is_read_and_left_alone(tmp_path, failin
         store.write([key(2)], [frame(2)])
     before = failing.attempts.total()
     for _ in range(5):
-        with pytest.raises(StoreUnavailableError, match=f"takes no writes: {os.strerror(number)}"):
+        with pytest.raises(StoreUnavailableError, match=f"rejects writes: {os.strerror(number)}"):
             store.write([key(2)], [frame(2)])
     assert failing.attempts.total() == before
     failing.number = 0
     assert store.touch([key(1), key(2)]) == [True, False]
     (line,) = logged(caplog)
-    assert f"shared storage in {tmp_path} takes no writes, blocks that it holds can still be read" in line
+    assert f"shared storage in {tmp_path} rejects writes, its blocks can still be read" in line
     store.close()
 
 
@@ -458,5 +458,5 @@ def link_elsewhere(home: Path) -> None:
 @pytest.mark.parametrize("prepare", [open_to_others, link_elsewhere, Path.touch])
 def test_a_default_directory_that_others_may_have_prepared_is_refused(memory_directory, prepare):
     prepare(memory_directory / f"baton-{os.getuid()}")
-    with pytest.raises(ConfigError, match="not this user's alone"):
+    with pytest.raises(ConfigError, match="not owned by this user alone"):
         SharedStorageStore(SharedStorageOptions()).open("model", FRAME_BYTES)

@@ -224,7 +224,7 @@ async def test_decode_pod_cancels_a_running_prefill(pod: RunningPod) -> None:
         assert kinds([await stream.event()]) == ["computing"]  # type: ignore[list-item]
         await stream.cancel()
         error = from_rpc_error(await failure_of(call))
-        assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: test")
+        assert (error.code.label, error.message) == ("cancelled", "the decode pod cancelled: test")
         assert kinds(await stream.events())[-1] == "failed"
     assert pod.metric("baton_handoff_total", outcome="cancelled") == 1
 
@@ -234,7 +234,7 @@ async def test_cancellation_that_overtakes_the_prefill_refuses_it(pod: RunningPo
         await stream.cancel(reason="")
         assert kinds(await stream.events()) == ["failed"]
     error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("a", prompt_of(20)))))
-    assert (error.code.label, error.message) == ("cancelled", "the decode pod gave up: cancelled")
+    assert (error.code.label, error.message) == ("cancelled", "the decode pod cancelled: cancelled")
     assert not pod.executor.steps
 
 
@@ -339,7 +339,7 @@ async def test_delivery_that_nobody_fetches_is_forgotten_after_the_lease() -> No
 
 
 async def test_too_many_transfers_are_refused() -> None:
-    async with prefill_pod({}, max_transfers=1) as pod, HandoffStream(pod, "t-a") as stream:
+    async with prefill_pod({}, front={"max_transfers": 1}) as pod, HandoffStream(pod, "t-a") as stream:
         await wait_for(lambda: pod.context.admission.num_open == 1)
         error = from_rpc_error(await failure_of(start_prefill(pod, engine_request("b", prompt_of(20)))))
         assert error.code.label == "resource_exhausted"
@@ -347,7 +347,7 @@ async def test_too_many_transfers_are_refused() -> None:
 
 
 async def test_failed_transfers_do_not_keep_others_out() -> None:
-    async with prefill_pod({}, max_transfers=2) as pod:
+    async with prefill_pod({}, front={"max_transfers": 2}) as pod:
         for name in "abc":
             async with HandoffStream(pod, f"t-{name}") as stream:
                 await stream.cancel()

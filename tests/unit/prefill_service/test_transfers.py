@@ -307,8 +307,12 @@ def test_a_transfer_that_is_never_removed_is_a_violation(direct):
     transfer = direct.producer()
     assert direct.registry.violations() == []
     transfer.producer = None
-    assert direct.registry.violations() == ["transfer t/1: it will never be removed"]
+    assert direct.registry.violations() == [
+        "transfer t/1 has neither a lease nor a producer, so it will never be removed"
+    ]
     direct.consumer()
     assert direct.registry.violations() == []
     transfer.consumer_left = True
-    assert direct.registry.violations() == ["transfer t/1: it will never be removed"]
+    assert direct.registry.violations() == [
+        "transfer t/1 has neither a lease nor a producer, so it will never be removed"
+    ]

@@ -41,6 +41,7 @@ from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError
+from common.step_budget import MIN_PREFILL_TOKENS
 from common.step_times import Line
 from common.types import (
     BlockHash,
@@ -122,20 +123,22 @@ def create_scheduler(
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
     measured_steps: Sequence[tuple[int, float]] = (),
+    watermark: float = 0.0,
+    min_prefill_tokens: int = MIN_PREFILL_TOKENS,
     **settings: Any,
 ) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
     return SchedulerWithTransfers(
-        SchedulerConfig(
-            **{"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0, "target_itl_ms": None} | settings
-        ),
+        SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "target_itl_ms": None} | settings),
         KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
         ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         measured_steps=measured_steps,
+        watermark=watermark,
+        min_prefill_tokens=min_prefill_tokens,
     )
 
 
@@ -558,7 +561,7 @@ class FakeEngine:
 
     def _slot(self, request: _RunningRequest, position: int) -> int:
         block_id = request.block_ids[position // self.block_size]
-        assert block_id != 0, "the null block was given away"
+        assert block_id != 0, "the null block was allocated"
         return block_id * self.block_size + position % self.block_size
 
     def _write(self, request: _RunningRequest, start: int, stop: int) -> None:

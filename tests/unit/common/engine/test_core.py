@@ -322,9 +322,9 @@ def test_settings_that_do_not_fit(config: EngineConfig, names: list[str]) -> Non
 
 
 def test_longest_request_fits_the_smallest_cache() -> None:
-    """max_model_len "auto" is what one request can really use, whatever the watermark."""
+    """max_model_len "auto" is what one request can really use."""
     core = create_core(
-        EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5), scheduler=SchedulerConfig(watermark=0.5)),
+        EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5)),
         FakeExecutor(block_size=4),
     )
     assert core.spec.max_model_len == 16

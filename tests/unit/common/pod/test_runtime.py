@@ -53,7 +53,7 @@ async def test_drain_ends_after_its_timeout(caplog: pytest.LogCaptureFixture) ->
         stop = asyncio.Event()
         stop.set()
         assert await pod.runtime.serve(stop) == 0
-        assert "1 requests and transfers were not finished" in caplog.text
+        assert "1 requests and transfers did not finish within" in caplog.text
 
 
 async def test_death_of_the_engine_ends_the_pod_with_code_1() -> None:
@@ -66,7 +66,7 @@ async def test_death_of_the_engine_ends_the_pod_with_code_1() -> None:
 
 
 async def test_engine_that_hangs_is_given_up_and_its_requests_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    async with decode_pod({}, engine_timeout_s=0.2) as pod, FakeRouter(pod) as router:
+    async with decode_pod({}, runtime={"engine_timeout_s": 0.2}) as pod, FakeRouter(pod) as router:
         pod.gate.shut()
         answer = await router.submit(engine_request("a", prompt_of(5)))
         assert await pod.runtime.serve(asyncio.Event()) == 1

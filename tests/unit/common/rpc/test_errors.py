@@ -62,7 +62,7 @@ async def test_a_message_is_one_short_line_whatever_it_quotes() -> None:
 async def test_a_message_of_a_stream_that_cannot_be_parsed_is_the_callers_fault() -> None:
     rpc_error = await call_failing_with(lambda: DecodeError("Wire format was corrupt"))
     assert rpc_error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert rpc_error.details() == "a message cannot be parsed: Wire format was corrupt"
+    assert rpc_error.details() == "invalid message: Wire format was corrupt"
 
 
 async def test_unforeseen_exception_is_logged_and_counted_and_leaks_nothing(caplog: pytest.LogCaptureFixture) -> None:

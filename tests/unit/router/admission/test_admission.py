@@ -27,8 +27,8 @@ def ticket(tenant="", priority=0, num_requests=1, cost=100.0, weight=1.0):
     return Ticket(Tenant(tenant, weight=weight), priority, cost, num_requests)
 
 
-def create(**settings):
-    return Admission(AdmissionConfig(**{"prediction_margin": 1.0, **settings}))
+def create(*, prediction_margin=1.0, **settings):
+    return Admission(AdmissionConfig(**settings), prediction_margin=prediction_margin)
 
 
 def backlogged(num_waiting=10, *, per_second=10, **settings):

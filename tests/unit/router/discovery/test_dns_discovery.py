@@ -36,7 +36,9 @@ class Answers:
 async def views_of(resolve, metrics, *, num_lookups):
     """What is published in the course of so many lookups."""
     views = []
-    following = asyncio.create_task(DnsDiscovery("decode", ENTRY, 0.001, metrics, resolve).follow(views.append))
+    following = asyncio.create_task(
+        DnsDiscovery("decode", ENTRY, metrics, resolve, interval_s=0.001).follow(views.append)
+    )
     async with asyncio.timeout(30):
         while resolve.num_asked < num_lookups:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -85,7 +87,7 @@ async def test_the_system_resolves():
         published.set()
 
     metrics = DiscoveryMetrics(CollectorRegistry())
-    following = asyncio.create_task(DnsDiscovery("prefill", "dns:localhost:9", 60, metrics).follow(publish))
+    following = asyncio.create_task(DnsDiscovery("prefill", "dns:localhost:9", metrics).follow(publish))
     async with asyncio.timeout(30):
         await published.wait()
     following.cancel()
@@ -114,7 +116,7 @@ async def test_several_sources_are_one(metrics):
     fails = Fails()
     static = StaticDiscovery(["a:1"], ["b:1"])
     resolve = Answers(["10.0.0.1"])
-    dns = DnsDiscovery("decode", ENTRY, 60, metrics, resolve)
+    dns = DnsDiscovery("decode", ENTRY, metrics, resolve)
     combined = CombinedDiscovery({"static": static, ENTRY: dns, "bad": fails}, metrics)
     assert combined.initial == (Endpoint("prefill", "a:1"), Endpoint("decode", "b:1"))
     views = []

@@ -61,7 +61,7 @@ class Following:
 async def following(server, poll_s=0.02):
     metrics = DiscoveryMetrics(CollectorRegistry())
     registry = RedisRegistry(server.url, "test")
-    follower = Following(RegistryDiscovery(registry, poll_s, metrics), metrics)
+    follower = Following(RegistryDiscovery(registry, metrics, poll_s=poll_s), metrics)
     try:
         yield follower
     finally:
@@ -157,7 +157,7 @@ class Scripted:
 async def test_leases_that_ended_while_the_registry_did_not_answer_remove_nobody(clock):
     known = Reading(b"1", {A.address.encode(): record(A.address).encode()})
     registry = Scripted(known, UnavailableError("it hangs"), Reading(b"1", {}))
-    discovery = RegistryDiscovery(registry, 0.001, DiscoveryMetrics(CollectorRegistry()), clock)
+    discovery = RegistryDiscovery(registry, DiscoveryMetrics(CollectorRegistry()), clock, poll_s=0.001)
     views = []
     following = asyncio.create_task(discovery.follow(views.append))
     async with asyncio.timeout(30):

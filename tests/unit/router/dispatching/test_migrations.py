@@ -50,7 +50,7 @@ def registry():
 
 @pytest.fixture
 def line(registry):
-    return MigrationLine(1, SurvivalMetrics(registry))
+    return MigrationLine(SurvivalMetrics(registry), limit=1)
 
 
 async def test_the_line_is_served_in_order_and_survives_those_who_leave_it(line, registry):

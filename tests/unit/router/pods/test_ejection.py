@@ -13,8 +13,8 @@ from router.pods.config import HealthConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.pods.test_pod_health import Request
 
-NEVER = HealthConfig(canary_interval_s=0, eject_base_s=3600, eject_max_s=3600)
-SOON = HealthConfig(canary_interval_s=0.05, canary_timeout_s=0.2, eject_base_s=0.05)
+NEVER = HealthConfig(canary_interval_s=0, eject_base_s=3600)
+SOON = HealthConfig(canary_interval_s=0.2, eject_base_s=0.05)
 
 
 def state_of(cluster, fake):

@@ -15,7 +15,7 @@ from common.errors import (
 from router.pods.config import HealthConfig
 from router.pods.health import PodHealth
 
-CONFIG = HealthConfig(eject_after_failures=5, eject_base_s=10, eject_max_s=100)
+CONFIG = HealthConfig(eject_after_failures=5, eject_base_s=10)
 
 
 class Clock:
@@ -174,6 +174,28 @@ def test_a_pod_that_is_needed_stays(health, owner, clock):
     assert not fail(health, map(Request, range(20)))
     owner.allows = True
     assert fail(health, [Request(20)])
+
+
+def test_an_ejection_takes_at_most_60_times_the_first(health, owner, clock):
+    assert fail(health, map(Request, range(5)))
+    for _ in range(10):
+        clock.now += health.canary_due_in_s
+        health.note_canary(FAULT, clock.now)
+    assert health.canary_due_in_s == 600
+
+
+def test_failures_eject_no_pod_if_that_is_off(owner, clock):
+    health = PodHealth(HealthConfig(eject_after_failures=0), owner, clock)
+    health.note_canary(FAULT, clock.now)  # before any request has made the pod's tenants known
+    assert not fail(health, map(Request, range(20)))
+    health.note_invalid("it skipped", Request("a"))
+    assert owner.said == []
+    assert health.note_stall("no step for 2 s"), "which has a setting of its own"
+
+
+@pytest.mark.parametrize(("interval_s", "timeout_s"), [(0.5, 0.5), (60, 10), (0, 10)])
+def test_a_canary_may_take_as_long_as_the_interval_but_at_most_10_s(owner, clock, interval_s, timeout_s):
+    assert PodHealth(HealthConfig(canary_interval_s=interval_s), owner, clock).canary_timeout_s == timeout_s
 
 
 def test_canaries_are_due_after_silence_only(owner, clock):

@@ -41,7 +41,7 @@ class TestBlockPool:
     def test_the_null_block_is_never_given(self):
         pool = BlockPool(4)
         assert sorted(ids(pool.allocate(pool.num_free))) == [1, 2, 3]
-        with pytest.raises(ValueError, match="1 blocks asked for, 0 free"):
+        with pytest.raises(ValueError, match="1 blocks requested, 0 free"):
             pool.allocate(1)
 
     def test_a_cached_block_survives_its_owner_until_it_is_the_oldest(self):
@@ -81,7 +81,7 @@ class TestBlockPool:
         pool = BlockPool(3)
         blocks = pool.allocate(1)
         pool.free(blocks)
-        with pytest.raises(ValueError, match="does not use it"):
+        with pytest.raises(ValueError, match="is freed but has no users"):
             pool.free(blocks)
 
     def test_reset_keeps_what_is_in_use(self):

@@ -166,7 +166,7 @@ def test_position_bias(tmp_path):
 
 def test_attention_of_its_own(tmp_path):
     config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    assert "no exchangeable attention" in refused(save_tiny(config, tmp_path))
+    assert "attention implementation cannot be replaced" in refused(save_tiny(config, tmp_path))
 
 
 def test_remote_code_is_never_run(model_dir):

@@ -55,5 +55,5 @@ def test_other_results_than_its_own_attention_are_refused(model):
         return (out if model.config._attn_implementation == ATTENTION_NAME else out + 1.0), weights
 
     attention.forward = biased
-    with pytest.raises(ModelLoadError, match="does not compute what its own attention does"):
+    with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
         probe_model(model)

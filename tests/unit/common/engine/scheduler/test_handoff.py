@@ -522,7 +522,7 @@ def test_an_unknown_job_is_ignored(caplog):
     engine.settle()
     engine.scheduler.actor.settle(TransferResult(job_id, 3))
     engine.step()
-    assert f"settled job {job_id}, which is not under way" in caplog.text
+    assert f"unknown connector job {job_id}" in caplog.text
     engine.assert_idle()
 
 
