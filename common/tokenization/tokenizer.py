@@ -43,6 +43,7 @@ class Tokenizer:
         self._ids = tuple(range(max(vocab.values(), default=-1) + 1))
         self._is_visible = _flags(set(vocab.values()) - self._special_ids, len(self._ids))
         self._longest_token = max(map(len, vocab), default=1)
+        self._keeps_length = self.byte_level or _keeps_unknown_characters(backend.model)
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
 
@@ -77,7 +78,7 @@ class Tokenizer:
 
     def may_fit(self, text: str, max_tokens: int) -> bool:
         """False if `text` certainly has more than `max_tokens` tokens; cheap, unlike encoding it."""
-        return len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
+        return not self._keeps_length or len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""
@@ -127,6 +128,13 @@ class Tokenizer:
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(match[1])
         return (piece.replace("\u2581", " ") if self._sentencepiece else piece).encode()
+
+
+def _keeps_unknown_characters(model: Any) -> bool:
+    """False if any number of characters outside the vocabulary may become one token, or none."""
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    return bool(model.byte_fallback or (model.unk_token is not None and not model.fuse_unk))
 
 
 def _flags(positions: Iterable[int], size: int) -> bytes:

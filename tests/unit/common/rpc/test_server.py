@@ -80,6 +80,7 @@ async def test_pool_shares_a_channel_and_replaces_a_broken_one() -> None:
         async with pool.channel(first.address, 10) as one, pool.channel(first.address, 10) as two:
             assert one is two
         await first.stop()
+        await one.wait_for_state_change(grpc.ChannelConnectivity.READY)  # until the client has noticed
         with pytest.raises(UnavailableError):
             async with pool.channel(first.address, 10):
                 pass

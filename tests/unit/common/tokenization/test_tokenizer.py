@@ -123,10 +123,12 @@ def test_torch_is_not_imported():
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_what_surely_does_not_fit_is_refused_unread(kind):
     tokenizer = KINDS[kind]()
-    assert not tokenizer.may_fit("e" * 1_000_000, 64)
+    drops_unknown_characters = kind == "metaspace"  # then a text of any length may have few tokens
+    assert tokenizer.may_fit("e" * 1_000_000, 64) is drops_unknown_characters
 
     @given(text=st.text(max_size=60))
     @example(text="e\u0301" * 20)
+    @example(text="0" * 50)
     def every_text_may_fit_its_own_length(text):
         assert tokenizer.may_fit(text, len(tokenizer.encode(text)))
 
