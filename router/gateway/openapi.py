@@ -10,6 +10,7 @@ from common.errors import ErrorCode
 from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.resume import RESUMABLE_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
 
@@ -128,8 +129,7 @@ def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "id": {"type": "string", "description": "What the client has then; see Last-Event-ID."},
-            "event": {"enum": ["message", "error"]},
+            "id": {"type": "string", "description": f"Only on request, see {RESUMABLE_HEADER}."},
             "data": {"type": "string", "anyOf": [{"const": _DONE}, chunk_as_json]},
         },
         "required": ["data"],
@@ -168,6 +168,7 @@ def _header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
         _header(SESSION_HEADER, "Requests of one session may go to the same pods.", {"type": "string"}),
     ]
     if resumes:
+        parameters.append(_header(RESUMABLE_HEADER, "1: events of a stream have ids.", {"enum": ["0", "1"]}))
         text = "Id of the last event that came of a stream that broke; the rest of the same request follows."
         parameters.append(_header("Last-Event-ID", text, {"type": "string"}))
     return parameters

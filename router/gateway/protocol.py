@@ -9,6 +9,7 @@ have is checked before; fields of any type are kept as they were sent.
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -64,11 +65,26 @@ _NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
+class UsageReports(enum.Enum):
+    """Which chunks of a stream carry token counts."""
+
+    NONE = enum.auto()
+    LAST_CHUNK = enum.auto()
+    EVERY_CHUNK = enum.auto()
+
+
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to stream."""
 
     include_usage: bool | None = None  # a last chunk with token counts
+    continuous_usage_stats: bool | None = None  # with include_usage: token counts so far in every chunk
+    include_event_ids: bool | None = None  # events have ids, by which a broken stream is resumed
     include_obfuscation: bool | None = None  # accepted; nothing is obfuscated
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no option is given."""
+        return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
 class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -119,9 +135,17 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: Raw = field(default_factory=Raw)
 
     @property
-    def include_usage(self) -> bool:
-        """True if a stream ends with token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_reports(self) -> UsageReports:
+        """Where a stream has token counts."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return UsageReports.NONE
+        return UsageReports.EVERY_CHUNK if options.continuous_usage_stats else UsageReports.LAST_CHUNK
+
+    @property
+    def wants_event_ids(self) -> bool:
+        """True if the body asks for a stream that can be resumed."""
+        return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
@@ -325,6 +349,8 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
 def check_offered(body: CompletionBody | ChatBody) -> None:
     """Raises InvalidRequestError for a field that asks for what Baton does not do."""
+    if not (body.stream or body.stream_options is None or body.stream_options.is_idle):
+        raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     for name, idle in _NOT_OFFERED.items():
         if not _is_idle(getattr(body, name, Raw()), idle):
             raise InvalidRequestError(f"{name} is not supported", param=name)

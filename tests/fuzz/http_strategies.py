@@ -57,7 +57,9 @@ good_completions = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 12),
         "n": st.integers(1, 4),
         "stream": st.booleans(),
-        "stream_options": st.just({"include_usage": True}),
+        "stream_options": st.dictionaries(
+            st.sampled_from(["include_usage", "continuous_usage_stats", "include_event_ids"]), st.booleans()
+        ),
         "echo": st.booleans(),
         "logprobs": st.integers(0, 20),
         "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=17),
@@ -132,6 +134,7 @@ _header_text = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclud
 _known_headers = st.one_of(
     st.tuples(st.sampled_from(["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"]), _times | _header_text),
     st.tuples(st.just("last-event-id"), _event_ids | _header_text),
+    st.tuples(st.just("x-baton-resumable"), st.sampled_from(["0", "1"]) | _header_text),
     st.tuples(st.just("content-type"), _content_types | _header_text),
     st.tuples(st.sampled_from(["authorization", "x-api-key"]), _keys | _header_text),
     st.tuples(st.sampled_from(["x-session-id", "accept", "cookie", "origin", "x-odd"]), _header_text),
