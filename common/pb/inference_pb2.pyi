@@ -89,7 +89,9 @@ Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
 
 @_typing.final
 class GenerateOptions(_message.Message):
-    """What a client may choose; an absent field takes the default in its comment."""
+    """What a client may choose. An absent field takes the default that the model's generation_config.json or the router's
+    settings give, else the one in its comment.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -130,7 +132,7 @@ class GenerateOptions(_message.Message):
     frequency_penalty: _builtins.float
     """In [-2, 2]; default 0."""
     repetition_penalty: _builtins.float
-    """In (0, 10]; default 1."""
+    """In [0.01, 100]; default 1."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Extra token ids that end the generation."""

@@ -37,7 +37,7 @@ class _Range(NamedTuple):
         return f"{kind} in {'[' if self.low_included else '('}{self.low}, {self.high}]"
 
 
-_RANGES = {
+RANGES = {
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, low_included=False),
     "top_k": _Range(0, 2**32 - 1, integer=True),  # travels as uint32
@@ -59,7 +59,7 @@ def validate_sampling(
     Raises InvalidRequestError, or UnprocessableError for a token id outside the vocabulary. `param` is the field's name
     in SamplingParams unless `names` maps it to the one that the caller's protocol uses.
     """
-    for field, allowed in _RANGES.items():
+    for field, allowed in RANGES.items():
         value = getattr(params, field)
         if value not in allowed:
             raise _out_of_range(field, value, str(allowed), names)

@@ -16,7 +16,6 @@ from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
-from common.types import SamplingParams
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
@@ -142,7 +141,7 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
         model=message.model or None,
         prompt=prompt,
         prompt_param=param,
-        sampling=SamplingParams(**given, stop_token_ids=tuple(options.stop_token_ids)),
+        sampling={**given, "stop_token_ids": tuple(options.stop_token_ids)},
         max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
         default_max_tokens=None,
         seed=options.seed if options.HasField("seed") else None,

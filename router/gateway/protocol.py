@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
-from common.types import SamplingParams
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
@@ -158,8 +157,8 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, num_logprobs: int | None) -> SamplingParams:
-        """The parameters given, the defaults for the rest. Ranges are not checked here."""
+    def sampling(self, num_logprobs: int | None) -> dict[str, Any]:
+        """The fields of SamplingParams that are given. Ranges are not checked here."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -173,7 +172,7 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "repetition_penalty": self.repetition_penalty,
             "num_logprobs": num_logprobs,
         }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):

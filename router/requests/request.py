@@ -62,8 +62,8 @@ class Draft:
     model: str | None  # None: the served model
     prompt: Prompt
     prompt_param: str  # what the front calls the prompt, for errors
-    sampling: SamplingParams  # its max_tokens and seed are replaced by the two below
-    max_tokens: int | None  # None: default_max_tokens
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the client gave, but for the two below
+    max_tokens: int | None  # None: the model's default, else default_max_tokens
     default_max_tokens: int | None  # None: what is left of the context
     seed: int | None  # None: random
     stops: tuple[str, ...] = ()
