@@ -137,29 +137,29 @@ class SamplingParams(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy; otherwise logits are divided by it."""
+    """0 is greedy; otherwise logits are divided by it. In [0, 2]."""
     top_p: _builtins.float
-    """Nucleus mass in (0, 1]; 1 keeps every token."""
+    """Nucleus mass; 1 keeps every token. In (0, 1]."""
     top_k: _builtins.int
-    """Tokens kept, by rank; 0 keeps every token."""
+    """Tokens kept, by rank; 0 keeps every token. In [0, 4294967295]."""
     min_p: _builtins.float
-    """Tokens below min_p * max probability are dropped; in [0, 1]."""
+    """Tokens below min_p * max probability are dropped. In [0, 1]."""
     seed: _builtins.int
-    """Key of the counter-based generator; always set by the router."""
+    """The same seed gives the same answer; default: random. In [0, 2^64)."""
     max_tokens: _builtins.int
-    """Most output tokens; at least 1."""
+    """Most output tokens."""
     min_tokens: _builtins.int
     """Output tokens before which end-of-sequence and stop tokens are masked."""
     ignore_eos: _builtins.bool
     """True: the model's end-of-sequence tokens do not end the generation."""
     num_logprobs: _builtins.int
-    """Most likely alternatives reported per token; absent: no logprobs at all."""
+    """Most likely alternatives reported per token; absent: no logprobs at all. In [0, 20]."""
     presence_penalty: _builtins.float
-    """Subtracted once from the logit of each token already generated."""
+    """Subtracted once from the logit of each token already generated. In [-2, 2]."""
     frequency_penalty: _builtins.float
-    """Subtracted per occurrence from the logit of each token already generated."""
+    """Subtracted per occurrence from the logit of each token already generated. In [-2, 2]."""
     repetition_penalty: _builtins.float
-    """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off."""
+    """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off. In [0.01, 100]."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the generation, besides the model's own."""
@@ -171,7 +171,7 @@ class SamplingParams(_message.Message):
         top_p: _builtins.float = ...,
         top_k: _builtins.int = ...,
         min_p: _builtins.float = ...,
-        seed: _builtins.int = ...,
+        seed: _builtins.int | None = ...,
         max_tokens: _builtins.int = ...,
         min_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -181,13 +181,18 @@ class SamplingParams(_message.Message):
         frequency_penalty: _builtins.float = ...,
         repetition_penalty: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_seed", b"_seed", "num_logprobs", b"num_logprobs", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 

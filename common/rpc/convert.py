@@ -3,46 +3,35 @@ converted in `common.pod.convert`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from common.pb import common_pb2
 from common.types import FinishReason, Logprobs, SamplingParams
+from common.types.parameters import parameters_of
+
+_SAMPLING_FIELDS = parameters_of(SamplingParams)  # bear the same names in the message
+_REPEATED = frozenset(field.name for field in _SAMPLING_FIELDS.values() if field.kind is tuple)
+_OPTIONAL = frozenset(field.name for field in _SAMPLING_FIELDS.values() if field.is_optional)
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """The parameters as a message."""
-    return common_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.settled_seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        num_logprobs=params.num_logprobs,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )
+    values: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """The parameters of a message, ranges unchecked (see `common.types.validation`)."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-    )
+    return SamplingParams(**{name: _value_of(message, name) for name in _SAMPLING_FIELDS})
+
+
+def _value_of(message: common_pb2.SamplingParams, name: str) -> Any:
+    """None for an optional field that is absent."""
+    if name in _REPEATED:
+        return tuple(getattr(message, name))
+    if name in _OPTIONAL and not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    return getattr(message, name)
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
