@@ -166,7 +166,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
             return TokenPrompt(list(message.tokens.token_ids)), "tokens"
         case "chat" if message.chat.messages:
             messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
-            return ChatPrompt(messages), "chat"
+            return ChatPrompt(messages, num_chars=sum(len(each["content"]) for each in messages)), "chat"
         case "chat":
             raise InvalidRequestError("chat has no messages", param="chat")
         case _:

@@ -155,7 +155,7 @@ class Preprocessor:
         if isinstance(prompt, TextPrompt):
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
-            text, add_special_tokens = self._render(prompt), False  # the template has written them
+            text, add_special_tokens = self._render(prompt), prompt.add_special_tokens
         if not self._tokenizer.may_fit(text, max_model_len):
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param

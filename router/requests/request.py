@@ -42,13 +42,15 @@ class ChatPrompt:
     """A conversation for the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
+    num_chars: int  # of all messages, roughly
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # beside those that the template writes
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Characters, roughly: how long it takes to render and tokenise."""
-        return sum(_CHARS_PER_MESSAGE + len(message["content"]) for message in self.messages)
+        return self.num_chars + _CHARS_PER_MESSAGE * len(self.messages)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
