@@ -7,6 +7,7 @@ from all of them (`make api-docs`). null asks for nothing, whatever the field.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +16,6 @@ from msgspec import Raw
 from common.errors import InvalidRequestError
 
 _MAX_IDLE_BYTES = 64  # of a value that asks for nothing
-ABSENT = Raw()
 
 
 class Ignored(NamedTuple):
@@ -152,24 +152,32 @@ IGNORED_BY_CHATS = (
 
 
 def with_fields(base: type[msgspec.Struct], refused: tuple[Refused, ...]) -> type[msgspec.Struct]:
-    """`base` with a field for each, kept as it was sent."""
-    fields: list[tuple[str, Any, Any]] = [(row.name, Raw, msgspec.field(default_factory=Raw)) for row in refused]
+    """`base` with a field for each, kept as it was sent; None: absent."""
+    fields: list[tuple[str, Any, Any]] = [(row.name, Raw, None) for row in refused]
     return msgspec.defstruct(f"_{base.__name__}", fields, bases=(base,), kw_only=True, forbid_unknown_fields=True)
 
 
-def check_refused(body: msgspec.Struct, refused: tuple[Refused, ...]) -> None:
-    """Raises InvalidRequestError for a field that asks for what Baton does not do."""
-    for name, why, idle in refused:
-        value: Raw = getattr(body, name)
-        if value != ABSENT and not is_idle(value, idle):
-            raise InvalidRequestError(f"{name} is not supported: {why}", param=name)
+class RefusedFields:
+    """The refused fields of one kind of body."""
+
+    def __init__(self, rows: tuple[Refused, ...]) -> None:
+        self._rows = rows
+        self._values = operator.attrgetter(*(row.name for row in rows))  # of all at once: they are many, and absent
+
+    def check(self, body: msgspec.Struct) -> None:
+        """Raises InvalidRequestError for a field that asks for what Baton does not do."""
+        values = self._values(body)
+        if not any(values):
+            return
+        for row, value in zip(self._rows, values, strict=True):
+            if value is not None and not _is_idle(value, row.idle):
+                raise InvalidRequestError(f"{row.name} is not supported: {row.why}", param=row.name)
 
 
-def is_idle(value: Raw, idle: tuple[object, ...] = ()) -> bool:
-    """Whether a field is absent or asks for nothing; whatever is long asks for something."""
-    num_bytes = len(bytes(value))
-    if not num_bytes or num_bytes > _MAX_IDLE_BYTES:
-        return not num_bytes
+def _is_idle(value: Raw, idle: tuple[object, ...]) -> bool:
+    """Whether a value asks for nothing; whatever is long asks for something."""
+    if len(bytes(value)) > _MAX_IDLE_BYTES:
+        return False
     decoded = msgspec.json.decode(value)
     # Python takes false for 0 and true for 1.
     return any(decoded == each and isinstance(decoded, bool) == isinstance(each, bool) for each in (None, *idle))

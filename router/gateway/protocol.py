@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import operator
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -26,8 +27,7 @@ from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
-    Refused,
-    check_refused,
+    RefusedFields,
     with_fields,
 )
 from router.gateway.messages import Message, Name
@@ -92,6 +92,8 @@ def _http_type(field: ParameterField) -> Any:
 
 # Not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
 _PARAMETERS = {name: field for name, field in parameters_of(SamplingParams).items() if name != "num_logprobs"}
+
+_values_of_parameters = operator.attrgetter(*_PARAMETERS)
 
 if TYPE_CHECKING:
     _BothFields = msgspec.Struct
@@ -175,7 +177,8 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
 
     def parameters(self, num_logprobs: int | None) -> dict[str, Any]:
         """The fields of SamplingParams that are given. Ranges are not checked here."""
-        given = {name: value for name in _PARAMETERS if (value := getattr(self, name)) is not None}
+        values = _values_of_parameters(self)
+        given = {name: value for name, value in zip(_PARAMETERS, values, strict=True) if value is not None}
         if given.get("top_k") == _ALL_TOKENS:
             given["top_k"] = 0
         if given.get("seed") == _ANY_SEED:
@@ -186,10 +189,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             given["num_logprobs"] = num_logprobs
         return given
 
-    def check(self, refused: tuple[Refused, ...]) -> None:
+    def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
-        check_refused(self, REFUSED_BY_BOTH)
-        check_refused(self, refused)
+        refused.check(self)
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
@@ -198,6 +200,8 @@ if TYPE_CHECKING:
     _CompletionFields = _GenerationBody
 else:
     _CompletionFields = with_fields(_GenerationBody, REFUSED_BY_COMPLETIONS)
+
+_REFUSED_FIELDS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_COMPLETIONS)
 
 
 class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True):
@@ -239,7 +243,7 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
-        self.check(REFUSED_BY_COMPLETIONS)
+        self.check(_REFUSED_FIELDS)
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
         if self.echo and self.logprobs is not None:
@@ -274,6 +278,8 @@ if TYPE_CHECKING:
     _ChatFields = _GenerationBody
 else:
     _ChatFields = with_fields(_GenerationBody, REFUSED_BY_CHATS)
+
+_REFUSED_FIELDS_OF_CHATS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_CHATS)
 
 
 class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
@@ -312,7 +318,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
-        self.check(REFUSED_BY_CHATS)
+        self.check(_REFUSED_FIELDS_OF_CHATS)
         if not self.messages:
             raise InvalidRequestError("messages is empty", param="messages")
         num_parts = sum(len(message.content) for message in self.messages if isinstance(message.content, list))
