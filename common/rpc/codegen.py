@@ -53,42 +53,32 @@ def generate(target: Path) -> list[Path]:
 def with_parameters(proto: str) -> str:
     """`proto` with the fields that come from SamplingParams written again: the lines with their numbers in the two
     messages that have them."""
-    for message, lines in _PARAMETER_LINES.items():
+    for message, of_engine in (("SamplingParams", True), ("GenerateOptions", False)):
         head, found, rest = proto.partition(f"message {message} {{\n")
         body, end, tail = rest.partition("\n}")
         if found:
             own = [line for line in body.splitlines() if not _is_parameter(line)]
-            fields = sorted([*lines(), *own], key=_tag_of)
+            fields = sorted([*_lines(of_engine=of_engine), *own], key=_tag_of)
             proto = head + found + "\n".join(fields) + end + tail
     return proto
 
 
-def _engine_lines() -> list[str]:
-    return [
-        _line("optional " if field.is_optional else "repeated " if field.kind is tuple else "", field, of_engine=True)
-        for field in parameters_of(SamplingParams).values()
-    ]
+def _lines(*, of_engine: bool) -> list[str]:
+    """Declarations of all parameters in one of the two messages."""
+    return [_line(field, of_engine=of_engine) for field in parameters_of(SamplingParams).values()]
 
 
-def _option_lines() -> list[str]:
-    return [
-        _line("repeated " if field.kind is tuple else "optional ", field, of_engine=False)
-        for field in parameters_of(SamplingParams).values()
-    ]
-
-
-_PARAMETER_LINES = {"SamplingParams": _engine_lines, "GenerateOptions": _option_lines}
-
-
-def _line(label: str, field: ParameterField, *, of_engine: bool) -> str:
+def _line(field: ParameterField, *, of_engine: bool) -> str:
+    """Fields are optional, so that one that is not set is told from one that is zero."""
     parameter = field.parameter
+    label = "repeated" if field.kind is tuple else "optional"
     tag = parameter.tag if of_engine else parameter.option_tag
     comment = parameter.doc
     if parameter.allowed is not None and parameter.allowed.high != float("inf"):
         comment += f" In {parameter.allowed.interval}."
-    if not of_engine and isinstance(field.default, int | float) and field.name != "max_tokens":
+    if isinstance(field.default, int | float) and field.name != "max_tokens":
         comment += f" Default {str(field.default).lower().removesuffix('.0')}."
-    declared = f"  {label}{parameter.proto_type} {field.name} = {tag};"
+    declared = f"  {label} {parameter.proto_type} {field.name} = {tag};"
     return f"{declared:<40} // {comment}"
 
 

@@ -7,31 +7,19 @@ from typing import Any
 
 from common.pb import common_pb2
 from common.types import FinishReason, Logprobs, SamplingParams
-from common.types.parameters import parameters_of
-
-_SAMPLING_FIELDS = parameters_of(SamplingParams)  # bear the same names in the message
-_REPEATED = frozenset(field.name for field in _SAMPLING_FIELDS.values() if field.kind is tuple)
-_OPTIONAL = frozenset(field.name for field in _SAMPLING_FIELDS.values() if field.is_optional)
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The parameters as a message."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    """The parameters as a message, whose fields bear the same names. All are set but those that are None."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
     return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """The parameters of a message, ranges unchecked (see `common.types.validation`)."""
-    return SamplingParams(**{name: _value_of(message, name) for name in _SAMPLING_FIELDS})
-
-
-def _value_of(message: common_pb2.SamplingParams, name: str) -> Any:
-    """None for an optional field that is absent."""
-    if name in _REPEATED:
-        return tuple(getattr(message, name))
-    if name in _OPTIONAL and not message.HasField(name):  # type: ignore[arg-type]
-        return None
-    return getattr(message, name)
+    """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    return SamplingParams(**given)
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:

@@ -28,7 +28,7 @@ def test_a_new_parameter_joins_the_protos(monkeypatch: pytest.MonkeyPatch) -> No
     new = ParameterField("top_a", float, 0.0, False, Parameter("Something.", Range(0, 1), 14, 15, "double"))
     monkeypatch.setattr(codegen, "parameters_of", lambda _: {**table, "top_a": new})
     written = "".join(codegen.with_parameters(proto.read_text()) for proto in codegen.PROTO_ROOT.rglob("*.proto"))
-    assert "  double top_a = 14;" in written
+    assert "  optional double top_a = 14;" in written
     assert "  optional double top_a = 15;" in written
-    assert written.count(" // Something. In [0, 1].") == 2
+    assert written.count(" // Something. In [0, 1]. Default 0.") == 2
     assert "repeated string stop = 9;" in written

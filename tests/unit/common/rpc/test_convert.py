@@ -38,6 +38,12 @@ def test_sampling_survives_the_wire(params: SamplingParams) -> None:
     assert sampling_from_pb(common_pb2.SamplingParams.FromString(wire)) == params
 
 
+def test_an_absent_parameter_has_its_default() -> None:
+    """As of a router that does not know it yet; zero is a value."""
+    message = common_pb2.SamplingParams(temperature=0.0)
+    assert sampling_from_pb(message) == SamplingParams(temperature=0.0)
+
+
 def test_every_sampling_field_is_carried() -> None:
     """A field added to SamplingParams and forgotten in the conversion shows here."""
     assert all(value != default for value, default in zip(_values(FULL), _values(SamplingParams()), strict=True))
