@@ -21,6 +21,7 @@ from router.gateway.fields import (
     Refused,
 )
 from router.gateway.messages import Message
+from router.gateway.openapi import header_parameters
 from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
@@ -70,6 +71,8 @@ def page() -> str:
         "### messages\n",
         _MESSAGES,
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
+        "## Headers\n",
+        _table(("header", "what it says"), _header_rows()),
         "## Accepted without effect\n",
         _table(("field", "of", "why"), _ignored_rows()),
         "## Refused, unless they ask for nothing\n",
@@ -114,6 +117,11 @@ def _described(body: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
 def _struct_rows(struct: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
     for name, (kind, text) in _described(struct).items():
         yield f"`{name}`", kind, text
+
+
+def _header_rows() -> Iterator[tuple[str, ...]]:
+    for header in header_parameters(resumes=True):
+        yield f"`{header['name']}`", header["description"]
 
 
 def _ignored_rows() -> Iterator[tuple[str, ...]]:

@@ -78,7 +78,7 @@ def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset
 def _paths() -> dict[str, Any]:
     explained = _generation("Where the request would go, and why. Nothing is generated.", [CompletionBody, ChatBody])
     explained["responses"]["200"]["content"] = _json(answers.RouteList)
-    explained["parameters"] = _header_parameters(resumes=False)
+    explained["parameters"] = header_parameters(resumes=False)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     unauthenticated = (ErrorCode.UNAUTHENTICATED,)
     return {
@@ -115,7 +115,7 @@ def _answered_generation(
     body: type[msgspec.Struct], answer: type[msgspec.Struct], chunk: type[msgspec.Struct]
 ) -> dict[str, Any]:
     operation = _generation("The answer; events if `stream` is true; a route if `dry_run` is.", [body])
-    operation["parameters"] = _header_parameters(resumes=True)
+    operation["parameters"] = header_parameters(resumes=True)
     operation["responses"]["200"]["content"] = {
         _JSON: {"schema": {"anyOf": [_ref(answer), _ref(answers.RouteList)]}},
         _EVENTS: {"schema": _event(chunk)},
@@ -159,7 +159,8 @@ def _errors(codes: tuple[ErrorCode, ...]) -> dict[str, Any]:
     }
 
 
-def _header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
+def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
+    """Headers that say more of a request; `resumes`: those of streams included."""
     milliseconds = {"type": "number", "exclusiveMinimum": 0}
     parameters = [
         _header(TIMEOUT_HEADER, "Milliseconds until the request is ended as overdue.", milliseconds),
