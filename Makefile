@@ -7,7 +7,7 @@ DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu mutants lint format proto clean
+.PHONY: up test test-slow test-gpu mutants lint format proto api-docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -42,6 +42,10 @@ format: $(DEV)
 ## Regenerates common/pb from proto/.
 proto: $(DEV)
 	$(BIN)/python -m common.rpc.codegen
+
+## Regenerates docs/api.md from the fields of requests.
+api-docs: $(DEV)
+	$(BIN)/python -m router.gateway.api_page
 
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'

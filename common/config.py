@@ -9,7 +9,7 @@ component. Fields that hold another struct or None are set by the program and ar
     bool                         --flag / --no-flag                     flag: true
     X | None                     --revision main; "none" unsets         revision: null
     list[X], tuple[X, ...]       --decode a:1,b:2 or repeated           [a:1, b:2] or "a:1,b:2"
-    dict[str, X]                 --option key=value, repeated           {key: value}
+    dict[str, X]                 --option key=value, repeated, or JSON  {key: value}
     int named *_memory, *_bytes  512MiB, 4GB, 1048576                   the same
 
 `--help` groups settings by topic: the first line of their struct's docstring up to a colon, unless the struct's TOPICS
@@ -25,7 +25,9 @@ ConfigError; a process prints it on one line and exits with 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import json
 import math
 import operator
 import re
@@ -598,13 +600,21 @@ def _to_dict(value: object, kind: mi.DictType, setting: _Setting) -> dict[str, o
         pairs = {str(key): item for key, item in value.items()}
     elif isinstance(value, list):
         for item in value:
-            key, separator, text = str(item).partition("=")
-            if not separator or not key.strip():
-                raise setting.refuse(f"expected KEY=VALUE, got {_show(item)}")
-            pairs[key.strip()] = text
+            pairs.update(_to_pairs(str(item), setting))
     else:
         raise setting.refuse(f"expected a mapping, got {_show(value)}")
     return {key: _convert(item, kind.value_type, setting) for key, item in pairs.items()}
+
+
+def _to_pairs(text: str, setting: _Setting) -> dict[str, object]:
+    """Of one KEY=VALUE, or of a JSON object."""
+    key, separator, value = text.partition("=")
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(text))
+    elif separator and key.strip():
+        return {key.strip(): value}
+    raise setting.refuse(f"expected KEY=VALUE or a JSON object, got {_show(text)}")
 
 
 def _show(value: object) -> str:

@@ -130,6 +130,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: Annotated[
         str | None, Meta(description="Name of the model in the API; default: that of its directory or hub id.")
     ] = None
+    generation_config: Annotated[
+        str, Meta(description="Sampling defaults: auto, the model's generation_config.json; none; or a directory.")
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, int | float],
+        Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
+    ] = {}
     mtls: Annotated[
         bool,
         Meta(description="Use mutual TLS between router and pods, with certificates made for this cluster."),
@@ -338,6 +345,10 @@ def plan_cluster(
         router_options += ["--model", model.model]
     if model.revision:
         router_options += ["--revision", model.revision]
+    if config.generation_config != "auto":
+        router_options += ["--generation-config", config.generation_config]
+    for name, value in config.override_generation_config.items():
+        router_options += ["--override-generation-config", f"{name}={value}"]
     router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
     if config.mtls:
         router_options += to_arguments(_mtls_of(scratch, "router"))

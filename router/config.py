@@ -48,6 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "decode",
             "model",
             "served_model_name",
+            "generation_config",
             "prefill_policy",
             "decode_policy",
             "remote_prefill",
@@ -85,6 +86,17 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: Annotated[
         str | None, Meta(description="Name of the model in the API; default: the last part of its path or hub id.")
     ] = None
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Sampling defaults: auto, generation_config.json in the model's directory; none, those of "
+            "OpenAI's API; or the directory of another generation_config.json."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, int | float],
+        Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
+    ] = {}
     prefill_policy: Annotated[
         str,
         Meta(description=f"How a prefill pod is chosen: {', '.join(POLICY_NAMES)}, or several with weights (a:2,b:1)."),

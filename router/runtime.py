@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import ConfigError
+from common.generation_config import read_sampling_defaults
 from common.observability.task_figures import TaskFigures
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
@@ -46,7 +47,7 @@ class Router:
     """One router in this process. `start`, then `stop`; `running` does both."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Reads the tokenizer. Raises ConfigError."""
+        """Reads the tokenizer and the model's sampling defaults. Raises ConfigError."""
         if not (config.decode or config.discovery.registry):
             raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
         directory, name = resolve_model(config.model, config.revision)
@@ -64,8 +65,15 @@ class Router:
             config.pod_health,
             needs_prefill_pods=config.remote_prefill == "always",
         )
+        defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
+        logger.info("sampling defaults: %s", defaults.summary)
         self.service = InferenceService(
-            config, config.served_model_name or name, Tokenizer.from_directory(directory), self.cluster, self.metrics
+            config,
+            config.served_model_name or name,
+            Tokenizer.from_directory(directory),
+            defaults,
+            self.cluster,
+            self.metrics,
         )
         self.security = Security(config.security, config.host, self.metrics.registry)
         interceptor = ApiKeyInterceptor(self.security.access, self.service.count_error)

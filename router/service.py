@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError
+from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.admission.admission import Admission, Outlook
@@ -47,7 +48,13 @@ class InferenceService:
     """Serves one model. `prepare` a draft, then `run` what comes of it."""
 
     def __init__(
-        self, config: RouterConfig, model_name: str, tokenizer: Tokenizer, cluster: Cluster, metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        model_name: str,
+        tokenizer: Tokenizer,
+        sampling_defaults: SamplingDefaults,
+        cluster: Cluster,
+        metrics: RouterMetrics,
     ) -> None:
         self.config = config
         self.model_name = model_name
@@ -61,6 +68,7 @@ class InferenceService:
             model_name=model_name,
             timeout_s=config.request_timeout_s,
             kv_failure_policy=config.kv_failure_policy,
+            sampling_defaults=sampling_defaults,
             max_prompt_tokens=config.limits.max_prompt_tokens,
         )
         self._dispatcher = Dispatcher(cluster, config, metrics)

@@ -145,4 +145,5 @@ class Client:
             }
         ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        # Event ids say how many tokens have come; routers that always have them ignore the header.
+        return f"{head}x-baton-resumable: 1\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body

@@ -32,6 +32,7 @@ from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
 from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, InvalidRequestError
+from common.generation_config import AUTO, read_sampling_defaults
 from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
@@ -39,7 +40,7 @@ from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampli
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
 
-DEFAULT_MAX_TOKENS = 128  # where no parameters are given
+DEFAULT_MAX_TOKENS = 128  # where neither parameters nor the model say
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,26 @@ class LLM:
     ModelLoadError, if the engine cannot be started with them.
     """
 
-    def __init__(self, model: str | Path = "", *, executor: Executor | None = None, **options: Any) -> None:
-        """`model`: local directory or hub id; empty: the demo model. `executor` replaces the default one."""
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        executor: Executor | None = None,
+        generation_config: str | Path = AUTO,
+        override_generation_config: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        """`model`: local directory or hub id; empty: the demo model. `executor` replaces the default one.
+
+        `generation_config` and `override_generation_config` are those of the router, see common.generation_config.
+        """
         config = engine_config(str(model or demo_model_path()), **options)
         self._client = InprocClient(config, executor)
         try:
             self.tokenizer = _load_tokenizer(config.model)
+            self._defaults = read_sampling_defaults(
+                str(generation_config), override_generation_config or {}, model_directory(config.model)
+            )
         except BaseException:
             self._client.close()
             raise
@@ -90,8 +105,9 @@ class LLM:
     ) -> list[Completion]:
         """Completes one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
 
-        `params`: for all prompts, or one for each; by default greedy, up to `DEFAULT_MAX_TOKENS`. Equal seeds give
-        equal answers; without a seed one is drawn for each prompt. Text ends before the first `stop` string.
+        `params`: for all prompts, or one for each; by default `get_default_sampling_params()`, as far as the context
+        has room. Equal seeds give equal answers; without a seed one is drawn for each prompt. Text ends before the
+        first `stop` string.
 
         Raises InvalidRequestError naming the parameter, before anything is computed, and EngineDeadError. After
         Ctrl-C, which takes effect between two steps, the LLM remains usable.
@@ -112,6 +128,11 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self._encode_chat(conversation) for conversation in cast("Sequence[Conversation]", conversations)]
         return self._generate(prompts, params, stop, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of generation_config.json and `override_generation_config`, else OpenAI's; `DEFAULT_MAX_TOKENS` unless
+        they say how many."""
+        return self._defaults.params({"max_tokens": self._defaults.max_tokens or DEFAULT_MAX_TOKENS})
 
     def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""
@@ -168,8 +189,11 @@ class LLM:
 
     def _prepare(self, prompt: _Prompt, params: SamplingParams | None, stops: Sequence[str]) -> _Generation:
         """Checks one prompt and its parameters against the model."""
-        room = self.spec.max_model_len - len(prompt.token_ids)
-        sampling = params or SamplingParams(temperature=0.0, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+        sampling = params
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+            room = self.spec.max_model_len - len(prompt.token_ids)
+            sampling = msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.randrange(SEED_LIMIT))
         validate_sampling(sampling, vocab_size=self.spec.vocab_size)

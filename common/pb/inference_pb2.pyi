@@ -89,7 +89,9 @@ Global___TokenPrompt: _TypeAlias = TokenPrompt  # noqa: Y015
 
 @_typing.final
 class GenerateOptions(_message.Message):
-    """What a client may choose; an absent field takes the default in its comment."""
+    """What a client may choose. An absent field takes the default that the model's generation_config.json or the router's
+    settings give, else the one in its comment; max_tokens what is left of the model's context.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,32 +110,32 @@ class GenerateOptions(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """In [0, 2]; default 1."""
+    """0 is greedy; otherwise logits are divided by it. In [0, 2]. Default 1."""
     top_p: _builtins.float
-    """In (0, 1]; default 1."""
+    """Nucleus mass; 1 keeps every token. In (0, 1]. Default 1."""
     top_k: _builtins.int
-    """0 keeps every token; default 0."""
+    """Tokens kept, by rank; 0 keeps every token. In [0, 4294967295]. Default 0."""
     min_p: _builtins.float
-    """In [0, 1]; default 0."""
+    """Tokens below min_p * max probability are dropped. In [0, 1]. Default 0."""
     seed: _builtins.int
-    """Default: random."""
+    """The same seed gives the same answer; default: random. In [0, 2^64)."""
     max_tokens: _builtins.int
-    """Default: what is left of the model's context."""
+    """Most output tokens."""
     min_tokens: _builtins.int
-    """Default 0."""
+    """Output tokens before which end-of-sequence and stop tokens are masked. Default 0."""
     ignore_eos: _builtins.bool
-    """Default false."""
+    """True: the model's end-of-sequence tokens do not end the generation. Default false."""
     num_logprobs: _builtins.int
-    """At most 20; default: no logprobs."""
+    """Most likely alternatives reported per token; absent: no logprobs at all. In [0, 20]."""
     presence_penalty: _builtins.float
-    """In [-2, 2]; default 0."""
+    """Subtracted once from the logit of each token already generated. In [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
-    """In [-2, 2]; default 0."""
+    """Subtracted per occurrence from the logit of each token already generated. In [-2, 2]. Default 0."""
     repetition_penalty: _builtins.float
-    """In (0, 10]; default 1."""
+    """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off. In [0.01, 100]. Default 1."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Extra token ids that end the generation."""
+        """Token ids that end the generation, besides the model's own."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

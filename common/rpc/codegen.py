@@ -1,4 +1,7 @@
-"""Generates `common/pb` from `proto/`: `python -m common.rpc.codegen` (or `make proto`)."""
+"""Generates `common/pb` from `proto/`: `python -m common.rpc.codegen` (or `make proto`).
+
+The sampling parameters in `proto/` are written before that, from the table in `common.types.generation`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from common.types import SamplingParams
+from common.types.parameters import ParameterField, parameters_of
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROTO_ROOT = REPOSITORY / "proto"
 TARGET = REPOSITORY / "common" / "pb"
 PROTOC_TIMEOUT_S = 120.0
+_PROTO_FIELD = re.compile(r"  (optional |repeated )?\w+ (?P<name>\w+) = (?P<tag>\d+);")
 
 
 def generate(target: Path) -> list[Path]:
@@ -43,8 +50,53 @@ def generate(target: Path) -> list[Path]:
     return written
 
 
+def with_parameters(proto: str) -> str:
+    """`proto` with the fields that come from SamplingParams written again: the lines with their numbers in the two
+    messages that have them."""
+    for message, of_engine in (("SamplingParams", True), ("GenerateOptions", False)):
+        head, found, rest = proto.partition(f"message {message} {{\n")
+        body, end, tail = rest.partition("\n}")
+        if found:
+            own = [line for line in body.splitlines() if not _is_parameter(line)]
+            fields = sorted([*_lines(of_engine=of_engine), *own], key=_tag_of)
+            proto = head + found + "\n".join(fields) + end + tail
+    return proto
+
+
+def _lines(*, of_engine: bool) -> list[str]:
+    """Declarations of all parameters in one of the two messages."""
+    return [_line(field, of_engine=of_engine) for field in parameters_of(SamplingParams).values()]
+
+
+def _line(field: ParameterField, *, of_engine: bool) -> str:
+    """Fields are optional, so that one that is not set is told from one that is zero."""
+    parameter = field.parameter
+    label = "repeated" if field.kind is tuple else "optional"
+    tag = parameter.tag if of_engine else parameter.option_tag
+    comment = parameter.doc
+    if parameter.allowed is not None and parameter.allowed.high != float("inf"):
+        comment += f" In {parameter.allowed.interval}."
+    if isinstance(field.default, int | float) and field.name != "max_tokens":
+        comment += f" Default {str(field.default).lower().removesuffix('.0')}."
+    declared = f"  {label} {parameter.proto_type} {field.name} = {tag};"
+    return f"{declared:<40} // {comment}"
+
+
+def _is_parameter(line: str) -> bool:
+    match = _PROTO_FIELD.match(line)
+    return match is not None and match["name"] in SamplingParams.__struct_fields__
+
+
+def _tag_of(line: str) -> int:
+    match = _PROTO_FIELD.match(line)
+    assert match is not None, line  # these messages hold one field a line and nothing else
+    return int(match["tag"])
+
+
 def main() -> None:
     """Regenerate the committed stubs and drop the ones whose proto is gone."""
+    for proto in PROTO_ROOT.rglob("*.proto"):
+        proto.write_text(with_parameters(proto.read_text()))
     written = set(generate(TARGET))
     for stale in TARGET.glob("*_pb2*"):
         if stale not in written:

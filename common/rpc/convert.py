@@ -3,46 +3,23 @@ converted in `common.pod.convert`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from common.pb import common_pb2
 from common.types import FinishReason, Logprobs, SamplingParams
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The parameters as a message."""
-    return common_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.settled_seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        num_logprobs=params.num_logprobs,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )
+    """The parameters as a message, whose fields bear the same names. All are set but those that are None."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
+    return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """The parameters of a message, ranges unchecked (see `common.types.validation`)."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-    )
+    """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    return SamplingParams(**given)
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:

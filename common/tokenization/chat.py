@@ -1,5 +1,9 @@
 """A model's chat template: messages in, prompt text out.
 
+Templates differ in what they take as a message's content: one text, or a list of parts, over which they loop. Each
+gets what it takes, as with vLLM: texts are joined by line feeds, or a text becomes the only part. Arguments of tool
+calls, which clients send as text, are objects to the template.
+
 The environment offers what templates on the hub expect of `transformers` (loop controls, `raise_exception`,
 `strftime_now`, an unescaped `tojson`, `{% generation %}` blocks). It is jinja2's immutable sandbox, since a template
 is third-party code.
@@ -21,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, InvalidRequestError
 
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
 
 class ChatTemplate:
     """A compiled chat template. Raises ConfigError if `source` is not a valid template."""
@@ -28,8 +34,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are the variables a template may use, such as bos_token."""
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.takes_parts = _loops_over_content(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid: {error} (line {error.lineno})") from error
 
@@ -42,17 +50,81 @@ class ChatTemplate:
     ) -> str:
         """Renders the prompt for a conversation, oldest message first; `variables`: further variables of the template.
 
-        Raises InvalidRequestError if the template rejects the messages, for example an unknown role.
+        A message's content is a text, or a list of texts or of {"type": "text", "text": ...}. Raises
+        InvalidRequestError if the template rejects the messages, for example an unknown role.
         """
-        fixed = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        taken = [self._take(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        fixed = {"messages": taken, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(
                 {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
                 f"the model's chat template rejects these messages: {error}", param="messages"
             ) from error
+
+    def _take(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The message as the template takes it."""
+        texts = _texts_of(message.get("content"))
+        parts = [{"type": "text", "text": text} for text in texts]
+        taken = {**message, "content": parts if self.takes_parts else "\n".join(texts)}
+        if not (calls := taken.pop("tool_calls", None)):
+            return _with_reasoning(taken)
+        if not isinstance(calls, list):
+            raise InvalidRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
+        return _with_reasoning({**taken, "tool_calls": [_take_call(call, f"{where}.tool_calls") for call in calls]})
+
+
+def _texts_of(content: str | Sequence[str | Mapping[str, Any]] | None) -> list[str]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    return [part if isinstance(part, str) else str(part["text"]) for part in content]
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Under both of its names: servers and templates use either."""
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    return message if reasoning is None else {**message, "reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def _take_call(call: Any, where: str) -> Any:
+    """A tool call with its arguments as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(f"{where} has an entry without a function", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{where} has arguments that are not valid JSON: {error}", param=where) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _loops_over_content(template: nodes.Template) -> bool:
+    """Whether it has a loop over `message.content`, or over a variable `content` or one that was set to either."""
+    names = {"content"}
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
+            names.add(assignment.target.name)
+    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    match node:
+        case nodes.Name():
+            return node.name in names
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        case nodes.Filter():
+            return _is_content(node.node, names)
+        case _:
+            return False
 
 
 class _GenerationBlocks(jinja2.ext.Extension):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+
+from common.types.parameters import Parameter, Range
+
+MAX_LOGPROBS = 20
 
 RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
@@ -27,21 +31,74 @@ class FinishReason(enum.IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen and when generation ends. Ranges are checked at the edge (router, LLM)."""
+    """How the next token is chosen and when generation ends. Ranges are checked at the edge (router, LLM).
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # (0, 1]
-    top_k: int = 0  # 0 keeps every token
-    min_p: float = 0.0  # [0, 1]
-    seed: int | None = None  # None: the edge (router, LLM) draws one; in an engine None counts as 0
-    max_tokens: int = 16
-    min_tokens: int = 0  # until then, end-of-sequence and stop tokens are masked
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    num_logprobs: int | None = None  # alternatives per token; None: no logprobs at all
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    The table of sampling parameters: see `common.types.parameters`.
+    """
+
+    temperature: Annotated[
+        float, Parameter("0 is greedy; otherwise logits are divided by it.", Range(0, 2), 1, 1, "double")
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Parameter("Nucleus mass; 1 keeps every token.", Range(0, 1, low_included=False), 2, 2, "double"),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Parameter(
+            "Tokens kept, by rank; 0 keeps every token.", Range(0, 2**32 - 1, integer=True), 3, 3, "uint32"
+        ),  # travels as uint32
+    ] = 0
+    min_p: Annotated[
+        float, Parameter("Tokens below min_p * max probability are dropped.", Range(0, 1), 4, 4, "double")
+    ] = 0.0
+    seed: Annotated[  # None: the edge (router, LLM) draws one; in an engine None counts as 0
+        int | None,
+        Parameter(
+            "The same seed gives the same answer; default: random.", Range(0, 2**64 - 1, integer=True), 5, 5, "uint64"
+        ),
+    ] = None
+    max_tokens: Annotated[int, Parameter("Most output tokens.", Range(1, integer=True), 6, 6, "uint32")] = 16
+    min_tokens: Annotated[
+        int,
+        Parameter(
+            "Output tokens before which end-of-sequence and stop tokens are masked.",
+            Range(0, integer=True), 7, 7, "uint32",
+        ),
+    ] = 0  # fmt: skip
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter("Token ids that end the generation, besides the model's own.", None, 8, 8, "uint32"),
+    ] = ()
+    ignore_eos: Annotated[
+        bool,
+        Parameter("True: the model's end-of-sequence tokens do not end the generation.", None, 9, 10, "bool"),
+    ] = False
+    num_logprobs: Annotated[
+        int | None,
+        Parameter(
+            "Most likely alternatives reported per token; absent: no logprobs at all.",
+            Range(0, MAX_LOGPROBS, integer=True), 10, 11, "uint32",
+        ),
+    ] = None  # fmt: skip
+    presence_penalty: Annotated[
+        float,
+        Parameter("Subtracted once from the logit of each token already generated.", Range(-2, 2), 11, 12, "double"),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter(
+            "Subtracted per occurrence from the logit of each token already generated.",
+            Range(-2, 2), 12, 13, "double",
+        ),
+    ] = 0.0  # fmt: skip
+    repetition_penalty: Annotated[
+        float,
+        Parameter(  # any of these leaves logits finite
+            "Divides (multiplies) positive (negative) logits of tokens seen; 1 is off.",
+            Range(0.01, 100), 13, 14, "double",
+        ),
+    ] = 1.0  # fmt: skip
 
     @property
     def greedy(self) -> bool:

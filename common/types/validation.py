@@ -6,49 +6,22 @@ Used where parameters enter: in the router's HTTP and gRPC fronts and the offlin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
 from common.types.generation import SamplingParams
+from common.types.parameters import parameters_of
 
-MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 SEED_LIMIT = 2**64  # seeds are unsigned 64-bit integers, [0, SEED_LIMIT)
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
 _NO_NAMES: Mapping[str, str] = {}
 
-
-class _Range(NamedTuple):
-    low: float
-    high: float
-    low_included: bool = True
-    integer: bool = False
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
-            return False
-        above = value >= self.low if self.low_included else value > self.low  # NaN compares false
-        return above and value <= self.high
-
-    def __str__(self) -> str:
-        kind = "an integer" if self.integer else "a number"
-        if self.high == float("inf"):
-            return f"{kind} of at least {self.low}"
-        return f"{kind} in {'[' if self.low_included else '('}{self.low}, {self.high}]"
-
-
-_RANGES = {
-    "temperature": _Range(0, 2),
-    "top_p": _Range(0, 1, low_included=False),
-    "top_k": _Range(0, 2**32 - 1, integer=True),  # travels as uint32
-    "min_p": _Range(0, 1),
-    "max_tokens": _Range(1, float("inf"), integer=True),
-    "min_tokens": _Range(0, float("inf"), integer=True),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0.01, 100),  # divides or multiplies logits: any of these leaves them finite
+RANGES = {
+    field.name: field.parameter.allowed
+    for field in parameters_of(SamplingParams).values()
+    if field.parameter.allowed is not None
 }
-_LOGPROBS_RANGE = _Range(0, MAX_LOGPROBS, integer=True)
+_OPTIONAL = frozenset(field.name for field in parameters_of(SamplingParams).values() if field.is_optional)
 
 
 def validate_sampling(
@@ -59,14 +32,10 @@ def validate_sampling(
     Raises InvalidRequestError, or UnprocessableError for a token id outside the vocabulary. `param` is the field's name
     in SamplingParams unless `names` maps it to the one that the caller's protocol uses.
     """
-    for field, allowed in _RANGES.items():
+    for field, allowed in RANGES.items():
         value = getattr(params, field)
-        if value not in allowed:
+        if value not in allowed and not (value is None and field in _OPTIONAL):
             raise _out_of_range(field, value, str(allowed), names)
-    if params.num_logprobs is not None and params.num_logprobs not in _LOGPROBS_RANGE:
-        raise _out_of_range("num_logprobs", params.num_logprobs, str(_LOGPROBS_RANGE), names)
-    if params.seed is not None and (not isinstance(params.seed, int) or not 0 <= params.seed < SEED_LIMIT):
-        raise _out_of_range("seed", params.seed, "an integer in [0, 2^64)", names)
     if params.min_tokens > params.max_tokens:
         limit = f"at most {names.get('max_tokens', 'max_tokens')} ({params.max_tokens})"
         raise _out_of_range("min_tokens", params.min_tokens, limit, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +11,13 @@ import msgspec
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.gateway.one_line import encode_line
 
-_encode = msgspec.json.encode
+# What ends a choice in a chunk.
+_FINISH: Mapping[FinishReason | None, bytes] = {
+    reason: b',"finish_reason":' + encode_line(None if reason is None else reason.label) + b"}]"
+    for reason in (None, *FinishReason)
+}
 _NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 
 
@@ -49,17 +53,17 @@ class AnswerFormat(ABC):
         tokenizer: Tokenizer,
         *,
         wants_logprobs: bool,
-        usage_in_chunks: bool,
+        has_usage_chunk: bool,
     ) -> None:
-        """`created` is Unix time. `usage_in_chunks`: chunks carry "usage": null, the last one has the counts."""
+        """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
+        they have counts of their own."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
-        head = _encode({**self._identity, "object": self.chunk_object_name})[:-1]
+        head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
-        self._tails = _tails(usage_in_chunks)
-        self._open_tail = self._tails[None]
-        self._plain_tail = self._after_text + b',"logprobs":null' + self._open_tail
+        self._end = b',"usage":null}\n\n' if has_usage_chunk else b"}\n\n"
+        self._plain_tail = self._after_text + b',"logprobs":null' + _FINISH[None] + self._end
         self._text_heads: dict[int, bytes] = {}  # by choice: all that precedes its text
         self._usage_head = b"data: " + head + b',"choices":[],"usage":'
 
@@ -71,26 +75,31 @@ class AnswerFormat(ABC):
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """One choice of a whole response."""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
         """Event that opens a choice; may be empty."""
         return b""
 
-    def chunk(self, index: int, delta: TextDelta, prefix: str = "") -> bytes:
-        """Event with what one choice gained; `prefix` precedes its text."""
+    def chunk(self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None) -> bytes:
+        """Event with what one choice gained; `prefix` precedes its text, `usage` are its token counts so far."""
         head = self._text_heads.get(index)
         if head is None:
             head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
-        text = _encode(prefix + delta.text)
-        if delta.finish_reason is None and not self._wants_logprobs:
+        text = encode_line(prefix + delta.text)
+        if delta.finish_reason is None and not self._wants_logprobs and usage is None:
             return head + text + self._plain_tail
         logprobs = b"null"
         if self._wants_logprobs and delta.token_ids:
-            logprobs = _encode(self.logprobs([delta], len(prefix)))
-        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, self._tails[delta.finish_reason]))
+            logprobs = encode_line(self.logprobs([delta], len(prefix)))
+        finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
+        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """Event with the token counts."""
-        return self._usage_head + _encode(usage) + b"}\n\n"
+        return self._usage_head + encode_line(usage) + b"}\n\n"
+
+    def _end_with(self, usage: dict[str, Any] | None) -> bytes:
+        """What ends a chunk that carries these token counts; None: none of its own."""
+        return self._end if usage is None else b',"usage":' + encode_line(usage) + b"}\n\n"
 
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
         """Body of a response that is not streamed; `echoes` precede the answers' texts."""
@@ -98,7 +107,7 @@ class AnswerFormat(ABC):
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
             logprobs = self.logprobs(answer.deltas, len(echo)) if self._wants_logprobs else None
             choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
-        return _encode({**self._identity, "choices": choices, "usage": usage})
+        return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
 
 
 class CompletionFormat(AnswerFormat):
@@ -143,10 +152,10 @@ class ChatFormat(AnswerFormat):
     _before_text = b',"delta":{"content":'
     _after_text = b"}"
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
         """Says whose turn it is."""
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
-        return self._chunk_head + str(index).encode() + role + self._open_tail
+        return self._chunk_head + str(index).encode() + role + _FINISH[None] + self._end_with(usage)
 
     def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
         """One object per token."""
@@ -175,14 +184,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-@functools.cache
-def _tails(usage_in_chunks: bool) -> Mapping[FinishReason | None, bytes]:
-    """What ends a chunk, by why its choice ends; None: it goes on."""
-    end = b',"usage":null}\n\n' if usage_in_chunks else b"}\n\n"
-    labels: dict[FinishReason | None, str | None] = {None: None, **{reason: reason.label for reason in FinishReason}}
-    return {reason: b',"finish_reason":' + _encode(label) + b"}]" + end for reason, label in labels.items()}
 
 
 def _finite(logprob: float) -> float:

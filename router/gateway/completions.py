@@ -25,12 +25,13 @@ from router.gateway.explain import explain
 from router.gateway.protocol import (
     ChatBody,
     CompletionBody,
+    UsageReports,
     check_num_values,
     parse_any,
     parse_chat,
     parse_completion,
 )
-from router.gateway.resume import HEADER, EventId, Stream, begin, digest_of, new_seed, read_event_id
+from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
@@ -73,8 +74,9 @@ class _Job:
     echoes: list[str]  # what precedes the text of each choice
     num_prompt_tokens: int  # of all prompts, each counted once
     format: AnswerFormat
-    stream: Stream | None  # of events; None: one body
-    include_usage: bool
+    is_stream: bool  # answered by events; else by one body
+    event_ids: Stream | None  # of a stream that may be resumed
+    usage_reports: UsageReports
 
 
 class CompletionsEndpoint:
@@ -119,9 +121,9 @@ class CompletionsEndpoint:
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
-        event_id = read_event_id(exchange.header(HEADER), parsed)
-        if event_id is not None:
-            request_id, seed = event_id.request_id, event_id.seed
+        resume = read_resume_options(exchange.header, parsed)
+        if resume.last_id is not None:
+            request_id, seed = resume.last_id.request_id, resume.last_id.seed
         else:
             request_id, seed = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", new_seed()
         with account.admit(self._num_choices(parsed)):
@@ -131,23 +133,24 @@ class CompletionsEndpoint:
                 await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))
                 return
             self._service.count_prompts([prompt.request for prompt in prompts])
-            job = await self._job(parsed, request_id, event_id, prompts, terms)
+            job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
             with self._resumable(job, terms.tenant) as resumable:
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
-                        if job.stream is not None:
-                            await self._stream(job, job.stream, run.generations, exchange)
+                        if job.is_stream:
+                            await self._stream(job, run.generations, exchange)
                         else:
                             await self._answer(job, run.generations, exchange)
 
     def _resumable(self, job: _Job, tenant: Tenant) -> AbstractContextManager[Running]:
-        """A stream that may be resumed if it breaks within; an answer that is whole or not at all may not."""
-        if job.stream is None:
+        """Keeps the stream if it breaks within, where the client can resume it."""
+        ids = job.event_ids
+        if ids is None:
             return nullcontext(Running(b""))
-        return self._service.streams.running(StreamKey(tenant.name, job.stream.request_id), job.stream.identity)
+        return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
@@ -179,28 +182,28 @@ class CompletionsEndpoint:
         self,
         body: CompletionBody | ChatBody,
         request_id: str,
-        event_id: EventId | None,
+        resume: ResumeOptions,
         prompts: list[_Prompt],
         terms: Terms,
     ) -> _Job:
         n = _n(body)
         choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
         echoes = [self._echo(body, prompt) for prompt in prompts for _ in range(n)]
-        stream = None
-        if body.stream:
+        event_ids = None
+        if body.stream and resume.has_ids:
             model = self._service.cluster.model
             digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
-            stream, choices = await begin(self._service.streams, event_id, digest, request_id, choices)
+            event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         answer_format = self._api.format(
             request_id,
             int(time.time()),
             self._service.model_name,
             self._service.tokenizer,
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
-            usage_in_chunks=body.include_usage,
+            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
         )
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, stream, body.include_usage)
+        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
 
     def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -220,19 +223,26 @@ class CompletionsEndpoint:
         answers = await _together([collect(generation) for generation in generations])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
-    async def _stream(self, job: _Job, stream: Stream, generations: list[TextGeneration], exchange: Exchange) -> None:
+    async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
+        ids = job.event_ids
+        has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
+
         async def pump(index: int, generation: TextGeneration) -> None:
             opening, echo = b"", ""
-            if not stream.has_begun(index):
-                opening, echo = job.format.opening(index), job.echoes[index]
+            if ids is None or not ids.has_begun(index):
+                opening = job.format.opening(index, _usage_of(generation) if has_counts else None)
+                echo = job.echoes[index]
             async for delta in generation:
-                event_id = stream.advance(index, delta.token_ids, ended=delta.finish_reason is not None)
-                if opening or echo or delta.text or delta.logprobs or delta.finish_reason is not None:
-                    await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo))
+                ended = delta.finish_reason is not None
+                event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
+                if opening or echo or delta.text or delta.logprobs or ended:
+                    usage = _usage_of(generation) if has_counts else None
+                    await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
                     opening, echo = b"", ""
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
-        last = job.format.usage_chunk(_usage(job, generations)) if job.include_usage else b""
+        has_last = job.usage_reports is not UsageReports.NONE
+        last = job.format.usage_chunk(_usage(job, generations)) if has_last else b""
         await exchange.end_events(last)
 
 
@@ -253,7 +263,17 @@ async def _together(work: list[Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
+def _usage_of(generation: TextGeneration) -> dict[str, Any]:
+    """Token counts of one choice so far."""
+    return usage_of(
+        prompt_tokens=len(generation.generation.request.prompt_token_ids),
+        completion_tokens=generation.num_tokens,
+        cached_tokens=generation.generation.num_cached_tokens,
+    )
+
+
 def _usage(job: _Job, generations: list[TextGeneration]) -> dict[str, Any]:
+    """Token counts of the whole answer."""
     return usage_of(
         prompt_tokens=job.num_prompt_tokens,
         completion_tokens=sum(generation.num_tokens for generation in generations),

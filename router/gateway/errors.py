@@ -16,6 +16,7 @@ from common.errors import (
     UnavailableError,
     shortened,
 )
+from router.gateway.one_line import encode_line
 
 _UNAVAILABLE_RETRY_AFTER_S = 1.0
 
@@ -36,9 +37,9 @@ class ErrorBody(msgspec.Struct):
 
 
 def error_json(error: BatonError) -> bytes:
-    """The body for this error."""
+    """The body for this error, or an event's data: one line."""
     code = error.code
-    return msgspec.json.encode(ErrorBody(ErrorObject(error.message, code.value.openai_type, error.param, code.label)))
+    return encode_line(ErrorBody(ErrorObject(error.message, code.value.openai_type, error.param, code.label)))
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:

@@ -145,7 +145,7 @@ class Exchange:
     async def send_error(self, error: BatonError) -> None:
         """As status and body while nothing was sent, else as the stream's last event."""
         if self._streaming:
-            await self.end_events(b"event: error\ndata: " + error_json(error) + b"\n\n")
+            await self.end_events(b"data: " + error_json(error) + b"\n\n")
         else:
             await self.send_json(error_json(error), status=error.code.value.http_status, headers=error_headers(error))
 

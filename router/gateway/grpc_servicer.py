@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import grpc
 
@@ -16,7 +16,6 @@ from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
-from common.types import SamplingParams
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
@@ -30,20 +29,6 @@ _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _StreamContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateChunk]
-
-_SamplingField = Literal[
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "ignore_eos",
-    "num_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-]
-_SAMPLING_FIELDS: tuple[_SamplingField, ...] = get_args(_SamplingField)
 
 _KV_FAILURE_POLICIES: dict[int, str | None] = {
     common_pb2.KV_FAILURE_POLICY_UNSPECIFIED: None,
@@ -135,18 +120,21 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
     _check_length(options.stop, MAX_STOPS, "stop")
     _check_length(options.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
     _check_length(message.chat.messages, MAX_MESSAGES, "chat")
-    given: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING_FIELDS if options.HasField(name)}
+    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}  # zeros that were set included
+    stops = tuple(given.pop("stop", ()))
+    if token_ids := given.get("stop_token_ids"):
+        given["stop_token_ids"] = tuple(token_ids)
     prompt, param = _prompt(message)
     return Draft(
         request_id=message.request_id or f"gen-{uuid.uuid4().hex}",
         model=message.model or None,
         prompt=prompt,
         prompt_param=param,
-        sampling=SamplingParams(**given, stop_token_ids=tuple(options.stop_token_ids)),
-        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
+        max_tokens=given.pop("max_tokens", None),
         default_max_tokens=None,
-        seed=options.seed if options.HasField("seed") else None,
-        stops=tuple(options.stop),
+        seed=given.pop("seed", None),
+        sampling=given,  # of what is left
+        stops=stops,
         cache_salt=message.cache_salt,
         priority=message.priority,
         kv_failure_policy=_kv_failure_policy(message.kv_failure_policy),
@@ -178,7 +166,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
             return TokenPrompt(list(message.tokens.token_ids)), "tokens"
         case "chat" if message.chat.messages:
             messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
-            return ChatPrompt(messages), "chat"
+            return ChatPrompt(messages, num_chars=sum(len(each["content"]) for each in messages)), "chat"
         case "chat":
             raise InvalidRequestError("chat has no messages", param="chat")
         case _:

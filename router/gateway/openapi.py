@@ -10,6 +10,7 @@ from common.errors import ErrorCode
 from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.resume import RESUMABLE_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
 
@@ -77,7 +78,7 @@ def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset
 def _paths() -> dict[str, Any]:
     explained = _generation("Where the request would go, and why. Nothing is generated.", [CompletionBody, ChatBody])
     explained["responses"]["200"]["content"] = _json(answers.RouteList)
-    explained["parameters"] = _header_parameters(resumes=False)
+    explained["parameters"] = header_parameters(resumes=False)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     unauthenticated = (ErrorCode.UNAUTHENTICATED,)
     return {
@@ -114,7 +115,7 @@ def _answered_generation(
     body: type[msgspec.Struct], answer: type[msgspec.Struct], chunk: type[msgspec.Struct]
 ) -> dict[str, Any]:
     operation = _generation("The answer; events if `stream` is true; a route if `dry_run` is.", [body])
-    operation["parameters"] = _header_parameters(resumes=True)
+    operation["parameters"] = header_parameters(resumes=True)
     operation["responses"]["200"]["content"] = {
         _JSON: {"schema": {"anyOf": [_ref(answer), _ref(answers.RouteList)]}},
         _EVENTS: {"schema": _event(chunk)},
@@ -128,8 +129,7 @@ def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "id": {"type": "string", "description": "What the client has then; see Last-Event-ID."},
-            "event": {"enum": ["message", "error"]},
+            "id": {"type": "string", "description": f"Only on request, see {RESUMABLE_HEADER}."},
             "data": {"type": "string", "anyOf": [{"const": _DONE}, chunk_as_json]},
         },
         "required": ["data"],
@@ -159,7 +159,8 @@ def _errors(codes: tuple[ErrorCode, ...]) -> dict[str, Any]:
     }
 
 
-def _header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
+def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
+    """Headers that say more of a request; `resumes`: those of streams included."""
     milliseconds = {"type": "number", "exclusiveMinimum": 0}
     parameters = [
         _header(TIMEOUT_HEADER, "Milliseconds until the request is ended as overdue.", milliseconds),
@@ -168,6 +169,7 @@ def _header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
         _header(SESSION_HEADER, "Requests of one session may go to the same pods.", {"type": "string"}),
     ]
     if resumes:
+        parameters.append(_header(RESUMABLE_HEADER, "1: events of a stream have ids.", {"enum": ["0", "1"]}))
         text = "Id of the last event that came of a stream that broke; the rest of the same request follows."
         parameters.append(_header("Last-Event-ID", text, {"type": "string"}))
     return parameters

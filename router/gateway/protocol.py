@@ -1,7 +1,7 @@
 """Bodies of the OpenAI-style requests, and what becomes of them: Drafts.
 
-Fields beyond OpenAI's are those that vLLM clients use. A field that Baton cannot honour is refused by name rather than
-ignored, unless its value asks for nothing.
+Fields beyond OpenAI's are those that clients of vLLM and SGLang use. A field that Baton cannot honour is refused by
+name rather than ignored, unless its value asks for nothing, see `router.gateway.fields`.
 
 Every field is bounded, see `router.requests.bounds`. Parsing holds the event loop, so how many JSON values a body may
 have is checked before; fields of any type are kept as they were sent.
@@ -9,23 +9,34 @@ have is checked before; fields of any type are kept as they were sent.
 
 from __future__ import annotations
 
+import difflib
+import enum
+import operator
 import re
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import SamplingParams
+from common.types.parameters import ParameterField, parameters_of
 from common.types.validation import MAX_STOP_TOKEN_IDS
+from router.gateway.fields import (
+    REFUSED_BY_BOTH,
+    REFUSED_BY_CHATS,
+    REFUSED_BY_COMPLETIONS,
+    RefusedFields,
+    with_fields,
+)
+from router.gateway.messages import Message, Name
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_CHARS,
     MAX_MODEL_CHARS,
-    MAX_NAME_CHARS,
     MAX_SALT_CHARS,
     MAX_SESSION_CHARS,
     MAX_STOP_CHARS,
@@ -36,96 +47,126 @@ from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, Token
 from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
-_MAX_IDLE_BYTES = 64  # of a value that asks for nothing
+_ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
+_ANY_SEED = -1  # as vLLM has it: no seed
 _SEPARATORS = b",[{"  # each begins another JSON value
 
-_Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 _ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 _Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 _Tag = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
 
-# Fields of OpenAI's API that are not offered, with the values that ask for nothing.
-_NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logit_bias": (None, {}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-}
+
+class UsageReports(enum.Enum):
+    """Which chunks of a stream carry token counts."""
+
+    NONE = enum.auto()
+    LAST_CHUNK = enum.auto()
+    EVERY_CHUNK = enum.auto()
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How to stream."""
 
-    include_usage: bool | None = None  # a last chunk with token counts
-    include_obfuscation: bool | None = None  # accepted; nothing is obfuscated
-
-
-class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completion have."""
-
-    model: _ModelName | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-    # Beyond OpenAI's API, with the names that vLLM gave them.
-    top_k: int | None = None  # -1 and 0: all tokens
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    request_id: _Name | None = None
-    priority: int | None = None
-    cache_salt: _Salt | None = None
-
-    # Baton's own.
-    kv_failure_policy: _Name | None = None  # "recompute" or "fail"; absent: the router's setting
-    session_id: _Session | None = None  # requests of one session go to the same pods where the policy says so
-    dry_run: bool | None = None  # answer with the route that the request would take
-
-    # They name a session if session_id does not.
-    prompt_cache_key: _Session | None = None
-    user: _Session | None = None
-
-    # Accepted and of no effect: they say who asks, not what.
-    metadata: Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)] | None = None
-    store: bool | None = None
-    service_tier: _Name | None = None
-    safety_identifier: _Name | None = None
-    prompt_cache_retention: _Name | None = None
-
-    # Refused by `check_offered` unless they ask for nothing.
-    logit_bias: Raw = field(default_factory=Raw)
-    response_format: Raw = field(default_factory=Raw)
+    include_usage: Annotated[bool | None, Meta(description="A last chunk with token counts.")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="With include_usage: token counts so far in every chunk.")
+    ] = None
+    include_event_ids: Annotated[
+        bool | None, Meta(description="Events have ids, as with the header `x-baton-resumable: 1`.")
+    ] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Of no effect: nothing is obfuscated.")] = None
 
     @property
-    def include_usage(self) -> bool:
-        """True if a stream ends with token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def is_idle(self) -> bool:
+        """True if no option is given."""
+        return all(getattr(self, name) is None for name in self.__struct_fields__)
+
+
+def _http_type(field: ParameterField) -> Any:
+    """null is the same as to leave it out."""
+    kind = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] if field.kind is tuple else field.kind
+    return Annotated[kind | None, Meta(description=field.parameter.doc)]
+
+
+# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
+_PARAMETERS = {name: field for name, field in parameters_of(SamplingParams).items() if name != "num_logprobs"}
+
+_values_of_parameters = operator.attrgetter(*_PARAMETERS)
+
+if TYPE_CHECKING:
+    _BothFields = msgspec.Struct
+else:
+    _BothFields = with_fields(
+        msgspec.defstruct(
+            "_Parameters",
+            [(name, _http_type(field), None) for name, field in _PARAMETERS.items()],
+            kw_only=True,
+            forbid_unknown_fields=True,
+        ),
+        REFUSED_BY_BOTH,
+    )
+
+
+class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of completion have."""
+
+    model: Annotated[_ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    n: Annotated[int | None, Meta(description="Answers to each prompt; default 1.")] = None
+    stream: Annotated[bool | None, Meta(description="Answer in server-sent events.")] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="How to stream; see below.")] = None
+    stop: Annotated[
+        _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None,
+        Meta(description="Texts that end the answer and are not part of it."),
+    ] = None
+
+    # Beyond OpenAI's API, with the names that vLLM gave them.
+    skip_special_tokens: Annotated[
+        bool | None, Meta(description="Leave special tokens out of the text; default true.")
+    ] = None
+    request_id: Annotated[Name | None, Meta(description="Id of the answer; default: a random one.")] = None
+    priority: Annotated[int | None, Meta(description="Lower goes first while requests wait; default 0.")] = None
+    cache_salt: Annotated[_Salt | None, Meta(description="Requests with different salts never share cached KV.")] = None
+    session_id: Annotated[
+        _Session | None,
+        Meta(description="Requests of one session go to the same pods where the policy says so; else `x-session-id`."),
+    ] = None
+    prompt_cache_key: Annotated[_Session | None, Meta(description="Names the session if nothing else does.")] = None
+
+    # Baton's own.
+    kv_failure_policy: Annotated[
+        Name | None, Meta(description="If the prompt's KV does not come: `recompute` or `fail`; default: the router's.")
+    ] = None
+    dry_run: Annotated[
+        bool | None, Meta(description="Answer with the route that the request would take; for operators.")
+    ] = None
+
+    # Without effect, see IGNORED_BY_BOTH.
+    user: _Session | None = None
+    metadata: Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)] | None = None
+    store: bool | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_retention: Name | None = None
+    return_mm_kwargs: bool | None = None
+
+    @property
+    def usage_reports(self) -> UsageReports:
+        """Where a stream has token counts."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return UsageReports.NONE
+        return UsageReports.EVERY_CHUNK if options.continuous_usage_stats else UsageReports.LAST_CHUNK
+
+    @property
+    def wants_event_ids(self) -> bool:
+        """True if the body asks for a stream that can be resumed."""
+        return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
-        return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or self.user or "")
+        return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or "")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -134,34 +175,48 @@ class _GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, num_logprobs: int | None) -> SamplingParams:
-        """The parameters given, the defaults for the rest. Ranges are not checked here."""
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "min_tokens": self.min_tokens,
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "ignore_eos": self.ignore_eos,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "num_logprobs": num_logprobs,
-        }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    def parameters(self, num_logprobs: int | None) -> dict[str, Any]:
+        """The fields of SamplingParams that are given. Ranges are not checked here."""
+        values = _values_of_parameters(self)
+        given = {name: value for name, value in zip(_PARAMETERS, values, strict=True) if value is not None}
+        if given.get("top_k") == _ALL_TOKENS:
+            given["top_k"] = 0
+        if given.get("seed") == _ANY_SEED:
+            del given["seed"]
+        if "stop_token_ids" in given:
+            given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        if num_logprobs is not None:
+            given["num_logprobs"] = num_logprobs
+        return given
+
+    def check(self, refused: RefusedFields) -> None:
+        """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
+        refused.check(self)
+        if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
+            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
 
-class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
+if TYPE_CHECKING:
+    _CompletionFields = _GenerationBody
+else:
+    _CompletionFields = with_fields(_GenerationBody, REFUSED_BY_COMPLETIONS)
+
+_REFUSED_FIELDS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_COMPLETIONS)
+
+
+class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
-    echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
-    add_special_tokens: bool | None = None
-
-    suffix: Raw = field(default_factory=Raw)
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        Meta(description="A text, token ids, or a list of either: one answer each, or n."),
+    ]
+    echo: Annotated[bool | None, Meta(description="Put the prompt before the answer; not with logprobs.")] = None
+    logprobs: Annotated[int | None, Meta(description="Log probabilities of so many most likely tokens.")] = None
+    best_of: Annotated[int | None, Meta(description="Must equal n: other answers are not ranked.")] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
+    ] = None
 
     @property
     def num_prompts(self) -> int:
@@ -188,23 +243,24 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
-        check_offered(self)
+        self.check(_REFUSED_FIELDS)
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
         if self.echo and self.logprobs is not None:
             raise InvalidRequestError("logprobs of the prompt are not computed; use echo or logprobs", param="logprobs")
         prompts = self.prompts()
-        sampling = self.sampling(self.logprobs)
+        given = self.parameters(self.logprobs)
+        max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         return [
             Draft(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-p{index}",
                 model=self.model,
                 prompt=prompt,
                 prompt_param="prompt" if len(prompts) == 1 else f"prompt[{index}]",
-                sampling=sampling,
-                max_tokens=self.max_tokens,
+                sampling=given,
+                max_tokens=max_tokens,
                 default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
-                seed=self.seed,
+                seed=seed,
                 stops=self.stops,
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
@@ -218,70 +274,51 @@ class CompletionBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
         ]
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message; only text is understood."""
+if TYPE_CHECKING:
+    _ChatFields = _GenerationBody
+else:
+    _ChatFields = with_fields(_GenerationBody, REFUSED_BY_CHATS)
 
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct, kw_only=True):
-    """One turn of a conversation. Fields that some other server put into an answer may come back; they are dropped."""
-
-    role: _Name
-    content: str | list[ContentPart] | None = None
-    name: _Name | None = None
-    tool_calls: Raw = field(default_factory=Raw)
-    tool_call_id: _Name | None = None
-
-    def as_template_input(self, index: int) -> dict[str, Any]:
-        """What the chat template sees. Raises InvalidRequestError for what is not text."""
-        where = f"messages[{index}]"
-        if not _is_idle(self.tool_calls, (None, [])) or self.tool_call_id is not None:
-            raise InvalidRequestError(f"{where}: tool calls are not supported", param=where)
-        if isinstance(self.content, list):
-            for part in self.content:
-                if part.type != "text":
-                    problem = f"{where}.content has a part of type {quoted(part.type)}; only text is supported"
-                    raise InvalidRequestError(problem, param=f"{where}.content")
-                if part.text is None:
-                    raise InvalidRequestError(f"{where}.content has a part without text", param=f"{where}.content")
-            content = "".join(part.text or "" for part in self.content)
-        else:
-            content = self.content or ""
-        message = {"role": self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+_REFUSED_FIELDS_OF_CHATS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_CHATS)
 
 
-class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: Raw = field(default_factory=Raw)
+    messages: Annotated[
+        Annotated[list[Message], Meta(max_length=MAX_MESSAGES)],
+        Meta(description="The conversation so far, oldest first; see below."),
+    ]
+    max_completion_tokens: Annotated[int | None, Meta(description="Most output tokens; wins over max_tokens.")] = None
+    logprobs: Annotated[bool | None, Meta(description="Log probabilities of the answer's tokens.")] = None
+    top_logprobs: Annotated[
+        int | None, Meta(description="And those of so many most likely tokens; needs logprobs.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="Have the template open the assistant's turn; default true.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
+    ] = None
+    chat_template_kwargs: Annotated[Raw, Meta(description="Variables of the template.")] = field(default_factory=Raw)
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents, for templates that take them.")] = (
+        None
+    )
+    reasoning_effort: Annotated[
+        Name | None,
+        Meta(description="Variable of the template, with `enable_thinking`, which is false if it is `none`."),
+    ] = None
 
-    parallel_tool_calls: bool | None = None  # of no effect without tools
-    tools: Raw = field(default_factory=Raw)
-    tool_choice: Raw = field(default_factory=Raw)
-    functions: Raw = field(default_factory=Raw)
-    function_call: Raw = field(default_factory=Raw)
-    modalities: Raw = field(default_factory=Raw)
-    audio: Raw = field(default_factory=Raw)
-    prediction: Raw = field(default_factory=Raw)
-    reasoning_effort: Raw = field(default_factory=Raw)
-    verbosity: Raw = field(default_factory=Raw)
-    web_search_options: Raw = field(default_factory=Raw)
+    # Without effect, see IGNORED_BY_CHATS.
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
-        check_offered(self)
+        self.check(_REFUSED_FIELDS_OF_CHATS)
         if not self.messages:
             raise InvalidRequestError("messages is empty", param="messages")
         num_parts = sum(len(message.content) for message in self.messages if isinstance(message.content, list))
@@ -290,9 +327,13 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError(problem, param="messages")
         prompt = ChatPrompt(
             [message.as_template_input(index) for index, message in enumerate(self.messages)],
+            num_chars=sum(message.size for message in self.messages),
             add_generation_prompt=self.add_generation_prompt is not False,
-            template_variables=_template_variables(self.chat_template_kwargs),
+            add_special_tokens=self.add_special_tokens is True,
+            template_variables=self._template_variables(),
         )
+        given = self.parameters(self._num_logprobs())
+        max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return [
             Draft(
@@ -300,10 +341,10 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
                 model=self.model,
                 prompt=prompt,
                 prompt_param="messages",
-                sampling=self.sampling(self._num_logprobs()),
-                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                sampling=given,
+                max_tokens=max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 default_max_tokens=None,
-                seed=self.seed,
+                seed=seed,
                 stops=self.stops,
                 cache_salt=self.cache_salt or "",
                 priority=self.priority or 0,
@@ -322,21 +363,18 @@ class ChatBody(_GenerationBody, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return None
 
-
-def check_offered(body: CompletionBody | ChatBody) -> None:
-    """Raises InvalidRequestError for a field that asks for what Baton does not do."""
-    for name, idle in _NOT_OFFERED.items():
-        if not _is_idle(getattr(body, name, Raw()), idle):
-            raise InvalidRequestError(f"{name} is not supported", param=name)
-
-
-def _is_idle(value: Raw, idle: tuple[object, ...]) -> bool:
-    """Whether a field asks for nothing; whatever is long asks for something."""
-    num_bytes = len(bytes(value))
-    return not num_bytes or (num_bytes <= _MAX_IDLE_BYTES and msgspec.json.decode(value) in idle)
+    def _template_variables(self) -> dict[str, Any]:
+        """What the template may know beside the messages; chat_template_kwargs win."""
+        variables: dict[str, Any] = {}
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        return variables | _decode_variables(self.chat_template_kwargs)
 
 
-def _template_variables(value: Raw) -> dict[str, Any]:
+def _decode_variables(value: Raw) -> dict[str, Any]:
     num_bytes = len(bytes(value))
     if not num_bytes:
         return {}
@@ -361,11 +399,12 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
+_MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long as both are
 
 
 def parse_completion(body: bytes) -> CompletionBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
-    with _request_errors():
+    with _request_errors(struct=CompletionBody):
         return _completion_decoder.decode(body)
 
 
@@ -378,39 +417,52 @@ def parse_any(body: bytes) -> CompletionBody | ChatBody:
 
 def parse_chat(body: bytes) -> ChatBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
-    with _request_errors():
+    with _request_errors(struct=ChatBody):
         return _chat_decoder.decode(body)
 
 
 class _request_errors:  # noqa: N801  used as a context manager
     """Turns msgspec's errors into ours."""
 
-    def __init__(self, field: str = "") -> None:
-        """`field`: that is decoded; empty: the whole body."""
+    def __init__(self, field: str = "", *, struct: type[msgspec.Struct] | None = None) -> None:
+        """`field`: that is decoded; empty: the whole body, which is a `struct`."""
         self._field = field
+        self._struct = struct
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, msgspec.ValidationError):
-            raise _validation_error(str(error), self._field) from None
+            raise _validation_error(str(error), self._field, self._struct) from None
         if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
             detail = str(error).removeprefix("JSON is malformed: ")
             raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
 
 
-def _validation_error(message: str, field: str) -> InvalidRequestError:
+def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | None) -> InvalidRequestError:
     """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
     where = _AT.search(message)
     path = ".".join(filter(None, (field, where["path"] if where else "")))
     problem = message[: where.start()] if where else message
     if unknown := _UNKNOWN.match(problem):
-        param = f"{path}.{unknown['name']}".lstrip(".")
-        return InvalidRequestError(f"unknown field {quoted(param)}", param=param)
+        name = unknown["name"]
+        param = f"{path}.{name}".lstrip(".")
+        return InvalidRequestError(f"unknown field {quoted(param)}{_hint(name, path, struct)}", param=param)
     if missing := _MISSING.match(problem):
         param = f"{path}.{missing['name']}".lstrip(".")
         return InvalidRequestError(f"{param} is required", param=param)
     if not path:
         return InvalidRequestError(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
     return InvalidRequestError(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
+
+
+def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
+    """What was probably meant by the field of that name; may be empty."""
+    known = {"": struct, "stream_options": StreamOptions}.get(path)
+    if known is None or len(name) > _MAX_GUESSED_CHARS:
+        return ""
+    if not path and name in {"prompt", "messages"}:
+        return f"; it is a field of {'/v1/completions' if name == 'prompt' else '/v1/chat/completions'}"
+    close = difflib.get_close_matches(name, known.__struct_fields__, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

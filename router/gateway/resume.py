@@ -2,8 +2,8 @@
 
     id: 1.<identity>.<request id>.<position>-<position>-...
 
-Each event that brings text has one. It says all that is needed to go on exactly, at any router: clients send it back
-as `Last-Event-ID`, with the same body, to any router of the cluster.
+Where the client asks for ids, each event that brings text has one. It says all that is needed to go on exactly, at any
+router: clients send it back as `Last-Event-ID`, with the same body, to any router of the cluster.
 
     identity   base64url of 20 bytes: a digest of what was asked for, by whom, of which model; then the seed
     position   of each choice: the number of tokens that were delivered, "_", and their CRC-32, both in
@@ -21,14 +21,14 @@ import hashlib
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import msgspec
 
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import InvalidRequestError, UnavailableError, quoted
 from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
@@ -37,6 +37,7 @@ from router.requests.request import GenerationRequest, Resumption
 from router.requests.terms import Tenant
 
 HEADER = "last-event-id"
+RESUMABLE_HEADER = "x-baton-resumable"
 _NAME = "Last-Event-ID"  # as errors call it
 _VERSION = "1"
 _TAKE_OVER_S = 5.0  # for a connection that looks alive to end
@@ -66,6 +67,13 @@ class EventId(NamedTuple):
     seed: int
     request_id: str
     positions: tuple[Position, ...]
+
+
+class ResumeOptions(NamedTuple):
+    """How a stream can be resumed, and whether it is being resumed."""
+
+    last_id: EventId | None  # where the client left off; None: it starts at the beginning
+    has_ids: bool  # its events have ids
 
 
 class Stream:
@@ -132,13 +140,18 @@ def parse_event_id(text: str) -> EventId:
     )
 
 
-def read_event_id(text: str, body: CompletionBody | ChatBody) -> EventId | None:
-    """None: the client begins at the beginning. Raises InvalidRequestError for what cannot be resumed."""
+def read_resume_options(header: Callable[[str], str], body: CompletionBody | ChatBody) -> ResumeOptions:
+    """`header` gives the value of a header by its lower-case name, or "". Events have ids only on request, since many
+    clients take every event to begin with `data:`. Raises InvalidRequestError for what cannot be resumed."""
+    wanted, text = header(RESUMABLE_HEADER), header(HEADER)
+    if wanted not in ("", "0", "1"):
+        problem = f"{RESUMABLE_HEADER} must be 0 or 1, got {quoted(wanted)}"
+        raise InvalidRequestError(problem, param=RESUMABLE_HEADER)
     if not text:
-        return None
+        return ResumeOptions(None, has_ids=wanted == "1" or body.wants_event_ids)
     if not body.stream:
         _refuse("is for streams: stream must be true")
-    return parse_event_id(text)
+    return ResumeOptions(parse_event_id(text), has_ids=True)
 
 
 async def begin(

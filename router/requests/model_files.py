@@ -1,4 +1,4 @@
-"""Where the tokenizer's files are."""
+"""Where the model's files are that the router reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.errors import ConfigError
+from common.generation_config import FILE_NAME
 
-_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", FILE_NAME]
 
 
 def resolve_model(model: str, revision: str | None) -> tuple[Path, str]:
-    """Directory with the tokenizer of `model` (a directory, a hub id, or empty for the demo model), and its name.
+    """Directory with these files of `model` (a directory, a hub id, or empty for the demo model), and its name.
 
     Raises ConfigError if it is neither a directory nor to be had from the hub.
     """

@@ -20,6 +20,7 @@ from common.errors import (
     UnknownModelError,
     quoted,
 )
+from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
@@ -47,15 +48,18 @@ class Preprocessor:
         model_name: str,
         timeout_s: float,
         kv_failure_policy: KVFailurePolicy,
+        sampling_defaults: SamplingDefaults,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        """Every request gets `timeout_s` seconds from its arrival, and `kv_failure_policy` if it names none."""
+        """Every request gets `timeout_s` seconds from its arrival. `kv_failure_policy` and `sampling_defaults` hold for
+        what it leaves out."""
         self._tokenizer = tokenizer
         self._cluster = cluster
         self._metrics = metrics
         self._model_name = model_name
         self._timeout_s = timeout_s
         self._kv_failure_policy = kv_failure_policy
+        self._sampling_defaults = sampling_defaults
         self._max_prompt_tokens = max_prompt_tokens
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -87,7 +91,7 @@ class Preprocessor:
         if self._max_prompt_tokens is not None and len(token_ids) > longest:
             problem = f"{draft.prompt_param} has {len(token_ids)} tokens, more than the limit of {longest}"
             raise PromptTooLongError(problem, param=draft.prompt_param)
-        sampling = _with_limits(draft, room=max_model_len - len(token_ids))
+        sampling = self._sampling(draft, room=max_model_len - len(token_ids))
         validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         validate_prompt(
             token_ids,
@@ -115,6 +119,21 @@ class Preprocessor:
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
 
+    def _sampling(self, draft: Draft, room: int) -> SamplingParams:
+        """All sampling parameters settled. `room` is what the context leaves for the answer."""
+        defaults = self._sampling_defaults
+        max_tokens = draft.max_tokens
+        if max_tokens is None:
+            wanted = draft.default_max_tokens if defaults.max_tokens is None else defaults.max_tokens
+            max_tokens = max(1, room if wanted is None else min(room, wanted))
+        sampling = defaults.params(draft.sampling)
+        return msgspec.structs.replace(
+            sampling,
+            max_tokens=defaults.limit_tokens(max_tokens),
+            seed=secrets.randbits(63) if draft.seed is None else draft.seed,
+            stop_token_ids=tuple(dict.fromkeys(sampling.stop_token_ids)),
+        )
+
     def _kv_failure_policy_of(self, draft: Draft) -> KVFailurePolicy:
         match draft.kv_failure_policy:
             case None:
@@ -136,7 +155,7 @@ class Preprocessor:
         if isinstance(prompt, TextPrompt):
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
-            text, add_special_tokens = self._render(prompt), False  # the template has written them
+            text, add_special_tokens = self._render(prompt), prompt.add_special_tokens
         if not self._tokenizer.may_fit(text, max_model_len):
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
@@ -176,17 +195,6 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
         )
         for index in range(n)
     ]
-
-
-def _with_limits(draft: Draft, room: int) -> SamplingParams:
-    """The sampling parameters with max_tokens and seed settled. `room` is what the context leaves for the answer."""
-    if draft.max_tokens is not None:
-        max_tokens = draft.max_tokens
-    else:
-        max_tokens = max(1, room if draft.default_max_tokens is None else min(room, draft.default_max_tokens))
-    seed = secrets.randbits(63) if draft.seed is None else draft.seed
-    stop_token_ids = tuple(dict.fromkeys(draft.sampling.stop_token_ids))
-    return msgspec.structs.replace(draft.sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids)
 
 
 def _salt(draft: Draft) -> str:

@@ -42,13 +42,15 @@ class ChatPrompt:
     """A conversation for the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
+    num_chars: int  # of all messages, roughly
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # beside those that the template writes
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Characters, roughly: how long it takes to render and tokenise."""
-        return sum(_CHARS_PER_MESSAGE + len(message["content"]) for message in self.messages)
+        return self.num_chars + _CHARS_PER_MESSAGE * len(self.messages)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -62,8 +64,8 @@ class Draft:
     model: str | None  # None: the served model
     prompt: Prompt
     prompt_param: str  # what the front calls the prompt, for errors
-    sampling: SamplingParams  # its max_tokens and seed are replaced by the two below
-    max_tokens: int | None  # None: default_max_tokens
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the client gave, but for the two below
+    max_tokens: int | None  # None: the model's default, else default_max_tokens
     default_max_tokens: int | None  # None: what is left of the context
     seed: int | None  # None: random
     stops: tuple[str, ...] = ()

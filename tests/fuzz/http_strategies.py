@@ -44,7 +44,12 @@ _ODD_JSON = [
 ]
 
 _json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.integers(-3, 40) | st.floats() | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, 40)
+    | st.floats(allow_nan=False, allow_infinity=False)  # which JSON does not have; _ODD_JSON does
+    | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
@@ -57,7 +62,9 @@ good_completions = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 12),
         "n": st.integers(1, 4),
         "stream": st.booleans(),
-        "stream_options": st.just({"include_usage": True}),
+        "stream_options": st.dictionaries(
+            st.sampled_from(["include_usage", "continuous_usage_stats", "include_event_ids"]), st.booleans()
+        ),
         "echo": st.booleans(),
         "logprobs": st.integers(0, 20),
         "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=17),
@@ -75,12 +82,30 @@ good_completions = st.fixed_dictionaries(
         "skip_special_tokens": st.booleans(),
     },
 )
+_part = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": st.text(max_size=5)})
+_parts = st.lists(st.text(max_size=5) | _part, max_size=3)
+_arguments = st.sampled_from(["{}", "[", "", "[" * 3000]) | _json_values
+_function = st.fixed_dictionaries({}, optional={"name": _json_values, "arguments": _arguments})
+_tool_calls = st.lists(st.fixed_dictionaries({}, optional={"id": _json_values, "function": _function}), max_size=2)
+_history = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool", "odd"])},
+    optional={
+        "content": st.none() | st.text(max_size=10) | _parts,
+        "name": st.text(max_size=5),
+        "tool_calls": _tool_calls | _json_values,
+        "tool_call_id": st.text(max_size=5),
+        "function_call": _json_values,
+        "reasoning": st.text(max_size=5),
+        "reasoning_content": st.text(max_size=5),
+    },
+)
 good_chats = st.fixed_dictionaries(
     {
         "messages": st.lists(
             st.fixed_dictionaries(
                 {"role": st.sampled_from(["user", "system", "assistant", "odd"]), "content": st.text(max_size=10)}
-            ),
+            )
+            | _history,
             max_size=3,
         )
     },
@@ -91,6 +116,8 @@ good_chats = st.fixed_dictionaries(
         "logprobs": st.booleans(),
         "top_logprobs": st.integers(0, 20),
         "add_generation_prompt": st.booleans(),
+        "documents": st.lists(st.dictionaries(st.text(max_size=3), _json_values, max_size=2), max_size=2),
+        "reasoning_effort": st.sampled_from(["none", "low", ""]),
         "chat_template_kwargs": st.dictionaries(
             st.sampled_from(["messages", "bos_token", "raise_exception", "x", "add_generation_prompt", "namespace"]),
             _json_values,
@@ -132,6 +159,7 @@ _header_text = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclud
 _known_headers = st.one_of(
     st.tuples(st.sampled_from(["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"]), _times | _header_text),
     st.tuples(st.just("last-event-id"), _event_ids | _header_text),
+    st.tuples(st.just("x-baton-resumable"), st.sampled_from(["0", "1"]) | _header_text),
     st.tuples(st.just("content-type"), _content_types | _header_text),
     st.tuples(st.sampled_from(["authorization", "x-api-key"]), _keys | _header_text),
     st.tuples(st.sampled_from(["x-session-id", "accept", "cookie", "origin", "x-odd"]), _header_text),

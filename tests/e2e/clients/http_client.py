@@ -14,6 +14,7 @@ from tests.e2e.clients.progress import Progress
 from tests.e2e.clients.specs import RequestSpec
 
 EVENT_DEADLINE_S = 150.0  # no event within this time is a failure
+_RESUMABLE_HEADER = "x-baton-resumable"
 _RESUME_HEADER = "Last-Event-ID"
 _MAX_RESUME_TRIES = 5  # while the router still takes the connection that was dropped for alive
 
@@ -53,7 +54,9 @@ class HttpFront:
     async def _hear_part(self, spec: RequestSpec, url: str, reader: _Reader, num_events: int | None) -> bool:
         """`num_events` at most, over one connection. True if the answer is complete, or ended with an error."""
         for _ in range(_MAX_RESUME_TRIES):
-            headers = {**self._headers, **({_RESUME_HEADER: reader.event_id} if reader.event_id else {})}
+            headers = {**self._headers, _RESUMABLE_HEADER: "1" if spec.resumes_after else "0"}
+            if reader.event_id:
+                headers[_RESUME_HEADER] = reader.event_id
             async with self._client.stream("POST", url, json=spec.http_body(), headers=headers) as response:
                 if response.status_code == 200:
                     return await reader.read(response, num_events)

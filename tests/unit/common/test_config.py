@@ -87,6 +87,11 @@ def test_lists_and_mappings_in_yaml() -> None:
     assert built.options == {"path": "/x", "size": 3}
 
 
+def test_options_as_json() -> None:
+    built = pod("--options", '{"size": 3, "rate": 0.5, "path": "/a"}', "--options", "size=4")
+    assert built.options == {"size": 4, "rate": 0.5, "path": "/a"}
+
+
 def test_options_as_pairs_keep_their_plain_types() -> None:
     built = pod("--options", "path=/a=b", "--options", "size=3", "--options", "rate=0.5", "--options", "fsync=true")
     assert built.options == {"path": "/a=b", "size": 3, "rate": 0.5, "fsync": True}
@@ -118,7 +123,8 @@ def test_none_unsets_an_optional() -> None:
         (["--timeout-s", "inf"], "--timeout-s: must be finite, got 'inf'"),
         (["--policy", "lifo"], "--policy: must be one of fcfs, priority, got 'lifo'"),
         (["--weights", "1,x"], "--weights: expected an integer, got 'x'"),
-        (["--options", "path"], "--options: expected KEY=VALUE, got 'path'"),
+        (["--options", "path"], "--options: expected KEY=VALUE or a JSON object, got 'path'"),
+        (["--options", "{path"], "--options: expected KEY=VALUE or a JSON object, got '{path'"),
         (["--internal", "x"], "unrecognized arguments: --internal x"),
     ],
 )

@@ -143,7 +143,12 @@ def test_engine_settings_reach_every_pod_and_the_model_the_router() -> None:
 
 def test_the_processes_understand_their_options() -> None:
     config = ClusterConfig(
-        prefill=2, decode=2, served_model_name="name", engine=EngineConfig(model=ModelConfig(revision="main"))
+        prefill=2,
+        decode=2,
+        served_model_name="name",
+        generation_config="none",
+        override_generation_config={"top_p": 0.5, "top_k": 3},
+        engine=EngineConfig(model=ModelConfig(revision="main")),
     )
     planned = plan(config)
     for pod in planned.pods:
@@ -154,6 +159,7 @@ def test_the_processes_understand_their_options() -> None:
     router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
     assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, "name")
     assert router.revision == "main"
+    assert (router.generation_config, router.override_generation_config) == ("none", {"top_p": 0.5, "top_k": 3})
 
 
 def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ async def until_refused(url):
             try:
                 async with httpx.AsyncClient(base_url=url) as client:
                     await client.get("/health")
-            except httpx.RemoteProtocolError:
+            except (httpx.RemoteProtocolError, httpx.ReadError):
                 continue  # accepted an instant before the server stopped listening, and closed unanswered
             except httpx.ConnectError:
                 return

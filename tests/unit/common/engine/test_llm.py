@@ -113,6 +113,17 @@ def test_seed(llm: LLM) -> None:
     assert sample(7, 1) != sample(8, 1)
 
 
+def test_default_parameters(llm: LLM, tmp_path: Path) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "max_new_tokens": 9}')
+    with fake_llm(generation_config=tmp_path, override_generation_config={"top_k": 4}) as other:
+        expected = SamplingParams(temperature=0.5, top_k=4, max_tokens=9)
+        assert other.get_default_sampling_params() == expected
+        assert len(other.generate([1], use_tqdm=False)[0].token_ids) == 9
+    with pytest.raises(ConfigError, match="--generation-config"):
+        fake_llm(generation_config=tmp_path / "nowhere")
+
+
 def test_default_length(llm: LLM) -> None:
     assert len(llm.generate([1], use_tqdm=False)[0].token_ids) == DEFAULT_MAX_TOKENS
     assert len(llm.generate([1] * 500, use_tqdm=False)[0].token_ids) == 12  # what is left of the context

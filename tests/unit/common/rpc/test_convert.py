@@ -1,3 +1,5 @@
+import math
+
 import msgspec
 import pytest
 
@@ -11,28 +13,35 @@ from common.rpc.convert import (
     sampling_to_pb,
 )
 from common.types import FinishReason, Logprobs, SamplingParams
-
-FULL = SamplingParams(
-    temperature=0.7,
-    top_p=0.9,
-    top_k=40,
-    min_p=0.05,
-    seed=2**64 - 1,
-    max_tokens=7,
-    min_tokens=2,
-    stop_token_ids=(3, 9),
-    ignore_eos=True,
-    num_logprobs=0,
-    presence_penalty=-1.5,
-    frequency_penalty=0.25,
-    repetition_penalty=1.1,
-)
+from common.types.parameters import ParameterField, parameters_of
 
 
-@pytest.mark.parametrize("params", [FULL, SamplingParams(seed=0)])
+def _other_value(field: ParameterField) -> object:
+    """One that is allowed and not the default."""
+    if field.kind is tuple:
+        return (3, 9)
+    if field.kind is bool:
+        return not field.default
+    allowed = field.parameter.allowed
+    assert allowed is not None
+    return next(
+        value for value in (allowed.high, 0.5, 7) if value in allowed and value not in (field.default, math.inf)
+    )
+
+
+FULL = SamplingParams(**{field.name: _other_value(field) for field in parameters_of(SamplingParams).values()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [FULL, SamplingParams(seed=0), SamplingParams(seed=0, num_logprobs=0)])
 def test_sampling_survives_the_wire(params: SamplingParams) -> None:
     wire = sampling_to_pb(params).SerializeToString()
     assert sampling_from_pb(common_pb2.SamplingParams.FromString(wire)) == params
+
+
+def test_an_absent_parameter_has_its_default() -> None:
+    """As of a router that does not know it yet; zero is a value."""
+    message = common_pb2.SamplingParams(temperature=0.0)
+    assert sampling_from_pb(message) == SamplingParams(temperature=0.0)
 
 
 def test_every_sampling_field_is_carried() -> None:

@@ -133,3 +133,33 @@ def test_only_what_surely_does_not_fit_is_refused_unread(kind):
         assert tokenizer.may_fit(text, len(tokenizer.encode(text)))
 
     every_text_may_fit_its_own_length()
+
+
+@pytest.mark.parametrize(
+    ("body", "takes_parts"),
+    [
+        ("{{ m.content }}", False),
+        ("{{ m['content'] | trim }}", False),
+        ("{% for line in m.content.split('x') %}{{ line }}{% endfor %}", False),
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}", True),
+        ("{% for part in m['content'] | list %}{{ part.text }}{% endfor %}", True),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% endfor %}{% endif %}", True),
+        ("{% set c = m.content %}{% set d = c %}{% for part in d %}{{ part.text }}{% endfor %}", True),
+        (
+            "{% macro show(content) %}{% for p in content %}{{ p }}{% endfor %}{% endmacro %}{{ show(m.content) }}",
+            True,
+        ),
+    ],
+)
+def test_what_a_template_takes_as_content(body, takes_parts):
+    template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}", {})
+    assert template.takes_parts == takes_parts
+
+
+def test_texts_are_joined_by_line_feeds_or_given_as_parts():
+    content = ["one", {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": content}, {"role": "user", "content": "three"}]
+    one_text = ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}", {})
+    assert one_text.render(messages) == "<one\ntwo><three>"
+    parts = ChatTemplate("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", {})
+    assert parts.render(messages) == "<one><two><three>"

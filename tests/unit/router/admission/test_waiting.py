@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from common.pb import pods_pb2
-from common.types import FinishReason, SamplingParams
+from common.types import FinishReason
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.requests.request import Draft, TokenPrompt
@@ -236,7 +236,7 @@ async def test_tenants_share(busy):
     async def serve(name, number):
         draft = Draft(
             request_id=f"{name}-{number}", model=None, prompt=TokenPrompt([1, 2, 3]), prompt_param="prompt",
-            sampling=SamplingParams(), max_tokens=2, default_max_tokens=None, seed=1,
+            sampling={}, max_tokens=2, default_max_tokens=None, seed=1,
             terms=Terms(tenant=Tenant(name)), arrived_at=asyncio.get_running_loop().time(),
         )  # fmt: skip
         request = await service.prepare(draft)

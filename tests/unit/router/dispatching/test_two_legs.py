@@ -12,7 +12,7 @@ import pytest
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
-from common.types import HASH_BYTES, SamplingParams
+from common.types import HASH_BYTES
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
@@ -435,7 +435,7 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
 def _draft(request_id):
     return Draft(
         request_id=request_id, model=None, prompt=TokenPrompt(PROMPT), prompt_param="prompt",
-        sampling=SamplingParams(), max_tokens=8, default_max_tokens=None, seed=1, arrived_at=time.monotonic(),
+        sampling={}, max_tokens=8, default_max_tokens=None, seed=1, arrived_at=time.monotonic(),
     )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ async def shared_cluster():
 @pytest.fixture
 def cluster(shared_cluster):
     yield shared_cluster
-    assert shared_cluster.decode[0].submits == []
+    clients = [each for each in shared_cluster.decode[0].submits if not each.request.request_id.startswith("canary-")]
+    assert clients == []
     assert shared_cluster.router.service._running == {}
 
 
@@ -72,7 +73,7 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
         (TEXT, {"prompt": "a", "top_k": 2**32}, "top_k"),
         (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
-        (TEXT, {"prompt": "a", "seed": -1}, "seed"),
+        (TEXT, {"prompt": "a", "seed": -2}, "seed"),
         (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
         (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
         (TEXT, {"prompt": "a", "logprobs": 1, "echo": True}, "logprobs"),
@@ -99,7 +100,6 @@ async def test_invalid_json(cluster, path, body):
         (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0]"),
         (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),

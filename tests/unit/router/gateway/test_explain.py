@@ -97,7 +97,7 @@ async def test_without_pods_there_is_no_route(start_cluster):
     ("headers", "body", "session"),
     [
         ({}, {}, ""),
-        ({}, {"user": "u"}, "u"),
+        ({}, {"user": "u"}, ""),
         ({}, {"user": "u", "prompt_cache_key": "k"}, "k"),
         ({"x-session-id": "h"}, {"user": "u"}, "h"),
         ({"x-session-id": "h"}, {"session_id": "s"}, "s"),

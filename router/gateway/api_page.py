@@ -1,0 +1,183 @@
+"""Writes docs/api.md from what declares the fields of requests: `make api-docs`, or this as a program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import msgspec.inspect as mi
+
+from common.types import SamplingParams
+from common.types.parameters import ParameterField, parameters_of
+from router.gateway.fields import (
+    IGNORED_BY_BOTH,
+    IGNORED_BY_CHATS,
+    REFUSED_BY_BOTH,
+    REFUSED_BY_CHATS,
+    REFUSED_BY_COMPLETIONS,
+    Ignored,
+    Refused,
+)
+from router.gateway.messages import Message
+from router.gateway.openapi import header_parameters
+from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+
+_INTRODUCTION = """\
+# The API
+
+Written by `make api-docs` from the code; a test holds it to that.
+
+`POST /v1/completions` and `POST /v1/chat/completions` take the requests of clients of OpenAI, vLLM and SGLang. Every
+field that these know is honoured, accepted without effect, or refused by name with 400 and the reason. A refused field
+may come with a value that asks for nothing, such as `null`, which some clients send for all that they know. A field
+that is in none of the tables is refused, with the name that was probably meant. `null` is the same as to leave a field
+out.
+
+A request's sampling parameters win over `--override-generation-config`, that over the model's `generation_config.json`,
+and that over the defaults below. `--generation-config none` ignores the file, and a directory names another one.
+`max_new_tokens` of these is the default of `max_tokens`. Set by the operator, it is also the most that a request gets.
+
+The gRPC API ([inference.proto](../proto/baton/v1/inference.proto)) has the sampling parameters under the same names.
+"""
+
+_STREAMS = """\
+Each event is one line `data: {...}` and an empty line, the last one `data: [DONE]`. An error within a stream is an
+event with OpenAI's error object, before `[DONE]`. Event ids are for
+[resuming a stream](survival.md#resuming-a-stream). `stream_options` is refused without `stream`.
+"""
+
+_MESSAGES = """\
+All of these reach the model's chat template; other fields of messages are dropped. Where the template loops over the
+parts of a content, it gets parts; else texts are joined by line feeds. The arguments of `tool_calls` are objects to the
+template, and `reasoning` is also `reasoning_content`, and the other way round.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [
+        _INTRODUCTION,
+        "## Sampling parameters\n",
+        _table(("field", "type", "default", "what it does"), map(_parameter_row, _parameters())),
+        "## Other fields that are honoured\n",
+        _table(("field", "type", "of", "what it does"), _honoured_rows()),
+        "### stream_options\n",
+        _STREAMS,
+        _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
+        "### messages\n",
+        _MESSAGES,
+        _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
+        "## Headers\n",
+        _table(("header", "what it says"), _header_rows()),
+        "## Accepted without effect\n",
+        _table(("field", "of", "why"), _ignored_rows()),
+        "## Refused, unless they ask for nothing\n",
+        _table(("field", "of", "accepted values", "why it is refused"), _refused_rows()),
+    ]
+    return "\n".join(sections)
+
+
+def _parameters() -> list[ParameterField]:
+    return [field for field in parameters_of(SamplingParams).values() if field.name != "num_logprobs"]
+
+
+def _parameter_row(field: ParameterField) -> tuple[str, ...]:
+    kind = {float: "number", int: "integer", bool: "boolean", tuple: "list of integers"}[field.kind]
+    allowed = field.parameter.allowed
+    bounds = ""
+    if allowed is not None:
+        bounds = f", at least {allowed.low}" if allowed.high == float("inf") else f" in {allowed.interval}"
+    if field.name == "max_tokens":
+        default = "16; of chats what is left of the context"
+    else:
+        default = "" if field.default in (None, ()) else json.dumps(field.default)
+    return f"`{field.name}`", kind + bounds, default, field.parameter.doc
+
+
+def _honoured_rows() -> Iterator[tuple[str, ...]]:
+    apis = {"completions": _described(CompletionBody), "chats": _described(ChatBody)}
+    own = {field.name for field in _parameters()}
+    for name in dict.fromkeys(name for fields in apis.values() for name in fields if name not in own):
+        rows = {api: fields[name] for api, fields in apis.items() if name in fields}
+        if len(rows) == len(apis) and len(set(rows.values())) == 1:
+            rows = {"both": next(iter(rows.values()))}
+        yield from ((f"`{name}`", kind, api, text) for api, (kind, text) in rows.items())
+
+
+def _described(body: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
+    """Type and description of each field that has one; those of the tables in `fields` have none."""
+    rows = {field.name: (_type_of(field.type), _description(field.type)) for field in _fields(body)}
+    return {name: row for name, row in rows.items() if row[1]}
+
+
+def _struct_rows(struct: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
+    for name, (kind, text) in _described(struct).items():
+        yield f"`{name}`", kind, text
+
+
+def _header_rows() -> Iterator[tuple[str, ...]]:
+    for header in header_parameters(resumes=True):
+        yield f"`{header['name']}`", header["description"]
+
+
+def _ignored_rows() -> Iterator[tuple[str, ...]]:
+    groups: list[tuple[str, tuple[Ignored, ...]]] = [("both", IGNORED_BY_BOTH), ("chats", IGNORED_BY_CHATS)]
+    for api, rows in groups:
+        for row in rows:
+            yield f"`{row.name}`", api, row.why
+
+
+def _refused_rows() -> Iterator[tuple[str, ...]]:
+    groups: list[tuple[str, tuple[Refused, ...]]] = [
+        ("both", REFUSED_BY_BOTH),
+        ("completions", REFUSED_BY_COMPLETIONS),
+        ("chats", REFUSED_BY_CHATS),
+    ]
+    for api, rows in groups:
+        for row in rows:
+            idle = ", ".join(f"`{json.dumps(value)}`" for value in (None, *row.idle))
+            yield f"`{row.name}`", api, idle, row.why
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _fields(struct: type[msgspec.Struct]) -> tuple[mi.Field, ...]:
+    described = mi.type_info(struct)
+    assert isinstance(described, mi.StructType)
+    return described.fields
+
+
+def _description(kind: mi.Type) -> str:
+    return str((kind.extra_json_schema or {}).get("description", "")) if isinstance(kind, mi.Metadata) else ""
+
+
+def _type_of(kind: mi.Type) -> str:
+    """In the words of JSON."""
+    match kind:
+        case mi.Metadata():
+            return _type_of(kind.type)
+        case mi.UnionType():
+            return " or ".join(_type_of(each) for each in kind.types if not isinstance(each, mi.NoneType))
+        case mi.ListType():
+            return f"list of {_type_of(kind.item_type)}"
+        case mi.IntType():
+            return "integer"
+        case mi.FloatType():
+            return "number"
+        case mi.StrType():
+            return "string"
+        case mi.BoolType():
+            return "boolean"
+        case _:
+            return "object"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

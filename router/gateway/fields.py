@@ -1,0 +1,183 @@
+"""Fields of requests that Baton does not act on: those without effect, and those refused unless they ask for nothing.
+
+A field of OpenAI's, vLLM's or SGLang's API is in one of four places, each time once: sampling parameters in
+`common.types.generation`, what else is honoured in the bodies of `protocol.py`, the others here. docs/api.md is written
+from all of them (`make api-docs`). null asks for nothing, whatever the field.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from common.errors import InvalidRequestError
+
+_MAX_IDLE_BYTES = 64  # of a value that asks for nothing
+
+
+class Ignored(NamedTuple):
+    """A field that may have any value of its type, which changes nothing."""
+
+    name: str
+    kind: Any
+    why: str
+
+
+class Refused(NamedTuple):
+    """A field that may only have a value that asks for nothing."""
+
+    name: str
+    why: str
+    idle: tuple[object, ...] = ()  # beside null
+
+
+_NO_STRUCTURED = "output is not constrained to a grammar"
+_NO_TOOLS = "tool calls are not parsed out of answers"
+_NO_TRANSFER = "the router arranges transfers between pods itself"
+_NO_ADAPTERS = "adapters are not loaded"
+_ONLY_TEXT = "only text goes in and out"
+_NO_REASONING = "reasoning is not told apart from the rest of an answer"
+_NO_TRACE = "answers have no such field"
+_FEWER_STOPS = "a stop text is never part of the answer"
+_ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"
+
+REFUSED_BY_BOTH = (
+    # OpenAI
+    Refused("logit_bias", "logits are not biased", ({},)),
+    Refused("response_format", _NO_STRUCTURED, ({"type": "text"},)),
+    # vLLM
+    Refused("use_beam_search", "there is no beam search", (False,)),
+    Refused("length_penalty", "it is a parameter of beam search", (1.0, 0)),
+    Refused("watermarking", "answers are not watermarked", (False,)),
+    Refused("include_stop_str_in_output", _FEWER_STOPS, (False,)),
+    Refused("spaces_between_special_tokens", "special tokens are spelled as the tokenizer does it", (True,)),
+    Refused("truncate_prompt_tokens", "a prompt that is too long is refused, never cut"),
+    Refused("truncation_side", "a prompt that is too long is refused, never cut", ("left", "right")),
+    Refused("prompt_logprobs", "log probabilities of the prompt are not computed", (False,)),
+    Refused("logprob_token_ids", "log probabilities are those of the most likely tokens", ([],)),
+    Refused("allowed_token_ids", "tokens are not restricted", ([],)),
+    Refused("bad_words", "words are not banned", ([],)),
+    Refused("structured_outputs", _NO_STRUCTURED, ({},)),
+    Refused("guided_json", _NO_STRUCTURED),
+    Refused("guided_regex", _NO_STRUCTURED, ("",)),
+    Refused("guided_choice", _NO_STRUCTURED, ([],)),
+    Refused("guided_grammar", _NO_STRUCTURED, ("",)),
+    Refused("guided_decoding_backend", _NO_STRUCTURED, ("",)),
+    Refused("guided_whitespace_pattern", _NO_STRUCTURED, ("",)),
+    Refused("structural_tag", _NO_STRUCTURED, ("",)),
+    Refused("logits_processors", "there are no custom logits processors", ([],)),
+    Refused("return_tokens_as_token_ids", _NO_TRACE, (False,)),
+    Refused("return_token_ids", _NO_TRACE, (False,)),
+    Refused("return_token_offsets", _NO_TRACE, (False,)),
+    Refused("return_prompt_text", _NO_TRACE, (False,)),
+    Refused("routed_experts_prompt_start", _NO_TRACE, (0,)),
+    Refused("kv_transfer_params", _NO_TRANSFER, ({},)),
+    Refused("ec_transfer_params", _NO_TRANSFER, ({},)),
+    Refused("vllm_xargs", "there are no custom extensions", ({},)),
+    Refused("repetition_detection", "answers are not searched for repetition", ({},)),
+    Refused("thinking_token_budget", _NO_REASONING, (-1,)),
+    Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),
+    # SGLang
+    Refused("regex", _NO_STRUCTURED, ("",)),
+    Refused("ebnf", _NO_STRUCTURED, ("",)),
+    Refused("json_schema", _NO_STRUCTURED, ("",)),
+    Refused("stop_regex", _ONLY_STRINGS, ("", [])),
+    Refused("no_stop_trim", _FEWER_STOPS, (False,)),
+    Refused("lora_path", _NO_ADAPTERS, ("", [])),
+    Refused("custom_logit_processor", "there are no custom logits processors", ("",)),
+    Refused("custom_params", "there are no custom logits processors", ({},)),
+    Refused("return_hidden_states", _NO_TRACE, (False,)),
+    Refused("return_routed_experts", _NO_TRACE, (False,)),
+    Refused("session_params", "name sessions with session_id", ({},)),
+    Refused("rid", "name requests with request_id", ("",)),
+    Refused("extra_key", "separate caches with cache_salt", ("",)),
+    Refused("bootstrap_host", _NO_TRANSFER, ("",)),
+    Refused("bootstrap_port", _NO_TRANSFER),
+    Refused("bootstrap_room", _NO_TRANSFER),
+    Refused("data_parallel_rank", "the router chooses pods itself"),
+)
+REFUSED_BY_COMPLETIONS = (
+    Refused("suffix", "text is not filled in before a suffix", ("",)),
+    Refused("prompt_embeds", _ONLY_TEXT, ([],)),
+    # Fields of chats, which some clients send everywhere.
+    Refused("max_completion_tokens", "it is a field of chats; use max_tokens"),
+    Refused("top_logprobs", "it is a field of chats; use logprobs", (0,)),
+    Refused("tools", _NO_TOOLS, ([],)),
+    Refused("tool_choice", _NO_TOOLS, ("none", "auto")),
+    Refused("reasoning_effort", "it is a field of chats"),
+    Refused("chat_template_kwargs", "it is a field of chats", ({},)),
+    Refused("documents", "it is a field of chats", ([],)),
+    Refused("add_generation_prompt", "it is a field of chats", (True,)),
+)
+REFUSED_BY_CHATS = (
+    # OpenAI
+    Refused("tools", _NO_TOOLS, ([],)),
+    Refused("tool_choice", _NO_TOOLS, ("none", "auto")),
+    Refused("functions", _NO_TOOLS, ([],)),
+    Refused("function_call", _NO_TOOLS, ("none", "auto")),
+    Refused("modalities", _ONLY_TEXT, (["text"], [])),
+    Refused("audio", _ONLY_TEXT),
+    Refused("prediction", "answers are not predicted by the client"),
+    Refused("verbosity", "the model's template knows no such setting", ("medium",)),
+    Refused("web_search_options", "the web is not searched"),
+    # vLLM
+    Refused("echo", "it is a field of completions", (False,)),
+    Refused("best_of", "it is a field of completions", (1,)),
+    Refused("suffix", "it is a field of completions", ("",)),
+    Refused("continue_final_message", "an answer begins a new turn", (False,)),
+    Refused("chat_template", "the template is the model's", ("",)),
+    Refused("include_reasoning", _NO_REASONING, (True,)),
+    Refused("mm_processor_kwargs", _ONLY_TEXT, ({},)),
+    Refused("media_io_kwargs", _ONLY_TEXT, ({},)),
+)
+
+_NO_PARSER = "without a parser of reasoning it has nothing to act on"
+IGNORED_BY_BOTH = (
+    Ignored("user", str, "says who asks; requests that belong together are named by `session_id` or `x-session-id`"),
+    Ignored("metadata", dict, "for stored answers; nothing is stored"),
+    Ignored("store", bool, "nothing is stored"),
+    Ignored("service_tier", str, "`priority` orders requests"),
+    Ignored("safety_identifier", str, "says who asks"),
+    Ignored("prompt_cache_retention", str, "blocks stay cached while there is room"),
+    Ignored("return_mm_kwargs", bool, "vLLM's render endpoints alone know it"),
+)
+IGNORED_BY_CHATS = (
+    Ignored("parallel_tool_calls", bool, "without tools it has nothing to act on"),
+    Ignored("separate_reasoning", bool, _NO_PARSER),
+    Ignored("stream_reasoning", bool, _NO_PARSER),
+)
+
+
+def with_fields(base: type[msgspec.Struct], refused: tuple[Refused, ...]) -> type[msgspec.Struct]:
+    """`base` with a field for each, kept as it was sent; None: absent."""
+    fields: list[tuple[str, Any, Any]] = [(row.name, Raw, None) for row in refused]
+    return msgspec.defstruct(f"_{base.__name__}", fields, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+
+
+class RefusedFields:
+    """The refused fields of one kind of body."""
+
+    def __init__(self, rows: tuple[Refused, ...]) -> None:
+        self._rows = rows
+        self._values = operator.attrgetter(*(row.name for row in rows))  # of all at once: they are many, and absent
+
+    def check(self, body: msgspec.Struct) -> None:
+        """Raises InvalidRequestError for a field that asks for what Baton does not do."""
+        values = self._values(body)
+        if not any(values):
+            return
+        for row, value in zip(self._rows, values, strict=True):
+            if value is not None and not _is_idle(value, row.idle):
+                raise InvalidRequestError(f"{row.name} is not supported: {row.why}", param=row.name)
+
+
+def _is_idle(value: Raw, idle: tuple[object, ...]) -> bool:
+    """Whether a value asks for nothing; whatever is long asks for something."""
+    if len(bytes(value)) > _MAX_IDLE_BYTES:
+        return False
+    decoded = msgspec.json.decode(value)
+    # Python takes false for 0 and true for 1.
+    return any(decoded == each and isinstance(decoded, bool) == isinstance(each, bool) for each in (None, *idle))

@@ -1,0 +1,104 @@
+"""Messages as the model's template gets them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from common.demo_model import demo_model_path
+from common.tokenization import Tokenizer
+
+SHOWS_ALL = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+HISTORY = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be"}, "brief.", {"type": "input_text", "text": "!"}]},
+    {"role": "user", "content": "Weather?", "name": "ann"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I ask.", "audio": None},
+    {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+    {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}, "tool_calls": []},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning": "Hm."},
+]
+RENDERED = [
+    {"role": "developer", "content": "Be\nbrief.\n!"},
+    {"role": "user", "content": "Weather?", "name": "ann"},
+    {
+        "role": "assistant", "content": "", "reasoning_content": "I ask.", "reasoning": "I ask.",
+        "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+    {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}},
+    {"role": "assistant", "content": "No.", "reasoning": "Hm.", "reasoning_content": "Hm."},
+]  # fmt: skip
+
+
+@pytest.fixture
+def start(start_cluster, tmp_path):
+    """Starts a cluster whose model has this chat template."""
+
+    async def with_template(template):
+        directory = tmp_path / "model"
+        shutil.copytree(demo_model_path(), directory)
+        (directory / "chat_template.jinja").write_text(template)
+        return await start_cluster(model=str(directory), served_model_name="baton-demo")
+
+    return with_template
+
+
+async def rendered(cluster, messages, **fields):
+    response = await cluster.post("/v1/chat/completions", messages=messages, max_tokens=2, **fields)
+    assert response.status_code == 200, response.text
+    tokenizer = Tokenizer.from_directory(demo_model_path())
+    return tokenizer.decode(cluster.decode[0].submits[-1].request.prompt_token_ids, skip_special_tokens=False)
+
+
+async def test_the_whole_history_reaches_the_template(start):
+    cluster = await start(SHOWS_ALL)
+    assert [json.loads(line) for line in (await rendered(cluster, HISTORY)).splitlines()] == RENDERED
+
+
+async def test_a_template_that_loops_over_content_gets_parts(start):
+    cluster = await start(
+        "{% for message in messages %}{% for part in message['content'] %}<{{ part.type }} {{ part.text }}>"
+        "{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "one"}, HISTORY[0], {"role": "assistant", "content": None}]
+    assert await rendered(cluster, messages) == "<text one><text Be><text brief.><text !>"
+
+
+async def test_variables_of_the_template(start):
+    template = "{{ documents | tojson }} {{ reasoning_effort }} {{ enable_thinking }} {{ x }}"
+    cluster = await start(template)
+    fields = {"documents": [{"text": "d"}], "reasoning_effort": "none", "chat_template_kwargs": {"x": 1}}
+    assert await rendered(cluster, HISTORY, **fields) == '[{"text": "d"}] none False 1'
+    fields["chat_template_kwargs"]["enable_thinking"] = "asked for"
+    assert await rendered(cluster, HISTORY, **fields) == '[{"text": "d"}] none asked for 1'
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"tool_calls": "x"}, "messages[0].tool_calls"),
+        ({"tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "messages[0].tool_calls"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}, "messages[0].tool_calls"),
+        ({"content": [{"type": "image_url"}]}, "messages[0].content"),
+        ({"content": [{"type": "refusal", "text": "a"}]}, "messages[0].content"),
+    ],
+)
+async def test_what_cannot_be_rendered_is_refused_by_name(pair, message, param):
+    response = await pair.post("/v1/chat/completions", messages=[{"role": "assistant", **message}])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
+    """Long conversations are rendered beside the event loop, whatever makes them long."""
+    calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "y" * 5000})}}]
+    threads = pair.router.service._preprocessor._threads
+    submitted = []
+    submit = threads.submit
+    monkeypatch.setattr(threads, "submit", lambda *work: submitted.append(work) or submit(*work))
+    messages = [{"role": "assistant", "tool_calls": calls}]
+    assert (await pair.post("/v1/chat/completions", messages=messages, max_tokens=2)).status_code == 200
+    assert submitted
