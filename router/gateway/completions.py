@@ -235,10 +235,10 @@ class CompletionsEndpoint:
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
-                if opening or echo or delta.text or delta.logprobs or ended:
-                    usage = _usage_of(generation) if has_counts else None
-                    await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
-                    opening, echo = b"", ""
+                usage = _usage_of(generation) if has_counts else None
+                # Tokens without text yet have a chunk, too: load generators take the time between chunks.
+                await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
+                opening, echo = b"", ""
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
         has_last = job.usage_reports is not UsageReports.NONE

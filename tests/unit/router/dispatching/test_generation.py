@@ -155,12 +155,13 @@ async def test_a_moved_stream_holds_its_place_in_line_until_it_has_a_token(start
     await stream.__aexit__(None, None, None)
 
 
-async def test_a_moved_stream_that_finds_no_room_stands_in_line_again(start_cluster):
+async def test_a_moved_stream_that_finds_no_room_stands_in_line_again(start_cluster, text):  # noqa: F811
     cluster = await start_cluster([], [FakeDecodePod(), FakeDecodePod()])
     for decode in cluster.decode:
         decode.allowed = 3
     async with Stream(cluster) as stream:
-        await stream.next()
+        while stream.text != text(3):  # then the pod that it moves to has no token for it
+            await stream.next()
         origin, other = cluster.decode if cluster.decode[0].submits else reversed(cluster.decode)
         other.failure = OverloadedError("full")
         await other.allow(4)
