@@ -27,7 +27,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
         "Addresses": ("host", "port", "grpc_port"),
         "Pods": ("prefill", "decode"),
-        "Model": ("model", "revision", "served_model_name"),
+        "Model": ("model", "revision", "served_model_name", "generation_config", "override_generation_config"),
         "Routing": (
             "prefill_policy",
             "decode_policy",
