@@ -26,6 +26,7 @@ KNEE_LOSS = 0.02  # of the throughput of an endless step
 # smallest step exceeds the target, few enough that such a step is hardly longer than one without them.
 MIN_PREFILL_TOKENS = 64
 _ATTENTION_PARITY = 32_768  # context, in tokens, at which attention costs as much as all else: models of 8B to 70B
+_LEAST_MEASURED_KNEE = 512  # measured steps read no context, which smaller chunks of a prompt read again and again
 _FULL = 2 / 3  # of the knee, from which on no further prompt is begun; chunks of longer prompts are no smaller
 
 
@@ -50,13 +51,16 @@ def knee_tokens(line: Line) -> float:
 
 
 def measured_knee(steps: Sequence[tuple[int, float]]) -> float | None:
-    """The same, of steps that were measured: tokens, ascending, and seconds. None of none.
+    """The same, of steps that were measured: tokens, ascending, and seconds. None if there are none.
 
     The line of `knee_tokens` adds up what a processor does at once, reading the weights and computing, so that its knee
     is too far out.
     """
-    best = max((tokens / seconds for tokens, seconds in steps), default=0.0)
-    return next((tokens for tokens, seconds in steps if tokens / seconds >= (1 - KNEE_LOSS) * best), None)
+    if not steps:
+        return None
+    best = max(tokens / seconds for tokens, seconds in steps)
+    knee = next(tokens for tokens, seconds in steps if tokens / seconds >= (1 - KNEE_LOSS) * best)
+    return max(knee, _LEAST_MEASURED_KNEE)
 
 
 class PromptRoom:

@@ -137,10 +137,10 @@ async def beside_prompts(
 async def prompts_at_once(client: Client, *, num_prompts: int, num_prompt_tokens: int) -> AtOnce:
     """First tokens of prompts that come at the same time, while the pod computes one that came just before: else the
     first of them would be alone in a step."""
-    with await client.send(num_prompt_tokens, 1) as before:
+    with await client.send(num_prompt_tokens // 2, 1) as before:
         answers = await client.complete_at_once(num_prompts, num_prompt_tokens, 1)
     took = max(answer.token_times[-1] for answer in answers) - before.sent_at
-    return AtOnce([answer.ttft_s for answer in answers], (num_prompts + 1) * num_prompt_tokens / took)
+    return AtOnce([answer.ttft_s for answer in answers], (num_prompts + 0.5) * num_prompt_tokens / took)
 
 
 async def steady_itls(client: Client, *, num_streams: int, num_prompt_tokens: int, num_tokens: int) -> list[float]:

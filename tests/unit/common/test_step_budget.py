@@ -36,10 +36,11 @@ def test_knee_leaves_so_little_throughput() -> None:
 
 
 def test_a_measured_knee_is_the_shortest_step_that_is_all_but_the_best() -> None:
-    """Weights are read while others are computed: below 256 tokens reading binds, above it computing."""
-    steps = [(tokens, max(0.030, tokens * 0.030 / 250)) for tokens in (1, 64, 128, 256, 512)]
-    assert measured_knee(steps) == 256
-    assert measured_knee(steps[:3]) == 128, "what longer steps would gain is not known"
+    """Weights are read while others are computed: below 1000 tokens reading binds, above it computing."""
+    steps = [(tokens, max(0.030, tokens * 0.030 / 1000)) for tokens in (1, 64, 128, 256, 512, 1024, 2048)]
+    assert measured_knee(steps) == 1024
+    assert measured_knee(steps[:5]) == 512, "what longer steps would gain is not known"
+    assert measured_knee(steps[:2]) == 512, "smaller chunks would read the context too often"
     assert measured_knee([]) is None
 
 

@@ -114,8 +114,8 @@ def test_a_request_cannot_loosen_the_target_of_the_pod() -> None:
 def test_steps_that_were_measured_at_the_start_are_known_at_once() -> None:
     measured = [(tokens, max(0.020, MACHINE.at(tokens, 0))) for tokens in (1, 64, 128, 256)]
     engine = create_engine(is_trained=False, measured_steps=measured, min_prefill_tokens=8)
-    engine.add(create_request("a", 250, role="producer"), create_request("b", 250, role="producer"))
-    assert engine.step().num_scheduled_tokens == {"a": 250}, "a step of 256 tokens is as good as any"
+    engine.add(create_request("a", 500, role="producer"), create_request("b", 500, role="producer"))
+    assert engine.step().num_scheduled_tokens == {"a": 500}, "a step of 512 tokens is as good as any"
     engine.run()
     stream(engine)
     engine.add(create_request("long", LONG))
