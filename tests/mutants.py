@@ -28,9 +28,11 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from mutmut.configuration import reset_config
 from mutmut.mutation.diff_apply import get_diff_for_mutant
 from mutmut.mutation.file_mutation import MutatedFile, mutate_file_contents
+from mutmut.state import state
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.format_utils import get_mutant_name, orig_function_and_class_names_from_key
 
@@ -74,13 +76,16 @@ TESTS = {
         *("-k", "not redis and not shared"),
     ],
 }
-# State machines take most of the time and kill at random: a survivor lacks a test that states the rule.
-STATE_MACHINES = [
+# State machines, fuzzing and sweeps take most of the time, and some kill at random: a survivor lacks a test that states
+# the rule.
+LONG_TESTS = [
     f"{SCHEDULER}/test_direct_handoff_machine.py",
     f"{SCHEDULER}/test_direct_tiers_machine.py",
     f"{SCHEDULER}/test_scheduler_properties.py",
     f"{SCHEDULER}/test_tiers_machine.py",
     f"{DECODE}/test_handoff_machine.py",
+    "tests/fuzz/test_lying_pods.py::test_answers_are_true_whatever_pods_say",
+    f"{ROUTER}/gateway/test_resume_http.py::test_the_answer_goes_on_after_any_event",
 ]
 PACKAGES = ["cli", "common", "decode_service", "deploy", "kv_store", "prefill_service", "router"]
 NOISE = [
@@ -88,7 +93,7 @@ NOISE = [
     r"\w+Error\(",
     r'\bname=f?"',
 ]  # log messages, texts of errors, names of tasks and threads
-TEST_TIMEOUT_S = 20
+TEST_TIMEOUT_S = 30
 
 # What a property computes is moved to a method, which has no decorator.
 _PROPERTY = re.compile(r"    @property\n    def (\w+)\(self\) -> (.+):\n")
@@ -155,8 +160,8 @@ def _make_workspace(workspace: Path, modules: list[str], tests: list[str]) -> No
         "only_mutate": modules,
         "also_copy": ["benchmarks", "docs", "proto", "README.md", "constraints.txt"],
         "do_not_mutate_patterns": NOISE,
-        "pytest_add_cli_args_test_selection": tests + [f"--deselect={path}" for path in STATE_MACHINES],
-        "pytest_add_cli_args": [f"--timeout={TEST_TIMEOUT_S}", "-p", "no:cacheprovider"],
+        "pytest_add_cli_args_test_selection": tests + [f"--deselect={path}" for path in LONG_TESTS],
+        "pytest_add_cli_args": [f"--timeout={TEST_TIMEOUT_S}", "-p", "no:cacheprovider", "-p", "tests.mutants"],
         "timeout_multiplier": 4.0,
         "timeout_constant": 10.0,
         "process_isolation": "forkserver",  # gRPC and torch do not survive a fork
@@ -231,6 +236,12 @@ def _report(results: dict[str, dict[str, str]]) -> list[str]:
         print("".join(f"    {change}\n" for change in changes if change not in accepted.get(module, {})), end="")
     sys.stdout.flush()
     return survivors
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quickest tests first: pytest stops at the first that fails."""
+    durations = state().duration_by_test
+    items.sort(key=lambda item: durations.get(item.nodeid, 0.0))
 
 
 def _change(module: str, name: str) -> str:

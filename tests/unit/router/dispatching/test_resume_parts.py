@@ -33,6 +33,7 @@ from router.testing import fake_logprobs
 
 DIGEST = bytes(range(12))
 KEY = StreamKey("", "cmpl-1")
+SOURCES = ("kept", "computed_again")
 
 
 # --- event ids ---
@@ -145,8 +146,13 @@ def clock():
 
 
 @pytest.fixture
-def streams(clock):
-    metrics = SurvivalMetrics(CollectorRegistry())
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def streams(clock, registry):
+    metrics = SurvivalMetrics(registry)
     return ResumableStreams(window_s=30, max_streams=3, max_bytes=10_000, metrics=metrics, clock=clock)
 
 
@@ -161,13 +167,15 @@ async def known(streams, key, identity=b"i"):
     return None if kept is None else [list(each.token_ids) for each in kept.choices]
 
 
-async def test_a_broken_stream_is_kept_once_and_for_its_own(streams):
+async def test_a_broken_stream_is_kept_once_and_for_its_own(streams, registry):
     break_off(streams, KEY, 1, 2)
     assert await known(streams, StreamKey("other tenant", KEY.request_id)) is None
     assert await known(streams, KEY, b"another body") is None
     assert await known(streams, KEY) == [[1, 2]]
     assert await known(streams, KEY) is None
     assert streams.num_bytes == 0
+    resumed = {each: registry.get_sample_value("baton_stream_resume_total", {"source": each}) for each in SOURCES}
+    assert resumed == {"kept": 1, "computed_again": 3}
 
 
 async def test_a_stream_that_ended_well_or_brought_nothing_is_not_kept(streams):
@@ -199,7 +207,9 @@ async def test_number_and_bytes_are_bounded_and_the_oldest_goes_first(streams):
     for number in range(3):
         break_off(streams, StreamKey("", str(number)), *range(1000))
     assert len(streams) == 1
-    break_off(streams, KEY, *range(10_000))
+    break_off(streams, KEY, *range(2244))
+    assert streams.num_bytes == 10_000
+    break_off(streams, KEY, *range(2245))
     assert len(streams) == streams.num_bytes == 0
 
 
