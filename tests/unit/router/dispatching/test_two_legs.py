@@ -20,7 +20,7 @@ from router.gateway import completions
 from router.gateway.exchange import TENANT
 from router.pods import DecodeSession
 from router.requests.request import Draft, TokenPrompt
-from router.requests.terms import Tenant
+from router.requests.terms import Tenant, Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
@@ -91,7 +91,9 @@ async def test_both_legs_get_the_same_request(pair):
 
 async def test_pods_learn_everything_about_the_request(pair):
     service = pair.router.service
-    draft = replace(_draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3)
+    draft = replace(
+        _draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3, terms=Terms(itl_slo_s=0.05)
+    )
     request = await service.prepare(draft)
     async with service.run([request]) as run:
         async for _ in run.generations[0]:
@@ -105,6 +107,7 @@ async def test_pods_learn_everything_about_the_request(pair):
         block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=3,
+        target_itl_ms=50,
     )
     assert sent.cache_salt
 
