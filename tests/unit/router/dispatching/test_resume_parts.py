@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from contextlib import suppress
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -242,23 +243,25 @@ ANSWER = "Où? Une île, ça va 🦜🌍 STOP and on"
 
 
 class Scripted:
-    """A generation that brings its tokens in pieces of `step`."""
+    """A generation that brings its tokens in pieces of `step`. `merged`: new ones come with those that are known."""
 
-    def __init__(self, tokens, *, step, resumption=None, stops=(), finish=FinishReason.LENGTH, logprobs=False):
+    def __init__(
+        self, tokens, *, step, resumption=None, stops=(), finish=FinishReason.LENGTH, logprobs=False, merged=False
+    ):
         self.request = SimpleNamespace(
             prompt_token_ids=[600], continues_prompt=True, skip_special_tokens=True, stops=stops,
             sampling=SamplingParams(min_tokens=0), resumption=resumption,
         )  # fmt: skip
         known = list(resumption.known_token_ids) if resumption else []
-        pieces = [(0, known)] if known else []
-        pieces += [(at, tokens[at : at + step]) for at in range(len(known), len(tokens), step)]
+        ends = [len(known)] if known and not (merged and len(known) < len(tokens)) else []
+        ends += [min(at + step, len(tokens)) for at in range(len(known), len(tokens), step)]
         self._deltas = [
             OutputDelta(
-                start, piece,
-                [fake_logprobs(token, 1) for token in piece] if logprobs and (start or not known) else [],
-                finish if start + len(piece) == len(tokens) else None,
+                start, tokens[start:end],
+                [fake_logprobs(token, 1) for token in tokens[max(start, len(known)):end]] if logprobs else [],
+                finish if end == len(tokens) else None,
             )
-            for start, piece in pieces
+            for start, end in pairwise([0, *ends])
         ]  # fmt: skip
         self.finished = None
 
@@ -280,7 +283,8 @@ def joined(deltas, field):
 
 @pytest.mark.parametrize("stops", [(), ("STOP",), ("va 🦜🌍 ST", "nowhere")])
 @pytest.mark.parametrize("step", [1, 3])
-async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
+@pytest.mark.parametrize("merged", [False, True])
+async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step, merged):
     """Wherever the stream breaks, and however much more of it is known than the client has."""
     tokens = tokenizer.encode(ANSWER)
     whole = [
@@ -291,8 +295,9 @@ async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
         for num_known in (0, num_delivered, len(tokens)):
             resumption = Resumption(num_delivered, checksum_of(tokens[:num_delivered]), tokens[:num_known])
             scripted = Scripted(
-                tokens, step=step, resumption=resumption, stops=stops, logprobs=num_known <= num_delivered
-            )
+                tokens, step=step, resumption=resumption, stops=stops,
+                logprobs=num_known <= num_delivered, merged=merged,
+            )  # fmt: skip
             generation = TextGeneration(scripted, tokenizer)
             rest = [delta async for delta in generation]
             following = whole[num_delivered:]
@@ -302,6 +307,15 @@ async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
             assert rest[0].start_index == num_delivered
             assert rest[-1].finish_reason is whole[-1].finish_reason
             assert generation.num_tokens == len(whole)
+
+
+@pytest.mark.parametrize("step", [1, 100])
+async def test_of_a_choice_that_was_delivered_but_for_its_end_the_end_comes(tokenizer, step):
+    tokens = tokenizer.encode(ANSWER)
+    resumption = Resumption(len(tokens), checksum_of(tokens))
+    generation = TextGeneration(Scripted(tokens, step=step, resumption=resumption), tokenizer)
+    (end,) = [delta async for delta in generation]
+    assert (end.text, end.token_ids, end.finish_reason) == ("", [], FinishReason.LENGTH)
 
 
 async def test_an_answer_that_is_another_this_time_is_never_continued(tokenizer):
