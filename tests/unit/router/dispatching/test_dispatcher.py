@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from common.pb import pods_pb2
 from common.step_budget import prefill_work
 from common.types import HASH_BYTES
 from router.placing.planner import Query
+from router.pods import load
 from router.requests.request import TokenPrompt
 from router.requests.terms import Terms
 from router.testing import FakeDecodePod, FakePrefillPod
@@ -56,24 +58,27 @@ class Bookings:
 
     def __init__(self, cluster, monkeypatch):
         self.made = []
+        self.expectations = []
         expect = cluster.router.cluster.index.expect
 
         def record(slot, block_hashes, num_held, now, lifetime_s, *, arrives):
             assert len(block_hashes) == len(LONG_PROMPT) // 16 * HASH_BYTES
             assert 0 < lifetime_s <= 600
             self.made.append((num_held, arrives))
-            return expect(slot, block_hashes, num_held, now, lifetime_s, arrives=arrives)
+            expectation = expect(slot, block_hashes, num_held, now, lifetime_s, arrives=arrives)
+            self.expectations.append(expectation)
+            return expectation
 
         monkeypatch.setattr(cluster.router.cluster.index, "expect", record)
 
 
 def load_of(pod):
-    load = pod.load
-    return load.num_requests, load.num_tokens, load.work, load.num_blocks
+    return pod.load.num_requests, pod.load.num_tokens, pod.load.work, pod.load.num_blocks
 
 
 async def test_a_request_is_booked_on_each_pod_until_that_has_done_its_part(pair, monkeypatch):
-    bookings = Bookings(pair, monkeypatch)
+    monkeypatch.setattr(load, "_UNFED_SETTLING_S", 300.0)
+    bookings, before = Bookings(pair, monkeypatch), time.monotonic()
     pair.prefill[0].may_answer.clear()
     pair.decode[0].allowed = 0
     answer = asyncio.create_task(pair.complete(prompt=LONG_PROMPT, max_tokens=8))
@@ -89,6 +94,8 @@ async def test_a_request_is_booked_on_each_pod_until_that_has_done_its_part(pair
     await pair.decode[0].allow(None)
     await answer
     await pair.until_quiet()
+    # Half of the time that the request had: pods that say nothing of their blocks are taken to keep them for a while.
+    assert all(before + 300 <= each.expires_at <= time.monotonic() + 300 for each in bookings.expectations)
 
 
 async def test_what_the_pod_holds_of_a_prompt_is_not_booked_again(start_cluster, monkeypatch):
