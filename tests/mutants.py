@@ -9,7 +9,8 @@ Drives mutmut, which makes the mutants and forks a test process for each. Per mo
    or do not end in time, is killed.
 3. Survivors are printed, unless `tests/mutants_accepted.toml` lists them as equivalent.
 
-mutmut leaves decorated functions alone; only properties are seen to, see `_PROPERTY`.
+mutmut leaves decorated functions alone; only properties are seen to, see `_PROPERTY`. Composition roots (`__main__.py`)
+are left out: only tests in processes of their own run them.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def main() -> None:
 def _groups(patterns: Iterable[str]) -> dict[str, list[str]]:
     """Modules that match, by the pattern in TESTS that they are tested under."""
     groups: dict[str, list[str]] = {}
-    for path in _tracked("*.py"):
+    for path in _tracked("*.py", ":!*/__main__.py"):
         covered = next((covered for covered in TESTS if fnmatch.fnmatch(path, covered)), None)
         if covered is not None and any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
             groups.setdefault(covered, []).append(path)

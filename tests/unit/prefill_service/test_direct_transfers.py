@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from common.engine.executor.fake import expected_tokens
+from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import TransferTarget
 from common.errors import NonFiniteError
 from common.pb import common_pb2, pods_pb2
@@ -73,6 +76,27 @@ async def start_and_write(pod: RunningPod, stream: HandoffStream) -> grpc.aio.Un
     pod.gate.allow(2)
     await wait_for(lambda: connector_of(pod).is_writing)
     return call
+
+
+class DatedConnector(SlowConnector):
+    """Ends its writes within 20 s."""
+
+    def register_kv_cache(self, *args: Any) -> ConnectorFacts:
+        return replace(super().register_kv_cache(*args), max_write_s=20.0)
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, 50.0), ({"handoff_quarantine_s": 7.0}, 7.0)])
+async def test_decode_pods_learn_how_long_a_lost_pod_may_write(settings: dict[str, float], told: float) -> None:
+    """Unless it is set, the connector's time and 30 s, in which the loss is noticed and a step ends."""
+    async with prefill_pod(None, executor={"connector": DatedConnector()}, **settings) as pod:
+        async with HandoffStream(pod, "t-a") as stream:
+            call = start_prefill(pod, engine_request("a", PROMPT))
+            event = await stream.event()
+            assert event is not None
+            assert event.computing.quarantine_s == told
+            await stream.cancel()
+        with suppress(grpc.aio.AioRpcError):
+            await call
 
 
 @pytest.mark.parametrize("first", ["reservation", "token"])
