@@ -238,10 +238,17 @@ def _report(results: dict[str, dict[str, str]]) -> list[str]:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(Counter(tested.values()).items()))
         print(f"{module}: {counts or 'nothing to mutate'}")
         changes = [_change(module, name) for name in _of_status({module: tested}, "survived", "no tests")]
-        survivors += [change for change in changes if change not in accepted.get(module, {})]
-        print("".join(f"    {change}\n" for change in changes if change not in accepted.get(module, {})), end="")
+        lasting = [change for change in changes if not _is_equivalent(change, module, accepted)]
+        print("".join(f"    {change}\n" for change in lasting), end="")
+        survivors += lasting
     sys.stdout.flush()
     return survivors
+
+
+def _is_equivalent(change: str, module: str, accepted: dict[str, dict[str, str]]) -> bool:
+    """Whether the change, or a pattern that it matches, is listed."""
+    patterns = accepted["every module"]
+    return change in accepted.get(module, {}) or any(re.fullmatch(pattern, change) for pattern in patterns)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
