@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -41,6 +42,37 @@ def test_blocks_whose_copy_into_the_kv_cache_fails_do_not_count(monkeypatch: pyt
         monkeypatch.setattr(HostStaging, "scatter", fail)
         connector.start_load(transfer(2, (2, 3)))
         assert result_of() == TransferResult(2, 0, "transfer")
+    finally:
+        connector.close()
+
+
+class RecordingStore(InMemoryStore):
+    """Keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStoreOptions(store="recording"))
+        self.touched: list[tuple[BlockHash, ...]] = []
+
+    def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
+        self.touched.append(tuple(keys))
+        return super().touch(keys)
+
+
+def test_a_lookup_is_one_call_however_many_blocks_a_batch_has() -> None:
+    store, settled = RecordingStore(), threading.Event()
+    connector = StoreWorkerConnector(store, StoreConnectorOptions(threads=1, staging_bytes=1))
+    connector.register_kv_cache(torch.ones(4, 1, 2, 1, 4, 8), bytes(32), settled.set)
+    hashes = tuple(BlockHash(bytes([index]) * 16) for index in range(3))
+    try:
+        connector.start_save(BlockTransfer(1, RequestId("r"), (0, 1), hashes[:2], 4))
+        assert settled.wait(10)
+        assert connector.poll() == [TransferResult(1, 2, "")]
+        assert store.touched == [hashes[:1], hashes[1:2]]  # a batch is one block
+        settled.clear()
+        connector.start_lookup(BlockTransfer(2, RequestId("r"), (), hashes, 4))
+        assert settled.wait(10)
+        assert connector.poll() == [TransferResult(2, 2, "")]
+        assert store.touched[2:] == [hashes]
     finally:
         connector.close()
 
