@@ -178,7 +178,8 @@ def test_a_tier_that_cannot_be_opened_is_named(options, says):
     connector = create_connector("nixl", options)
     with pytest.raises(ConfigError) as caught:
         connector.register_kv_cache(create_kv_cache(), FINGERPRINT, lambda: None)
-    assert says in caught.value.message
+    assert caught.value.message.startswith(says)
+    assert caught.value.param == says.partition(":")[0]
     connector.close()
 
 
