@@ -68,16 +68,15 @@ TESTS = {
     "kv_store/redis_store.py": [f"{KV}/test_redis_store.py"],
     "kv_store/shared_storage.py": [f"{KV}/test_shared_storage.py"],
     "kv_store/*tier*": [f"{KV}/test_tiered_store.py", f"{KV}/test_host_pool.py", f"{CONTRACT}/test_tiers.py"],
+    "kv_store/base.py": [f"{KV}/test_registry.py", f"{CONTRACT}/test_tiers.py"],
+    "kv_store/registry.py": [f"{KV}/test_registry.py", f"{CONTRACT}/test_tiers.py"],
     "kv_store/store_connector.py": [
         f"{KV}/test_store_connector.py",
         *(f"{CONTRACT}/test_{name}.py" for name in ("connector_contract", "tiers", "store_outages")),
         *("-k", "not redis and not shared"),
     ],
     "kv_store/*": [
-        *(
-            f"{KV}/test_{name}.py"
-            for name in ("block_format", "guard", "host_pool", "memory_store", "registry", "staging")
-        ),
+        *(f"{KV}/test_{name}.py" for name in ("block_format", "guard", "host_pool", "memory_store", "staging")),
         f"{CONTRACT}/test_connector_contract.py",
         *("-k", "not redis and not shared"),
     ],
