@@ -61,8 +61,8 @@ TESTS = {
     ],
     "kv_store/inspection/*": ["tests/unit/cli/test_kv.py"],
     "kv_store/nixl/*": [
-        f"{KV}/test_nixl_digests.py",
-        f"{KV}/test_nixl_sender.py",
+        *(f"{KV}/test_nixl_{name}.py" for name in ("digests", "jobs", "sender")),
+        f"{KV}/test_registry.py",
         f"{CONTRACT}/test_direct_connector_contract.py",
     ],
     "kv_store/redis_store.py": [f"{KV}/test_redis_store.py"],
