@@ -16,8 +16,10 @@ from common.errors import NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import from_rpc_error
 from prefill_service.producer import Producer
+from prefill_service.transfers import TransferRegistry
 from tests.pods import (
     CHUNK,
+    DEADLINE_S,
     HandoffStream,
     RunningPod,
     SlowConnector,
@@ -198,6 +200,22 @@ async def test_second_reservation_fails_the_transfer(pod: RunningPod) -> None:
         assert from_rpc_error(caught.value).param == "reserved"
         pod.gate.open()
         assert kinds(await stream.events())[-1] == "failed"
+
+
+async def test_a_decode_pod_that_waits_for_blocks_renews_its_lease(
+    pod: RunningPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = asyncio.Event()
+    monkeypatch.setattr(TransferRegistry, "renew", lambda *_: renewed.set())
+    async with HandoffStream(pod, "t-a") as stream:
+        call = start_prefill(pod, engine_request("a", PROMPT))
+        await stream.event()
+        await stream.call.write(pods_pb2.HandoffCommand(renew=pods_pb2.HandoffRenew()))
+        async with asyncio.timeout(DEADLINE_S):
+            await renewed.wait()
+        await stream.reserve(BLOCKS)
+        assert kinds(await stream.events())[-1] == "delivered"
+        await call
 
 
 async def test_reservation_must_come_within_the_lease() -> None:
