@@ -70,9 +70,9 @@ def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta
     if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always: all of it
         return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, delta.finish_reason)
     tokens = slice(num_replayed, len(offsets))
-    # Of tokens that were known before there are none, and they are all among the replayed ones.
+    # Of tokens that were known before there are none. They are all among the replayed ones, none of which is a stop.
     num_without = len(delta.token_ids) - len(delta.logprobs) if delta.logprobs else 0
-    logprobs = delta.logprobs[max(0, num_replayed - num_without) : max(0, len(offsets) - num_without)]
+    logprobs = delta.logprobs[num_replayed - num_without : len(offsets) - num_without]
     return TextDelta(
         text, delta.start_index + num_replayed, delta.token_ids[tokens], logprobs, offsets[tokens], delta.finish_reason
     )

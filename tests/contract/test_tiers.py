@@ -129,6 +129,7 @@ def test_closing_settles_what_a_tier_has_in_flight(keeper):
         ("memory", {"host_bytes": 1 << 20}, True),
         ("memory", {"host_bytes": "1MiB", "offload": "false"}, False),
         ("nixl", {"host_bytes": "1MiB"}, True),
+        ("nixl", {"host_bytes": "1MiB", "offload": "false"}, False),
         ("nixl", {"store": "memory"}, True),
         ("nixl", {"store": "memory", "offload": "false"}, False),
     ],
@@ -178,7 +179,8 @@ def test_a_tier_that_cannot_be_opened_is_named(options, says):
     connector = create_connector("nixl", options)
     with pytest.raises(ConfigError) as caught:
         connector.register_kv_cache(create_kv_cache(), FINGERPRINT, lambda: None)
-    assert says in caught.value.message
+    assert caught.value.message.startswith(says)
+    assert caught.value.param == says.partition(":")[0]
     connector.close()
 
 
@@ -231,6 +233,19 @@ def test_without_the_store_blocks_are_kept_on_the_host_and_handoffs_fail(tiers):
     assert own.rig.save([1, 2], HASHES[:2], is_for_tier=False).error == "store_failed"
     missing = own.rig.load([9, 10], HASHES[1:3])
     assert (missing.num_blocks_ok, missing.error) == (1, "block_missing")
+
+
+def test_a_save_for_a_handoff_fails_with_the_store_of_a_connector_as_it_is_set_up(request, monkeypatch):
+    """Unlike one for the tier, which the host then has."""
+
+    def fail(*_: object) -> None:
+        raise StoreError("full")
+
+    rig = TierRig(create_connector("memory", {"store": request.node.name, "host_bytes": "1MiB"}))
+    monkeypatch.setattr(InMemoryStore, "write", fail)
+    assert ok(rig.save([1], HASHES[:1]), 1)
+    assert rig.save([2], HASHES[1:2], is_for_tier=False).error == "store_failed"
+    rig.connector.close()
 
 
 def test_a_handoff_reaches_the_store_though_the_host_has_the_blocks(tiers):

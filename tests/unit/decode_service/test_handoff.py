@@ -1,6 +1,7 @@
 """The decode side of the handoff against a prefill pod that follows a script."""
 
 import asyncio
+import gc
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -283,6 +284,20 @@ async def test_fault_of_the_consumer_is_a_reason_too(caplog: pytest.LogCaptureFi
         await handoff.run()
     assert consumer.calls == [("recompute", "internal", 0)]
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_how_a_read_ends_that_was_left_is_not_logged(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    reading: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    reading.add_done_callback(handoff_module._see_exception)
+    if end == "cancelled":
+        reading.cancel()
+    else:
+        reading.set_exception(UnavailableError("the call was left"))
+    await asyncio.sleep(0)
+    del reading
+    gc.collect()  # asyncio tells then
+    assert not caplog.records
 
 
 def computing_in(block_size: int) -> pods_pb2.HandoffEvent:

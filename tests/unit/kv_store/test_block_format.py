@@ -36,6 +36,7 @@ def test_sizes():
 def test_sealed_frame_is_verified_and_can_be_inspected():
     frame = sealed()
     verify(frame)
+    assert parse_header(frame) == parse_header(frame[:HEADER_BYTES])
     header = parse_header(frame)._replace(digest=b"")
     assert header == (
         "bfloat16",
@@ -84,6 +85,7 @@ def test_another_model_is_refused():
     with pytest.raises(BlockCorruptError) as caught:
         verify(sealed(BlockFormat(bytes(32), LAYOUT)))
     assert caught.value.param == "fingerprint"
+    assert caught.value.message == f"fingerprint is {'00' * 32}, not {bytes(range(32)).hex()}"
 
 
 def test_every_single_bit_counts():

@@ -34,6 +34,17 @@ def test_least_recently_used_blocks_go_first():
     assert MemoryMedium.named("lru").num_bytes == 300
 
 
+def test_a_discarded_block_leaves_room_for_one():
+    store = open_store("discarded")
+    for index in range(3):
+        store.write([key(index)], [memoryview(bytes(100))])
+    for _ in range(2):  # the second time it is not there
+        store.discard(key(0))
+    store.write([key(3)], [memoryview(bytes(100))])
+    assert store.touch([key(index) for index in range(4)]) == [False, True, True, True]
+    assert MemoryMedium.named("discarded").num_bytes == 300
+
+
 def test_a_bound_below_one_block_is_refused():
     with pytest.raises(ConfigError) as caught:
         open_store("small", max_bytes=99)

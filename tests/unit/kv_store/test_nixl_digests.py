@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 import kv_store.nixl.digests as digests
 from common.engine.kv_connector import BlockTransfer
 from common.types import RequestId, hash_prompt, root_hash
 from kv_store.nixl.digests import Digester, block_digest, create_slab_reader, digests_of
-from tests.contract.connector_rig import BLOCK_SIZE, create_kv_cache
+from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import nixl_rig
 
 HASHES = hash_prompt(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE, root_hash())
@@ -45,6 +47,25 @@ def test_the_digester_takes_the_same(transfer):
     expected = tuple(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE))
     assert [digest.result() for digest in pending] == [expected] * 3
     digester.close()
+    digester.close()
+
+
+def test_one_thread_takes_all_digests(transfer, monkeypatch):
+    """Its frames are not for two."""
+    may_go_on, names = threading.Event(), []
+
+    def wait_and_digest(*_: object) -> bytes:
+        names.append(threading.current_thread().name)
+        assert may_go_on.wait(DEADLINE_S)
+        return b""
+
+    monkeypatch.setattr(digests, "block_digest", wait_and_digest)
+    digester = Digester(create_kv_cache(), BLOCK_SIZE)
+    under_way = [digester.start(transfer) for _ in range(3)]
+    may_go_on.set()
+    assert [future.result(DEADLINE_S) for future in under_way] == [(b"",) * 3] * 3
+    assert len(names) == 9
+    assert set(names) == {"kv-nixl-digests_0"}
     digester.close()
 
 

@@ -98,6 +98,29 @@ def test_after_abandon_peers_are_met_anew(peers, prepared):
     assert prepared == [None, one.agent_name] * 2
 
 
+def test_a_peer_that_broke_is_met_anew_when_nothing_is_under_way_to_it(peers, prepared, monkeypatch):
+    def fail(*_: object) -> None:
+        raise StoreError("nixl: no")
+
+    removed: list[str] = []
+    remove = Agent.remove_peer
+    monkeypatch.setattr(Agent, "remove_peer", lambda agent, name: (removed.append(name), remove(agent, name)))
+    one = address_of(peers[0])
+    with sender(create_kv_cache()) as made:
+        first = made.post(one, [1], [3])
+        with monkeypatch.context() as patched:
+            patched.setattr(Agent, "write", fail)
+            with pytest.raises(StoreError, match="no"):
+                made.post(one, [1], [4])
+        with pytest.raises(StoreError, match="is broken"):
+            made.post(one, [1], [4])
+        assert removed == []
+        finish(made, first)
+        assert removed == [one.agent_name]
+        finish(made, made.post(one, [1], [4]))
+    assert prepared == [None, one.agent_name, one.agent_name]
+
+
 def test_a_peer_that_is_gone_is_forgotten(peers, prepared):
     gone = nixl_rig()
     address = address_of(gone)

@@ -16,7 +16,15 @@ from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
 from kv_store import redis_store
 from kv_store.guard import Backoff
-from kv_store.redis_store import RedisOptions, RedisStore, _FrameReader, _Server, parse_nodes
+from kv_store.redis_store import (
+    RedisOptions,
+    RedisStore,
+    _create_client,
+    _FrameReader,
+    _Server,
+    check_servers,
+    parse_nodes,
+)
 from tests.redis_server import RedisServer, running_redis
 from tests.tls_front import Authority, create_authority, tls_front
 
@@ -744,3 +752,17 @@ def test_what_is_no_frame_is_an_error(received, error, step):
     reader = frame_reader(received, step)
     with pytest.raises(error):
         reader.read_into(memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize(("timeout_s", "expected"), [(2.5, 2.5), (60.0, 5.0)])
+def test_neither_a_connect_nor_a_call_waits_for_ever(timeout_s, expected):
+    client = _create_client(parse_nodes("redis://127.0.0.1")[0], RedisOptions(timeout_s=timeout_s))
+    settings = client.connection_pool.connection_kwargs
+    assert settings["socket_timeout"] == settings["socket_connect_timeout"] == expected
+
+
+def test_each_server_is_checked_and_the_one_that_fails_named_with_the_reason(server):
+    check_servers(RedisOptions(url=server.url))
+    with pytest.raises(ConfigError, match=r"cannot use Redis at 127\.0\.0\.1:1/0: .*[Cc]onnection refused") as caught:
+        check_servers(RedisOptions(url=f"{server.url},redis://127.0.0.1:1"))
+    assert caught.value.param == "url"

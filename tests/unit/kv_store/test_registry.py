@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from common.errors import ConfigError
+from kv_store.nixl.installed import check_installed
 from kv_store.registry import CONNECTOR_NAMES, create_connector
 
 
@@ -50,3 +51,11 @@ def test_nothing_is_imported_before_it_is_asked_for():
     late = {"torch", "xxhash", "redis", "nixl", "kv_store.shared_storage"}
     code = f"import sys, kv_store.registry; assert not {late} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_nixl_needs_is_named_without_loading_it(monkeypatch):
+    check_installed()
+    monkeypatch.setattr("importlib.util.find_spec", {"nixl": None}.__getitem__)
+    with pytest.raises(ConfigError, match=r"pip install 'baton-llm\[nixl\]' \(it is not installed\)") as caught:
+        check_installed()
+    assert caught.value.param == "connector"

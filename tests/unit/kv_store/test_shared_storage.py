@@ -68,6 +68,14 @@ def test_a_block_is_one_private_file_in_private_directories(tmp_path):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
+def test_a_block_that_the_system_takes_piece_by_piece_is_whole(tmp_path, monkeypatch):
+    write, block = os.write, bytes(index % 251 for index in range(FRAME_BYTES))
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:300]))
+    store = open_store(tmp_path)
+    store.write([key(1)], [memoryview(block)])
+    assert read(store, 1) == block
+
+
 def test_what_does_not_fit_is_left_out_and_the_size_told(tmp_path):
     store = open_store(tmp_path)
     store.write([key(1)], [frame(1)])

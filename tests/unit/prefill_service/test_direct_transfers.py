@@ -3,18 +3,23 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from common.engine.executor.fake import expected_tokens
+from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import TransferTarget
 from common.errors import NonFiniteError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import from_rpc_error
 from prefill_service.producer import Producer
+from prefill_service.transfers import TransferRegistry
 from tests.pods import (
     CHUNK,
+    DEADLINE_S,
     HandoffStream,
     RunningPod,
     SlowConnector,
@@ -73,6 +78,27 @@ async def start_and_write(pod: RunningPod, stream: HandoffStream) -> grpc.aio.Un
     pod.gate.allow(2)
     await wait_for(lambda: connector_of(pod).is_writing)
     return call
+
+
+class DatedConnector(SlowConnector):
+    """Ends its writes within 20 s."""
+
+    def register_kv_cache(self, *args: Any) -> ConnectorFacts:
+        return replace(super().register_kv_cache(*args), max_write_s=20.0)
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, 50.0), ({"handoff_quarantine_s": 7.0}, 7.0)])
+async def test_decode_pods_learn_how_long_a_lost_pod_may_write(settings: dict[str, float], told: float) -> None:
+    """Unless it is set, the connector's time and 30 s, in which the loss is noticed and a step ends."""
+    async with prefill_pod(None, executor={"connector": DatedConnector()}, **settings) as pod:
+        async with HandoffStream(pod, "t-a") as stream:
+            call = start_prefill(pod, engine_request("a", PROMPT))
+            event = await stream.event()
+            assert event is not None
+            assert event.computing.quarantine_s == told
+            await stream.cancel()
+        with suppress(grpc.aio.AioRpcError):
+            await call
 
 
 @pytest.mark.parametrize("first", ["reservation", "token"])
@@ -174,6 +200,22 @@ async def test_second_reservation_fails_the_transfer(pod: RunningPod) -> None:
         assert from_rpc_error(caught.value).param == "reserved"
         pod.gate.open()
         assert kinds(await stream.events())[-1] == "failed"
+
+
+async def test_a_decode_pod_that_waits_for_blocks_renews_its_lease(
+    pod: RunningPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = asyncio.Event()
+    monkeypatch.setattr(TransferRegistry, "renew", lambda *_: renewed.set())
+    async with HandoffStream(pod, "t-a") as stream:
+        call = start_prefill(pod, engine_request("a", PROMPT))
+        await stream.event()
+        await stream.call.write(pods_pb2.HandoffCommand(renew=pods_pb2.HandoffRenew()))
+        async with asyncio.timeout(DEADLINE_S):
+            await renewed.wait()
+        await stream.reserve(BLOCKS)
+        assert kinds(await stream.events())[-1] == "delivered"
+        await call
 
 
 async def test_reservation_must_come_within_the_lease() -> None:

@@ -14,11 +14,12 @@ from common.pb import pods_pb2, pods_pb2_grpc
 from common.types import FinishReason
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
+from router.pods.config import HealthConfig
 from router.requests.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod, _PrefillServicer
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod
 from tests.unit.router.dispatching.test_survival import on_a_draining_pod, started, until
-from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, _draft, text  # noqa: F401  (a fixture)
+from tests.unit.router.dispatching.test_two_legs import BODY, PROMPT, TOKENS, Stream, _draft, text  # noqa: F401  (a fixture)
 
 
 async def test_each_figure_of_an_answer_is_counted_once(start_cluster):
@@ -101,6 +102,27 @@ async def test_the_pod_that_failed_a_request_is_avoided(start_cluster, text):  #
     await until(lambda: pod.load.current().num_requests == 100)
     assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
     assert [len(failing.submits), len(busy.submits)] == [1, 1]
+
+
+def beyond_the_vocabulary(delta):
+    delta.token_ids[0] = 2048
+
+
+def after_a_gap(delta):
+    delta.start_index += 1
+
+
+@pytest.mark.parametrize("lie", [beyond_the_vocabulary, after_a_gap])
+async def test_a_decode_pod_with_two_invalid_answers_is_ejected(start_cluster, text, lie):  # noqa: F811
+    bad, good = LyingDecodePod(), FakeDecodePod()
+    bad.lie = lie
+    health = HealthConfig(canary_interval_s=0, eject_base_s=3600)
+    cluster = await start_cluster([], [bad, good], pod_health=health, decode_policy="round_robin")
+    for number in range(4):
+        body = await cluster.complete(prompt=[number, *PROMPT[1:]], max_tokens=8)
+        assert body["choices"][0]["text"] == text()
+    labels = {"role": "decode", "address": bad.address}
+    assert cluster.metric("baton_pod_ejections_total", reason="invalid", **labels) == 1
 
 
 async def test_the_only_pod_is_asked_once_if_it_is_full(start_cluster):

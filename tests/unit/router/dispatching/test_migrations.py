@@ -32,6 +32,8 @@ def test_an_attempt_that_was_refused_does_not_count():
     attempts.start()
     attempts.refused()
     assert not attempts.exhausted
+    attempts.start()
+    assert attempts.exhausted
 
 
 def test_delays_double_to_a_bound_with_jitter():

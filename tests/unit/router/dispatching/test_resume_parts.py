@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from contextlib import suppress
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,7 @@ from router.testing import fake_logprobs
 
 DIGEST = bytes(range(12))
 KEY = StreamKey("", "cmpl-1")
+SOURCES = ("kept", "computed_again")
 
 
 # --- event ids ---
@@ -145,8 +147,13 @@ def clock():
 
 
 @pytest.fixture
-def streams(clock):
-    metrics = SurvivalMetrics(CollectorRegistry())
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def streams(clock, registry):
+    metrics = SurvivalMetrics(registry)
     return ResumableStreams(window_s=30, max_streams=3, max_bytes=10_000, metrics=metrics, clock=clock)
 
 
@@ -161,13 +168,15 @@ async def known(streams, key, identity=b"i"):
     return None if kept is None else [list(each.token_ids) for each in kept.choices]
 
 
-async def test_a_broken_stream_is_kept_once_and_for_its_own(streams):
+async def test_a_broken_stream_is_kept_once_and_for_its_own(streams, registry):
     break_off(streams, KEY, 1, 2)
     assert await known(streams, StreamKey("other tenant", KEY.request_id)) is None
     assert await known(streams, KEY, b"another body") is None
     assert await known(streams, KEY) == [[1, 2]]
     assert await known(streams, KEY) is None
     assert streams.num_bytes == 0
+    resumed = {each: registry.get_sample_value("baton_stream_resume_total", {"source": each}) for each in SOURCES}
+    assert resumed == {"kept": 1, "computed_again": 3}
 
 
 async def test_a_stream_that_ended_well_or_brought_nothing_is_not_kept(streams):
@@ -199,7 +208,9 @@ async def test_number_and_bytes_are_bounded_and_the_oldest_goes_first(streams):
     for number in range(3):
         break_off(streams, StreamKey("", str(number)), *range(1000))
     assert len(streams) == 1
-    break_off(streams, KEY, *range(10_000))
+    break_off(streams, KEY, *range(2244))
+    assert streams.num_bytes == 10_000
+    break_off(streams, KEY, *range(2245))
     assert len(streams) == streams.num_bytes == 0
 
 
@@ -232,23 +243,25 @@ ANSWER = "Où? Une île, ça va 🦜🌍 STOP and on"
 
 
 class Scripted:
-    """A generation that brings its tokens in pieces of `step`."""
+    """A generation that brings its tokens in pieces of `step`. `merged`: new ones come with those that are known."""
 
-    def __init__(self, tokens, *, step, resumption=None, stops=(), finish=FinishReason.LENGTH, logprobs=False):
+    def __init__(
+        self, tokens, *, step, resumption=None, stops=(), finish=FinishReason.LENGTH, logprobs=False, merged=False
+    ):
         self.request = SimpleNamespace(
             prompt_token_ids=[600], continues_prompt=True, skip_special_tokens=True, stops=stops,
             sampling=SamplingParams(min_tokens=0), resumption=resumption,
         )  # fmt: skip
         known = list(resumption.known_token_ids) if resumption else []
-        pieces = [(0, known)] if known else []
-        pieces += [(at, tokens[at : at + step]) for at in range(len(known), len(tokens), step)]
+        ends = [len(known)] if known and not (merged and len(known) < len(tokens)) else []
+        ends += [min(at + step, len(tokens)) for at in range(len(known), len(tokens), step)]
         self._deltas = [
             OutputDelta(
-                start, piece,
-                [fake_logprobs(token, 1) for token in piece] if logprobs and (start or not known) else [],
-                finish if start + len(piece) == len(tokens) else None,
+                start, tokens[start:end],
+                [fake_logprobs(token, 1) for token in tokens[max(start, len(known)):end]] if logprobs else [],
+                finish if end == len(tokens) else None,
             )
-            for start, piece in pieces
+            for start, end in pairwise([0, *ends])
         ]  # fmt: skip
         self.finished = None
 
@@ -270,7 +283,8 @@ def joined(deltas, field):
 
 @pytest.mark.parametrize("stops", [(), ("STOP",), ("va 🦜🌍 ST", "nowhere")])
 @pytest.mark.parametrize("step", [1, 3])
-async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
+@pytest.mark.parametrize("merged", [False, True])
+async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step, merged):
     """Wherever the stream breaks, and however much more of it is known than the client has."""
     tokens = tokenizer.encode(ANSWER)
     whole = [
@@ -281,8 +295,9 @@ async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
         for num_known in (0, num_delivered, len(tokens)):
             resumption = Resumption(num_delivered, checksum_of(tokens[:num_delivered]), tokens[:num_known])
             scripted = Scripted(
-                tokens, step=step, resumption=resumption, stops=stops, logprobs=num_known <= num_delivered
-            )
+                tokens, step=step, resumption=resumption, stops=stops,
+                logprobs=num_known <= num_delivered, merged=merged,
+            )  # fmt: skip
             generation = TextGeneration(scripted, tokenizer)
             rest = [delta async for delta in generation]
             following = whole[num_delivered:]
@@ -292,6 +307,15 @@ async def test_what_follows_is_what_would_have_followed(tokenizer, stops, step):
             assert rest[0].start_index == num_delivered
             assert rest[-1].finish_reason is whole[-1].finish_reason
             assert generation.num_tokens == len(whole)
+
+
+@pytest.mark.parametrize("step", [1, 100])
+async def test_of_a_choice_that_was_delivered_but_for_its_end_the_end_comes(tokenizer, step):
+    tokens = tokenizer.encode(ANSWER)
+    resumption = Resumption(len(tokens), checksum_of(tokens))
+    generation = TextGeneration(Scripted(tokens, step=step, resumption=resumption), tokenizer)
+    (end,) = [delta async for delta in generation]
+    assert (end.text, end.token_ids, end.finish_reason) == ("", [], FinishReason.LENGTH)
 
 
 async def test_an_answer_that_is_another_this_time_is_never_continued(tokenizer):

@@ -11,7 +11,7 @@ from common.errors import BatonError, OverloadedError, UnavailableError
 from common.pb import pods_pb2
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.migrations import MAX_CONCURRENT_MIGRATIONS
-from router.pods import PodState
+from router.pods import DecodeSession, PodState
 from router.requests.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
@@ -292,4 +292,61 @@ async def test_streams_stay_on_a_pod_that_drains(start_cluster, text, survival, 
     assert stream.text == text()
     assert (other.submits, draining.aborts) == ([], [])
     assert cluster.metric("baton_num_migrations_running") == 0
+    await cluster.until_quiet()
+
+
+async def test_a_stream_whose_draining_pod_dies_is_in_line_once(start_cluster, text, monkeypatch):  # noqa: F811
+    survival = SurvivalConfig(migrate_on_drain_s=3600)
+    cluster, stream, draining, other = await on_a_draining_pod(start_cluster, survival)
+    service = cluster.router.service
+    line, num_entered = service._dispatcher.migrations, 0
+    slots = [await line.enter() for _ in range(MAX_CONCURRENT_MIGRATIONS)]  # of other streams
+    enter = line.enter
+
+    async def count_and_enter():
+        nonlocal num_entered
+        num_entered += 1
+        return await enter()
+
+    monkeypatch.setattr(line, "enter", count_and_enter)
+    (generation,) = service._running.values()
+    generation.leave(cluster.router.cluster.by_address[draining.address])
+    await until(lambda: cluster.metric("baton_num_migrations_waiting") == 1)
+    await draining.stop()
+    await until(lambda: num_entered == 2)
+    assert cluster.metric("baton_num_migrations_waiting") == 1
+    for slot in slots:
+        slot.release()
+    await other.allow(None)
+    await stream.rest()
+    await stream.__aexit__(None, None, None)
+    assert stream.text == text()
+    assert len(other.submits) == 1
+    assert cluster.metric("baton_redispatch_total", reason="drain") == 0
+    assert cluster.metric("baton_num_migrations_running") == 0
+    await cluster.until_quiet()
+
+
+async def test_a_prefill_retry_that_meets_a_broken_session_recovers(start_cluster, text, monkeypatch):  # noqa: F811
+    cluster = await start_cluster([FakePrefillPod(), FakePrefillPod()], [FakeDecodePod()])
+    for prefill in cluster.prefill:
+        prefill.may_answer.clear()
+    cluster.decode[0].allowed = 0
+    answer = asyncio.create_task(cluster.complete(**BODY))
+    await until(lambda: any(prefill.prefills for prefill in cluster.prefill))
+    failing, other = busy(cluster.prefill)
+    failing.failure = UnavailableError("draining")
+    submit, failures = DecodeSession.submit, iter([UnavailableError("the session broke")])
+
+    def submit_once_it_works(session, message, sink):
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        submit(session, message, sink)
+
+    monkeypatch.setattr(DecodeSession, "submit", submit_once_it_works)
+    other.may_answer.set()
+    failing.may_answer.set()
+    await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
+    await cluster.decode[0].allow(None)
+    assert (await answer)["choices"][0]["text"] == text()
     await cluster.until_quiet()

@@ -18,8 +18,9 @@ from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
 from router.gateway import completions
 from router.gateway.exchange import TENANT
+from router.pods import DecodeSession
 from router.requests.request import Draft, TokenPrompt
-from router.requests.terms import Tenant
+from router.requests.terms import Tenant, Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
@@ -90,7 +91,9 @@ async def test_both_legs_get_the_same_request(pair):
 
 async def test_pods_learn_everything_about_the_request(pair):
     service = pair.router.service
-    draft = replace(_draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3)
+    draft = replace(
+        _draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3, terms=Terms(itl_slo_s=0.05)
+    )
     request = await service.prepare(draft)
     async with service.run([request]) as run:
         async for _ in run.generations[0]:
@@ -104,6 +107,7 @@ async def test_pods_learn_everything_about_the_request(pair):
         block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=3,
+        target_itl_ms=50,
     )
     assert sent.cache_salt
 
@@ -286,6 +290,18 @@ async def test_pods_that_disagree_never_make_one_answer(start_cluster, text):
     assert stream.text == text()
     assert [list(submit.request.output_token_ids) for submit in wrong.submits] == [[], TOKENS[:1]]
     assert cluster.metric("baton_token_mismatch_total") == 1
+
+
+@pytest.mark.parametrize("num_prefill_pods", [0, 1])
+async def test_a_decode_pod_that_is_lost_as_it_is_asked_leaves_no_claims(start_cluster, monkeypatch, num_prefill_pods):
+    def submit(session, *_):
+        raise UnavailableError("the session broke")
+
+    monkeypatch.setattr(DecodeSession, "submit", submit)
+    cluster = await start_cluster([FakePrefillPod() for _ in range(num_prefill_pods)])
+    response = await cluster.post("/v1/completions", **BODY)
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "the session broke")
+    await cluster.until_quiet()
 
 
 async def test_an_error_of_the_pod_has_its_status(start_cluster):
