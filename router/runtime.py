@@ -32,6 +32,7 @@ from router.pods import Cluster
 from router.requests.model_files import resolve_model
 from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor
+from router.security.grpc_messages import MessageInterceptor, ReadSlots
 from router.security.http_connection import bounded_connections
 from router.security.refusals import Refusals
 from router.security.runtime import Security
@@ -76,12 +77,15 @@ class Router:
             self.metrics,
         )
         self.security = Security(config.security, config.host, self.metrics.registry)
-        interceptor = ApiKeyInterceptor(self.security.access, self.service.count_error)
+        interceptors = [
+            _message_bounds(self.service),
+            ApiKeyInterceptor(self.security.access, self.service.count_error),
+        ]
         self._grpc = RpcServer(
             config.host,
             config.grpc_port,
             [_INFERENCE],
-            interceptors=[interceptor],
+            interceptors=interceptors,
             credentials=self.security.grpc_tls,
             limits=_grpc_limits(config),
         )
@@ -171,7 +175,18 @@ def _grpc_limits(config: RouterConfig) -> Options:
     return [
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_concurrent_streams", config.limits.max_grpc_streams),
+        ("grpc.http2.bdp_probe", 0),  # would let clients send megabytes that no call reads yet
     ]
+
+
+def _message_bounds(service: InferenceService) -> MessageInterceptor:
+    """Each message that is being read may grow to max_body_bytes."""
+    config, limits = service.config, service.config.limits
+    slots = ReadSlots(
+        max(1, limits.max_unfinished_body_bytes // config.max_body_bytes),
+        max(1, config.max_client_body_bytes // config.max_body_bytes),
+    )
+    return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
 
 
 def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:

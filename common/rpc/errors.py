@@ -111,6 +111,12 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
     await context.abort(grpc.StatusCode[error.code.value.grpc_status], _line(error.message), tuple(metadata))
 
 
+def drop_frames(error: BaseException) -> None:
+    """Drops what the traceback of an aborted call's error holds. gRPC keeps the error in a cycle with the call, so that
+    the request, however large, would be freed only when the garbage collector runs."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
 @asynccontextmanager
 async def rpc_errors(
     context: grpc.aio.ServicerContext[Any, Any], count_internal: Callable[[], None] = lambda: None

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import InvalidRequestError
-from common.rpc.errors import abort_with
+from common.rpc.errors import abort_with, drop_frames
 
 
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the type stubs only
@@ -48,14 +48,24 @@ def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _checked(serve: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        if isinstance(request, DecodeError):
-            await abort_with(context, InvalidRequestError(f"the request cannot be parsed: {request}"))
-        answer = serve(request, context)
-        if not inspect.isasyncgen(answer):
-            return await answer
-        async with aclosing(answer):
-            async for each in answer:
-                await context.write(each)
-        return None
+        try:
+            if isinstance(request, DecodeError):
+                await abort_with(context, InvalidRequestError(f"the request cannot be parsed: {request}"))
+            return await answered(serve, request, context)
+        except grpc.aio.AbortError as error:
+            request = None
+            drop_frames(error)
+            raise
 
     return call
+
+
+async def answered(serve: Callable[[Any, Any], Any], request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """Runs a servicer's method, which may also yield its answers."""
+    answer = serve(request, context)
+    if not inspect.isasyncgen(answer):
+        return await answer
+    async with aclosing(answer):
+        async for each in answer:
+            await context.write(each)
+    return None

@@ -73,6 +73,7 @@ class Generation:
         self._finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
         self._stopped_by_front = False
         self._error: BatonError | None = None
+        self._was_cut = False  # there was more than the front took at once
         self._ended = False  # the front knows the end
 
         self._waiter: asyncio.Future[None] | None = None
@@ -108,6 +109,8 @@ class Generation:
     async def __anext__(self) -> OutputDelta:
         while True:
             if self._output.has_news:
+                if self._was_cut:
+                    await asyncio.sleep(0)  # others' turn
                 return self._take()
             if self._error is not None:
                 raise self._error
@@ -341,8 +344,10 @@ class Generation:
             self._backoff.reset()
 
     def _take(self) -> OutputDelta:
-        self._ended = self._finish_reason is not None
-        return self._output.take(self._finish_reason)
+        delta = self._output.take(self._finish_reason)
+        self._was_cut = self._output.has_news
+        self._ended = delta.finish_reason is not None
+        return delta
 
     def _finish(self, reason: FinishReason, now: float) -> None:
         self._finish_reason = reason

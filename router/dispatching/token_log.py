@@ -8,6 +8,8 @@ from typing import NamedTuple
 from common.pb import common_pb2
 from common.types import FinishReason
 
+_MAX_TAKEN = 64  # tokens; their log probabilities take up to 15 ms to write, which others wait for
+
 
 class OutputDelta(NamedTuple):
     """What a request gained since the front last looked."""
@@ -51,7 +53,10 @@ class TokenLog:
         return ""
 
     def take(self, finish_reason: FinishReason | None) -> OutputDelta:
-        """What is new."""
-        start, self._num_taken = self._num_taken, len(self.token_ids)
-        logprobs, self._logprobs = self._logprobs, []
-        return OutputDelta(start, self.token_ids[start:], logprobs, finish_reason)
+        """What is new, at most _MAX_TAKEN tokens of it; `finish_reason` comes with the last."""
+        start, self._num_taken = self._num_taken, min(self._num_taken + _MAX_TAKEN, len(self.token_ids))
+        num_left = len(self.token_ids) - self._num_taken
+        num_logprobs = max(0, len(self._logprobs) - num_left)
+        logprobs, self._logprobs = self._logprobs[:num_logprobs], self._logprobs[num_logprobs:]
+        token_ids = self.token_ids[start : self._num_taken]
+        return OutputDelta(start, token_ids, logprobs, None if num_left else finish_reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -26,15 +27,8 @@ class Answer:
 
     def __init__(self) -> None:
         self.text: list[str] = []
-        self.deltas: list[TextDelta] = []  # kept only for log probabilities
+        self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
         self.finish_reason: FinishReason | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        """Take the next delta."""
-        self.text.append(delta.text)
-        if delta.logprobs:
-            self.deltas.append(delta)
-        self.finish_reason = delta.finish_reason
 
 
 class AnswerFormat(ABC):
@@ -44,6 +38,8 @@ class AnswerFormat(ABC):
     chunk_object_name: str
     _before_text: bytes  # of a choice's field that holds the text
     _after_text: bytes
+    _logprob_fields: tuple[str, ...]  # lists, with a value for each token
+    _no_logprobs: Mapping[str, None] = MappingProxyType({})  # beside them
 
     def __init__(
         self,
@@ -68,8 +64,9 @@ class AnswerFormat(ABC):
         self._usage_head = b"data: " + head + b',"choices":[],"usage":'
 
     @abstractmethod
-    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
-        """Log probabilities of the tokens of `deltas`; `offset` is the length of what precedes the answer's text."""
+    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
+        """Log probabilities of the tokens of `delta`, for each of the fields; `offset` is the length of what precedes
+        the answer's text."""
 
     @abstractmethod
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,7 +86,8 @@ class AnswerFormat(ABC):
             return head + text + self._plain_tail
         logprobs = b"null"
         if self._wants_logprobs and delta.token_ids:
-            logprobs = encode_line(self.logprobs([delta], len(prefix)))
+            values = zip(self._logprob_fields, self.logprobs(delta, len(prefix)), strict=True)
+            logprobs = encode_line({**dict(values), **self._no_logprobs})
         finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
         return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
 
@@ -101,13 +99,26 @@ class AnswerFormat(ABC):
         """What ends a chunk that carries these token counts; None: none of its own."""
         return self._end if usage is None else b',"usage":' + encode_line(usage) + b"}\n\n"
 
+    def add(self, answer: Answer, delta: TextDelta, echo: str) -> None:
+        """Takes the next delta of an answer that is sent whole. What takes long to encode is encoded now, so that the
+        end of a long answer holds up no others."""
+        answer.text.append(delta.text)
+        answer.finish_reason = delta.finish_reason
+        if delta.logprobs:
+            for name, values in zip(self._logprob_fields, self.logprobs(delta, len(echo)), strict=True):
+                answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
+
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
         """Body of a response that is not streamed; `echoes` precede the answers' texts."""
         choices = []
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
-            logprobs = self.logprobs(answer.deltas, len(echo)) if self._wants_logprobs else None
+            logprobs = self._joined(answer.logprobs) if self._wants_logprobs else None
             choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
         return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
+
+    def _joined(self, logprobs: Mapping[str, list[bytes]]) -> dict[str, Any]:
+        values = {name: msgspec.Raw(b"[%b]" % b",".join(logprobs.get(name, []))) for name in self._logprob_fields}
+        return {**values, **self._no_logprobs}
 
 
 class CompletionFormat(AnswerFormat):
@@ -117,27 +128,22 @@ class CompletionFormat(AnswerFormat):
     chunk_object_name = "text_completion"
     _before_text = b',"text":'
     _after_text = b""
+    _logprob_fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
+    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """Four parallel lists."""
         text_of = self._tokenizer.token_text
         tokens: list[str] = []
         token_logprobs: list[float] = []
         top_logprobs: list[dict[str, float]] = []
         text_offsets: list[int] = []
-        for delta in deltas:
-            for token_id, position, start in zip(delta.token_ids, delta.logprobs, delta.text_offsets, strict=True):
-                tokens.append(text_of(token_id))
-                token_logprobs.append(_finite(position.sampled))
-                top = {text_of(each.token_id): _finite(each.logprob) for each in position.top}
-                top_logprobs.append({text_of(token_id): _finite(position.sampled), **top})
-                text_offsets.append(offset + start)
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": text_offsets,
-        }
+        for token_id, position, start in zip(delta.token_ids, delta.logprobs, delta.text_offsets, strict=True):
+            tokens.append(text_of(token_id))
+            token_logprobs.append(_finite(position.sampled))
+            top = {text_of(each.token_id): _finite(each.logprob) for each in position.top}
+            top_logprobs.append({text_of(token_id): _finite(position.sampled), **top})
+            text_offsets.append(offset + start)
+        return tokens, token_logprobs, top_logprobs, text_offsets
 
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See AnswerFormat."""
@@ -151,20 +157,21 @@ class ChatFormat(AnswerFormat):
     chunk_object_name = "chat.completion.chunk"
     _before_text = b',"delta":{"content":'
     _after_text = b"}"
+    _logprob_fields = ("content",)
+    _no_logprobs = MappingProxyType({"refusal": None})
 
     def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
         """Says whose turn it is."""
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
         return self._chunk_head + str(index).encode() + role + _FINISH[None] + self._end_with(usage)
 
-    def logprobs(self, deltas: Sequence[TextDelta], offset: int) -> dict[str, Any]:
+    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """One object per token."""
         content = []
-        for delta in deltas:
-            for token_id, position in zip(delta.token_ids, delta.logprobs, strict=True):
-                top = [self._token(each.token_id, each.logprob) for each in position.top]
-                content.append({**self._token(token_id, position.sampled), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        for token_id, position in zip(delta.token_ids, delta.logprobs, strict=True):
+            top = [self._token(each.token_id, each.logprob) for each in position.top]
+            content.append({**self._token(token_id, position.sampled), "top_logprobs": top})
+        return (content,)
 
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See AnswerFormat."""

@@ -32,6 +32,7 @@ from router.gateway.protocol import (
     parse_completion,
 )
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
+from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
@@ -176,7 +177,20 @@ class CompletionsEndpoint:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
                 raise InvalidRequestError(problem, param=draft.prompt_param)
             prompts.append(_Prompt(draft, request))
+        self._check_logprobs(prompts, n)
         return prompts
+
+    def _check_logprobs(self, prompts: Sequence[_Prompt], n: int) -> None:
+        """Raises InvalidRequestError if more are asked for than one answer may hold; one choice may always fill the
+        context."""
+        sampling = prompts[0].request.sampling  # all have the same num_logprobs
+        if sampling.num_logprobs is None or n * len(prompts) == 1:
+            return
+        num_tokens = n * sum(prompt.request.sampling.max_tokens or 0 for prompt in prompts)
+        if num_tokens * (sampling.num_logprobs + 1) > MAX_LOGPROB_VALUES:
+            param = prompts[0].draft.names["num_logprobs"]
+            problem = f"all choices' max_tokens times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
+            raise InvalidRequestError(f"{param}: {problem}", param=param)
 
     async def _job(
         self,
@@ -188,7 +202,7 @@ class CompletionsEndpoint:
     ) -> _Job:
         n = _n(body)
         choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
-        echoes = [self._echo(body, prompt) for prompt in prompts for _ in range(n)]
+        echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * n]
         event_ids = None
         if body.stream and resume.has_ids:
             model = self._service.cluster.model
@@ -205,22 +219,24 @@ class CompletionsEndpoint:
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
 
-    def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
+    async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
             return ""
         given = prompt.draft.prompt
         if isinstance(given, TextPrompt):
             return given.text
+        await asyncio.sleep(0)  # others' turn: it may be long, and there may be many
         return self._service.tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
-        async def collect(generation: TextGeneration) -> Answer:
+        async def collect(generation: TextGeneration, echo: str) -> Answer:
             answer = Answer()
             async for delta in generation:
-                answer.add(delta)
+                job.format.add(answer, delta, echo)
             return answer
 
-        answers = await _together([collect(generation) for generation in generations])
+        pairs = zip(generations, job.echoes, strict=True)
+        answers = await _together([collect(generation, echo) for generation, echo in pairs])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:

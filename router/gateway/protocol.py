@@ -396,6 +396,14 @@ _AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
+
+class _AnyBody(msgspec.Struct):
+    """What tells the two bodies apart."""
+
+    messages: Raw = field(default_factory=Raw)
+
+
+_any_decoder = msgspec.json.Decoder(_AnyBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
@@ -411,8 +419,8 @@ def parse_completion(body: bytes) -> CompletionBody:
 def parse_any(body: bytes) -> CompletionBody | ChatBody:
     """A chat if it has messages, else a completion. Raises InvalidRequestError."""
     with _request_errors():
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return parse_chat(body) if "messages" in fields else parse_completion(body)
+        has_messages = bool(bytes(_any_decoder.decode(body).messages))
+    return parse_chat(body) if has_messages else parse_completion(body)
 
 
 def parse_chat(body: bytes) -> ChatBody:

@@ -74,9 +74,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1024)] | None,
         Meta(description="The same for one client address; default: a quarter, or max_body_bytes if that is more."),
     ] = None
-    body_timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which an HTTP request body must end.")] = (
-        120.0
-    )
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds within which an HTTP request body or a gRPC message must end.")
+    ] = 120.0
     min_body_rate: Annotated[
         float, Meta(ge=0, description="Bytes per second that a body must bring in each window of body_grace_s; 0: any.")
     ] = 1024.0

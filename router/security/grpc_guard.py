@@ -53,4 +53,4 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         await abort_with(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)  # which reads nothing before it is served

@@ -48,3 +48,17 @@ def test_known_tokens_are_taken_as_well():
     log = TokenLog([5, 6])
     assert log.has_news
     assert log.take(None) == OutputDelta(0, [5, 6], [], None)
+
+
+def test_much_is_taken_piece_by_piece():
+    """Tokens that were known before have no log probabilities; the reason comes with the last piece."""
+    log = TokenLog(range(100))
+    assert not log.accept(100, range(100, 150), logprobs(*range(-50, 0)))
+    pieces = []
+    while log.has_news:
+        pieces.append(log.take(FinishReason.STOP))
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == list(range(150))
+    assert [piece.start_index for piece in pieces] == [0, 64, 128]
+    assert [len(piece.logprobs) for piece in pieces] == [0, 28, 22]
+    assert [each for piece in pieces for each in piece.logprobs] == logprobs(*range(-50, 0))
+    assert [piece.finish_reason for piece in pieces] == [None, None, FinishReason.STOP]

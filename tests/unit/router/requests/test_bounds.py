@@ -188,6 +188,45 @@ async def test_no_message_holds_up_the_loop(warm, request_):
         assert max(spans) < MAX_LAG_S
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_answer_holds_up_the_loop(warm, stream):
+    body = chat(max_tokens=2000, logprobs=True, top_logprobs=20, stream=stream)
+    with lag_probe() as spans:
+        assert (await warm.post("/v1/chat/completions", **body)).status_code == 200
+    assert max(spans) < MAX_LAG_S
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", chat(logprobs=True, top_logprobs=19, n=8, max_tokens=2**15 // 10), "top_logprobs"),
+        ("/v1/completions", {"prompt": ["a"] * 8, "logprobs": 19, "n": 2, "max_tokens": 2**14 // 10}, "logprobs"),
+    ],
+)
+async def test_log_probabilities_are_bounded_over_all_choices(pair, path, body, param):
+    refused = await pair.post(path, **{**body, "max_tokens": body["max_tokens"] + 1})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+
+
+async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
+    tokenizer, spelled = pair.router.service.tokenizer, []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: spelled.append(list(ids)) or decode(ids, **more))
+    prompt = [300] * 3000
+    answer = await pair.complete(prompt=prompt, echo=True, n=16, max_tokens=1)
+    assert len({choice["text"] for choice in answer["choices"]}) == 1
+    assert spelled.count(prompt) == 1
+
+
+async def test_many_unknown_fields_hold_up_nothing(warm):
+    body = b"{" + b",".join(b'"f%d":1' % number for number in range(200_000)) + b"}"
+    with lag_probe() as spans:
+        answer = await warm.client.post("/v1/route/explain", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert max(spans) < MAX_LAG_S
+
+
 PAGES = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/docs", "/nothing"]
 
 
