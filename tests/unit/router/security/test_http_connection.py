@@ -201,7 +201,7 @@ async def test_a_connection_is_not_kept_for_ever_after_what_is_no_request(cluste
 
 async def test_a_client_that_does_not_read_is_cut_off(start_cluster):
     cluster = await start_cluster(limits=LimitsConfig(send_timeout_s=0.3))
-    body = json.dumps({"prompt": [600], "max_tokens": 4000, "n": 32, "logprobs": 20, "stream": True}).encode()
+    body = json.dumps({"prompt": [600], "max_tokens": 4000, "n": 6, "logprobs": 20, "stream": True}).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", cluster.router.port))
