@@ -222,11 +222,17 @@ class PodHealth(_Answer):
 
 
 class Health(_Answer):
-    """Answer of GET /health. Where there are API keys, `pods` is for operators."""
+    """Answer of GET /health and /readyz. Where there are API keys, `pods` is for operators."""
 
     status: Literal["ok", "unavailable"]
     reason: str
     pods: list[PodHealth] = []
+
+
+class Liveness(_Answer):
+    """Answer of GET /livez."""
+
+    status: Literal["ok"]
 
 
 class Version(_Answer):

@@ -45,6 +45,9 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
+        Route("/readyz", status.health, methods=["GET"]),
+        Route("/livez", status.alive, methods=["GET"]),
+        Route("/ping", status.ping, methods=["GET", "POST"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
     ]
@@ -100,6 +103,14 @@ class _Status:
             for pod in self._service.cluster.pods
         ]
         return _json({"status": told, "reason": reason, "pods": pods}, status)
+
+    async def alive(self, request: Request) -> Response:
+        """200 whatever the state of the pods: only a router that does not answer should be restarted."""
+        return _json({"status": "ok"})
+
+    async def ping(self, request: Request) -> Response:
+        """The status of `health`, without a body."""
+        return Response(status_code=503 if self._service.unavailable_reason else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""

@@ -31,6 +31,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.ModelList,
     answers.ModelCard,
     answers.Health,
+    answers.Liveness,
     answers.Version,
 )
 
@@ -92,14 +93,10 @@ def _paths() -> dict[str, Any]:
                 "parameters": [name],
             }
         },
-        "/health": {
-            "get": {
-                "responses": {
-                    "200": {"description": "A request can be served.", "content": _json(answers.Health)},
-                    "503": {"description": "None can; `reason` says why.", "content": _json(answers.Health)},
-                }
-            }
-        },
+        "/health": {"get": _readiness(_json(answers.Health))},
+        "/readyz": {"get": _readiness(_json(answers.Health))},
+        "/livez": {"get": _page("The router runs, with or without pods.", _json(answers.Liveness), ())},
+        "/ping": {"get": _readiness({}), "post": _readiness({})},
         "/metrics": {
             "get": _page(
                 "Prometheus metrics.",
@@ -108,6 +105,16 @@ def _paths() -> dict[str, Any]:
             )
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+    }
+
+
+def _readiness(content: dict[str, Any]) -> dict[str, Any]:
+    why = "; `reason` says why" if content else ""
+    return {
+        "responses": {
+            "200": {"description": "A request can be served.", "content": content},
+            "503": {"description": f"None can{why}.", "content": content},
+        }
     }
 
 

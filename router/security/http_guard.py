@@ -9,7 +9,8 @@ from common.errors import BatonError, PermissionDeniedError, UnauthenticatedErro
 from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 
-OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
+OPEN_PATHS = PROBE_PATHS | {"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 OPERATOR_PATHS = frozenset({"/metrics"})
 
 

@@ -212,6 +212,9 @@ _posts = st.builds(
 )
 _OTHERS = [
     "/health",
+    "/readyz",
+    "/livez",
+    "/ping",
     "/metrics",
     "/version",
     "/openapi.json",

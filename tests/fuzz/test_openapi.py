@@ -35,6 +35,10 @@ _OPERATIONS = [
     "GET /v1/models",
     "GET /v1/models/{name}",
     "GET /health",
+    "GET /readyz",
+    "GET /livez",
+    "GET /ping",
+    "POST /ping",
     "GET /metrics",
     "GET /version",
 ]

@@ -97,7 +97,7 @@ async def test_refusals_are_counted(cluster):
 
 
 async def test_what_tells_whether_the_router_lives_is_open(cluster):
-    for path in ("/health", "/version"):
+    for path in ("/health", "/readyz", "/livez", "/ping", "/version"):
         assert (await cluster.client.get(path)).status_code == 200
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
