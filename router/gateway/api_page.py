@@ -50,6 +50,15 @@ event with OpenAI's error object, before `[DONE]`. Event ids are for
 [resuming a stream](survival.md#resuming-a-stream). `stream_options` is refused without `stream`.
 """
 
+_REQUEST_IDS = """\
+A request's id is the `request_id` of its body, else its `x-request-id`, else a random one. It is the `id` of the
+answer, as it was named, and a header `x-request-id` of every response, errors included; lines of the router's log begin
+with it. An id is 1 to 128 letters, digits, dots, dashes, colons or underscores. An `x-request-id` that another running
+request of the same client has, such as one that a service passes on with several requests, gets a suffix; the same
+`request_id` is a 400. A resumed stream keeps its id. A response to what the HTTP server itself refuses, such as a
+malformed request line, has none.
+"""
+
 _MESSAGES = """\
 All of these reach the model's chat template; other fields of messages are dropped. Where the template loops over the
 parts of a content, it gets parts; else texts are joined by line feeds. The arguments of `tool_calls` are objects to the
@@ -73,6 +82,7 @@ def page() -> str:
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
         "## Headers\n",
         _table(("header", "what it says"), _header_rows()),
+        _REQUEST_IDS,
         "## Accepted without effect\n",
         _table(("field", "of", "why"), _ignored_rows()),
         "## Refused, unless they ask for nothing\n",

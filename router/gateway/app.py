@@ -21,6 +21,7 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEn
 from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.requests.ids import RunningIds
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
@@ -34,14 +35,14 @@ _JSON = "application/json"
 def create_app(service: InferenceService, access: AccessControl, open_paths: frozenset[str] = OPEN_PATHS) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status = _Status(service, access)
+    status, ids = _Status(service, access), RunningIds()
     endpoints = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access),
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [
-        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access), methods=["GET", "POST"]),
+        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access, ids), methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),

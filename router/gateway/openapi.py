@@ -11,6 +11,7 @@ from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.resume import RESUMABLE_HEADER
+from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
 
@@ -57,6 +58,18 @@ _ERROR_HEADERS: dict[ErrorCode, dict[str, Any]] = {
     ErrorCode.RESOURCE_EXHAUSTED: _RETRY_AFTER,
     ErrorCode.UNAVAILABLE: {**_RETRY_AFTER, **_SHOULD_RETRY},
 }
+
+
+def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+_REQUEST_ID = {
+    REQUEST_ID_HEADER: {"description": "Id of the request in the router's log.", "schema": {"type": "string"}}
+}
+_REQUEST_ID_PARAMETER = _header(
+    REQUEST_ID_HEADER, "Id of the request unless the body has a `request_id`.", {"type": "string"}
+)
 
 
 def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset[str]) -> None:
@@ -145,10 +158,10 @@ def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _generation(description: str, bodies: list[type[msgspec.Struct]]) -> dict[str, Any]:
     schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
-    return {
-        "requestBody": {"required": True, "content": {_JSON: {"schema": schema}}},
-        "responses": {"200": {"description": description}, **_errors(_GENERATION_ERRORS)},
-    }
+    responses: dict[str, Any] = {"200": {"description": description}, **_errors(_GENERATION_ERRORS)}
+    for response in responses.values():
+        response["headers"] = {**response.get("headers", {}), **_REQUEST_ID}
+    return {"requestBody": {"required": True, "content": {_JSON: {"schema": schema}}}, "responses": responses}
 
 
 def _page(description: str, content: dict[str, Any], errors: tuple[ErrorCode, ...]) -> dict[str, Any]:
@@ -170,6 +183,7 @@ def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
     """Headers that say more of a request; `resumes`: those of streams included."""
     milliseconds = {"type": "number", "exclusiveMinimum": 0}
     parameters = [
+        _REQUEST_ID_PARAMETER,
         _header(TIMEOUT_HEADER, "Milliseconds until the request is ended as overdue.", milliseconds),
         _header(TTFT_HEADER, "Milliseconds until the first token.", milliseconds),
         _header(ITL_HEADER, "Milliseconds between two tokens.", milliseconds),
@@ -180,10 +194,6 @@ def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
         text = "Id of the last event that came of a stream that broke; the rest of the same request follows."
         parameters.append(_header("Last-Event-ID", text, {"type": "string"}))
     return parameters
-
-
-def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "header", "description": description, "schema": schema}
 
 
 def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:

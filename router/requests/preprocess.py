@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -28,10 +27,10 @@ from router.config import KVFailurePolicy
 from router.metrics import RouterMetrics
 from router.pods import Cluster
 from router.requests.bounds import MAX_MODEL_CHARS, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from router.requests.ids import check_request_id
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 
 _PRIORITIES = range(-(2**31), 2**31)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
 _THREAD_FROM_TOKENS = 20_000  # about 1 ms of hashing
 
@@ -207,8 +206,7 @@ def _check_draft(draft: Draft) -> None:
     """What neither depends on the model nor is part of SamplingParams."""
     if len(draft.model or "") > MAX_MODEL_CHARS:
         raise _invalid(f"model must have at most {MAX_MODEL_CHARS} characters", "model")
-    if not _REQUEST_ID.fullmatch(draft.request_id):
-        raise _invalid("request_id must be 1 to 128 letters, digits, dots, dashes, colons or underscores", "request_id")
+    check_request_id(draft.request_id, "request_id")
     if len(draft.stops) > MAX_STOPS:
         raise _invalid(f"stop must have at most {MAX_STOPS} texts, got {len(draft.stops)}", "stop")
     if not all(draft.stops):

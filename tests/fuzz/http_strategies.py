@@ -160,6 +160,7 @@ _known_headers = st.one_of(
     st.tuples(st.sampled_from(["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"]), _times | _header_text),
     st.tuples(st.just("last-event-id"), _event_ids | _header_text),
     st.tuples(st.just("x-baton-resumable"), st.sampled_from(["0", "1"]) | _header_text),
+    st.tuples(st.just("x-request-id"), st.sampled_from(["same", "x" * 128, "a/b"]) | _header_text),
     st.tuples(st.just("content-type"), _content_types | _header_text),
     st.tuples(st.sampled_from(["authorization", "x-api-key"]), _keys | _header_text),
     st.tuples(st.sampled_from(["x-session-id", "accept", "cookie", "origin", "x-odd"]), _header_text),
