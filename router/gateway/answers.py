@@ -195,6 +195,21 @@ class RouteList(_Answer):
     data: list[Route]
 
 
+class Tokenized(_Answer):
+    """Answer of POST /tokenize. `token_strs` are the tokens as the vocabulary spells them, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """Answer of POST /detokenize; special tokens are part of the text."""
+
+    prompt: str
+
+
 class ModelCard(_Answer):
     """A served model. Without a ready decode pod its context is not known."""
 

@@ -17,12 +17,14 @@ from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
+    REFUSED_BY_TOKENIZED_CHATS,
     Ignored,
     Refused,
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
 from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
+from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
@@ -66,6 +68,16 @@ template, and `reasoning` is also `reasoning_content`, and the other way round.
 """
 
 
+_TOKENS = """\
+`POST /tokenize` takes a text or a chat, and answers with `count`, `max_model_len`, `tokens` and `token_strs`, which is
+null unless `return_token_strs` is true. `POST /detokenize` answers with `prompt`, the text of `tokens` with special
+tokens. Both are vLLM's, and have the keys, quotas and bounds of generations: a call counts as a request, and its tokens
+as a prompt's. A prompt longer than the model's context is a 400, a token id outside the vocabulary a 422. While no
+decode pod is ready, the context is not known, and the answer is a 503. Of a chat, these are refused as by
+`/v1/chat/completions`: {refused}.
+"""
+
+
 def page() -> str:
     """The whole page."""
     sections = [
@@ -83,6 +95,9 @@ def page() -> str:
         "## Headers\n",
         _table(("header", "what it says"), _header_rows()),
         _REQUEST_IDS,
+        "## Tokens\n",
+        _TOKENS.format(refused=", ".join(f"`{row.name}`" for row in REFUSED_BY_TOKENIZED_CHATS)),
+        _table(("field", "type", "of", "what it does"), _token_rows()),
         "## Accepted without effect\n",
         _table(("field", "of", "why"), _ignored_rows()),
         "## Refused, unless they ask for nothing\n",
@@ -132,6 +147,16 @@ def _struct_rows(struct: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
 def _header_rows() -> Iterator[tuple[str, ...]]:
     for header in header_parameters(resumes=True):
         yield f"`{header['name']}`", header["description"]
+
+
+def _token_rows() -> Iterator[tuple[str, ...]]:
+    bodies: list[tuple[str, type[msgspec.Struct]]] = [
+        ("a text", TokenizeTextBody),
+        ("a chat", TokenizeChatBody),
+        ("`/detokenize`", DetokenizeBody),
+    ]
+    for of, body in bodies:
+        yield from ((f"`{name}`", kind, of, text) for name, (kind, text) in _described(body).items())
 
 
 def _ignored_rows() -> Iterator[tuple[str, ...]]:

@@ -21,6 +21,7 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEn
 from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.gateway.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import RunningIds
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
@@ -36,9 +37,11 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
     status, ids = _Status(service, access), RunningIds()
-    endpoints = {
+    endpoints: dict[str, App] = {
         "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
         "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
+        "/tokenize": TokenizeEndpoint(service, access),
+        "/detokenize": DetokenizeEndpoint(service, access),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [
@@ -63,7 +66,7 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
 
 
 class _Shortcut:
-    """Takes what generates past FastAPI, which adds nothing to it: the endpoints answer every error themselves. Its
+    """Takes requests with a body past FastAPI, which adds nothing: the endpoints answer every error themselves. Its
     layers cost a stream 5 KB for as long as it is open."""
 
     def __init__(self, endpoints: Mapping[str, App], app: App) -> None:

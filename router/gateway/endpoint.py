@@ -47,7 +47,7 @@ class JsonEndpoint(ABC, Generic[Body]):
             async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
                 await exchange.run_while_connected(work)
         except RequestCancelledError:
-            pass  # the client is gone; the generation counted it
+            pass  # the client is gone; its generation counted it
         except TimeoutError:
             self._service.metrics.errors.labels(ErrorCode.DEADLINE_EXCEEDED.label).inc()
             logger.warning("%s: the client stopped reading its answer; its connection is closed", exchange.request_id)

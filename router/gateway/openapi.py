@@ -11,6 +11,7 @@ from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.resume import RESUMABLE_HEADER
+from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
@@ -23,12 +24,17 @@ _REFS = "#/components/schemas/{name}"
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     CompletionBody,
     ChatBody,
+    TokenizeTextBody,
+    TokenizeChatBody,
+    DetokenizeBody,
     ErrorBody,
     answers.Completion,
     answers.CompletionChunk,
     answers.ChatCompletion,
     answers.ChatChunk,
     answers.RouteList,
+    answers.Tokenized,
+    answers.Detokenized,
     answers.ModelList,
     answers.ModelCard,
     answers.Health,
@@ -99,6 +105,10 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
         "/v1/chat/completions": {"post": _answered_generation(ChatBody, answers.ChatCompletion, answers.ChatChunk)},
         "/v1/route/explain": {"post": explained, "get": explained},
+        "/tokenize": {
+            "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
+        },
+        "/detokenize": {"post": _tokens("Text of token ids.", [DetokenizeBody], answers.Detokenized)},
         "/v1/models": {"get": _page("The served model.", _json(answers.ModelList), unauthenticated)},
         "/v1/models/{name}": {
             "get": {
@@ -119,6 +129,13 @@ def _paths() -> dict[str, Any]:
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
     }
+
+
+def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    operation = _generation(description, bodies)
+    operation["responses"]["200"]["content"] = _json(answer)
+    operation["parameters"] = [_REQUEST_ID_PARAMETER]
+    return operation
 
 
 def _readiness(content: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ _OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/route/explain",
     "GET /v1/route/explain",
+    "POST /tokenize",
+    "POST /detokenize",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "GET /health",
