@@ -27,7 +27,7 @@ from router.metrics import RouterMetrics
 from router.placing.planner import Plan
 from router.pods import Cluster
 from router.requests.preprocess import Preprocessor
-from router.requests.request import Draft, GenerationRequest
+from router.requests.request import Draft, GenerationRequest, Prompt
 from router.requests.terms import Tenant
 
 _SHUTTING_DOWN = "the router is shutting down"
@@ -117,6 +117,18 @@ class InferenceService:
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """See Preprocessor.prepare."""
         return await self._preprocessor.prepare(draft)
+
+    async def tokenize(self, model_name: str | None, prompt: Prompt, param: str) -> list[int]:
+        """See Preprocessor.tokenize."""
+        return await self._preprocessor.tokenize(model_name, prompt, param)
+
+    async def detokenize(self, model_name: str | None, token_ids: list[int], param: str) -> str:
+        """See Preprocessor.detokenize."""
+        return await self._preprocessor.detokenize(model_name, token_ids, param)
+
+    async def pieces(self, token_ids: list[int]) -> list[str]:
+        """See Preprocessor.pieces."""
+        return await self._preprocessor.pieces(token_ids)
 
     def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
         """Counts the prompts of what is about to run: one request for each, however many choices it has."""

@@ -17,6 +17,8 @@ from common.rpc.parsing import ParsingInterceptor
 
 logger = logging.getLogger(__name__)
 
+LIVENESS = "liveness"  # name of a health service that says only that the process runs
+
 _SERVER_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.so_reuseport", 0),  # two pods on one port is an error, not a load balancer
@@ -35,7 +37,8 @@ class RpcServer:
             await server.set_serving(True)
             ...
 
-    Health answers NOT_SERVING for "" and each service until `set_serving(True)`. Leaving the context ends all calls.
+    Health answers NOT_SERVING for "" and each service until `set_serving(True)`, and SERVING for LIVENESS until the
+    server stops. Leaving the context ends all calls.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class RpcServer:
     async def start(self) -> None:
         """Binds and listens. Raises ConfigError that names `port` if the address is not available."""
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         try:
             if self._credentials is None:
                 bound = self.grpc_server.add_insecure_port(self.address)

@@ -89,6 +89,14 @@ class Tokenizer:
         """Text of `token_ids`. Ids that the tokenizer does not know have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def decode_long(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens included. Releases the GIL, so many can be decoded on a thread."""
+        return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them; empty for ids that it does not have."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def is_visible(self, token_id: int) -> bool:
         """True if `decode` does not skip the token."""
         return token_id < len(self._is_visible) and self._is_visible[token_id] != 0

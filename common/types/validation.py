@@ -43,7 +43,7 @@ def validate_sampling(
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         problem = f"{stop_name} must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(params.stop_token_ids)}"
         raise InvalidRequestError(problem, param=stop_name)
-    _check_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
+    validate_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
 
 
 def validate_prompt(
@@ -68,10 +68,12 @@ def validate_prompt(
             f"together more than the model's context of {max_model_len} tokens",
             param=param,
         )
-    _check_token_ids(token_ids, vocab_size=vocab_size, param=param)
+    validate_token_ids(token_ids, vocab_size=vocab_size, param=param)
 
 
-def _check_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param: str) -> None:
+def validate_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param: str) -> None:
+    """Raises InvalidRequestError for what is no integer, and UnprocessableError for an id outside [0, vocab_size).
+    `param` names the field."""
     if not all(type(token_id) is int for token_id in token_ids):
         raise InvalidRequestError(f"{param} must hold integers only", param=param)
     if not token_ids:

@@ -195,6 +195,21 @@ class RouteList(_Answer):
     data: list[Route]
 
 
+class Tokenized(_Answer):
+    """Answer of POST /tokenize. `token_strs` are the tokens as the vocabulary spells them, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """Answer of POST /detokenize; special tokens are part of the text."""
+
+    prompt: str
+
+
 class ModelCard(_Answer):
     """A served model. Without a ready decode pod its context is not known."""
 
@@ -222,11 +237,17 @@ class PodHealth(_Answer):
 
 
 class Health(_Answer):
-    """Answer of GET /health. Where there are API keys, `pods` is for operators."""
+    """Answer of GET /health and /readyz. Where there are API keys, `pods` is for operators."""
 
     status: Literal["ok", "unavailable"]
     reason: str
     pods: list[PodHealth] = []
+
+
+class Liveness(_Answer):
+    """Answer of GET /livez."""
+
+    status: Literal["ok"]
 
 
 class Version(_Answer):

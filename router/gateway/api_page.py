@@ -17,12 +17,14 @@ from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
+    REFUSED_BY_TOKENIZED_CHATS,
     Ignored,
     Refused,
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
 from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
+from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
@@ -50,10 +52,29 @@ event with OpenAI's error object, before `[DONE]`. Event ids are for
 [resuming a stream](survival.md#resuming-a-stream). `stream_options` is refused without `stream`.
 """
 
+_REQUEST_IDS = """\
+A request's id is the `request_id` of its body, else its `x-request-id`, else a random one. It is the `id` of the
+answer, as it was named, and a header `x-request-id` of every response, errors included; lines of the router's log begin
+with it. An id is 1 to 128 letters, digits, dots, dashes, colons or underscores. An `x-request-id` that another running
+request of the same client has, such as one that a service passes on with several requests, gets a suffix; the same
+`request_id` is a 400. A resumed stream keeps its id. A response to what the HTTP server itself refuses, such as a
+malformed request line, has none.
+"""
+
 _MESSAGES = """\
 All of these reach the model's chat template; other fields of messages are dropped. Where the template loops over the
 parts of a content, it gets parts; else texts are joined by line feeds. The arguments of `tool_calls` are objects to the
 template, and `reasoning` is also `reasoning_content`, and the other way round.
+"""
+
+
+_TOKENS = """\
+`POST /tokenize` takes a text or a chat, and answers with `count`, `max_model_len`, `tokens` and `token_strs`, which is
+null unless `return_token_strs` is true. `POST /detokenize` answers with `prompt`, the text of `tokens` with special
+tokens. Both are vLLM's, and have the keys, quotas and bounds of generations: a call counts as a request, and its tokens
+as a prompt's. A prompt longer than the model's context is a 400, a token id outside the vocabulary a 422. While no
+decode pod is ready, the context is not known, and the answer is a 503. Of a chat, these are refused as by
+`/v1/chat/completions`: {refused}.
 """
 
 
@@ -73,6 +94,10 @@ def page() -> str:
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
         "## Headers\n",
         _table(("header", "what it says"), _header_rows()),
+        _REQUEST_IDS,
+        "## Tokens\n",
+        _TOKENS.format(refused=", ".join(f"`{row.name}`" for row in REFUSED_BY_TOKENIZED_CHATS)),
+        _table(("field", "type", "of", "what it does"), _token_rows()),
         "## Accepted without effect\n",
         _table(("field", "of", "why"), _ignored_rows()),
         "## Refused, unless they ask for nothing\n",
@@ -122,6 +147,16 @@ def _struct_rows(struct: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
 def _header_rows() -> Iterator[tuple[str, ...]]:
     for header in header_parameters(resumes=True):
         yield f"`{header['name']}`", header["description"]
+
+
+def _token_rows() -> Iterator[tuple[str, ...]]:
+    bodies: list[tuple[str, type[msgspec.Struct]]] = [
+        ("a text", TokenizeTextBody),
+        ("a chat", TokenizeChatBody),
+        ("`/detokenize`", DetokenizeBody),
+    ]
+    for of, body in bodies:
+        yield from ((f"`{name}`", kind, of, text) for name, (kind, text) in _described(body).items())
 
 
 def _ignored_rows() -> Iterator[tuple[str, ...]]:

@@ -21,6 +21,8 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEn
 from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.gateway.tokens import DetokenizeEndpoint, TokenizeEndpoint
+from router.requests.ids import RunningIds
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
@@ -34,17 +36,22 @@ _JSON = "application/json"
 def create_app(service: InferenceService, access: AccessControl, open_paths: frozenset[str] = OPEN_PATHS) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status = _Status(service, access)
-    endpoints = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access),
+    status, ids = _Status(service, access), RunningIds()
+    endpoints: dict[str, App] = {
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
+        "/tokenize": TokenizeEndpoint(service, access),
+        "/detokenize": DetokenizeEndpoint(service, access),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [
-        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access), methods=["GET", "POST"]),
+        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access, ids), methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),
+        Route("/readyz", status.health, methods=["GET"]),
+        Route("/livez", status.alive, methods=["GET"]),
+        Route("/ping", status.ping, methods=["GET", "POST"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
     ]
@@ -59,7 +66,7 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
 
 
 class _Shortcut:
-    """Takes what generates past FastAPI, which adds nothing to it: the endpoints answer every error themselves. Its
+    """Takes requests with a body past FastAPI, which adds nothing: the endpoints answer every error themselves. Its
     layers cost a stream 5 KB for as long as it is open."""
 
     def __init__(self, endpoints: Mapping[str, App], app: App) -> None:
@@ -100,6 +107,14 @@ class _Status:
             for pod in self._service.cluster.pods
         ]
         return _json({"status": told, "reason": reason, "pods": pods}, status)
+
+    async def alive(self, request: Request) -> Response:
+        """200 whatever the state of the pods: only a router that does not answer should be restarted."""
+        return _json({"status": "ok"})
+
+    async def ping(self, request: Request) -> Response:
+        """The status of `health`, without a body."""
+        return Response(status_code=503 if self._service.unavailable_reason else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""

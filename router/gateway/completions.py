@@ -7,42 +7,36 @@ before that is an ordinary error response.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from common.errors import BatonError, ErrorCode, InvalidRequestError, RequestCancelledError
+from common.errors import InvalidRequestError
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
-from router.gateway.exchange import Exchange, Receive, Scope, Send
+from router.gateway.endpoint import JsonEndpoint
+from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
 from router.gateway.protocol import (
     ChatBody,
     CompletionBody,
     UsageReports,
-    check_num_values,
     parse_any,
     parse_chat,
     parse_completion,
 )
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
 from router.requests.bounds import MAX_LOGPROB_VALUES
+from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.service import InferenceService
-
-logger = logging.getLogger(__name__)
-
-_LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
-_INTERNAL = "internal error; the router's log has the details"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +74,17 @@ class _Job:
     usage_reports: UsageReports
 
 
-class CompletionsEndpoint:
+class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     """An ASGI application for one of the APIs."""
 
-    def __init__(self, api: Api, service: InferenceService, access: AccessControl) -> None:
+    def __init__(self, api: Api, service: InferenceService, access: AccessControl, ids: RunningIds) -> None:
+        """`ids` are those of all endpoints that generate."""
+        super().__init__(api.id_prefix, service, access)
         self._api = api
-        self._service = service
-        self._access = access
+        self._ids = ids
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; every failure becomes an error object."""
-        arrived_at = time.monotonic()
-        config = self._service.config
-        exchange = Exchange(scope, receive, send)
-        try:
-            body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
-            check_num_values(body, self._service.max_body_values)
-            parsed = self._api.parse(body)
-            del body
-            work = self._serve(parsed, exchange, arrived_at)
-            del parsed  # a long prompt must not be kept as long as its answer takes
-            async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
-                await exchange.run_while_connected(work)
-        except RequestCancelledError:
-            pass  # the client is gone; the generation counted it
-        except TimeoutError:
-            self._service.metrics.errors.labels(ErrorCode.DEADLINE_EXCEEDED.label).inc()
-            logger.warning("a client stopped reading its answer; its connection is closed")
-        except BatonError as error:
-            await self._refuse(exchange, error)
-        except Exception:
-            logger.exception("a request failed: internal error")
-            await self._refuse(exchange, BatonError(_INTERNAL))
-
-    async def _refuse(self, exchange: Exchange, error: BatonError) -> None:
-        self._service.metrics.errors.labels(error.code.label).inc()
-        await exchange.send_error(error)
+    def _parse(self, body: bytes) -> CompletionBody | ChatBody:
+        return self._api.parse(body)
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.header, exchange.tenant)
@@ -123,11 +92,8 @@ class CompletionsEndpoint:
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
         resume = read_resume_options(exchange.header, parsed)
-        if resume.last_id is not None:
-            request_id, seed = resume.last_id.request_id, resume.last_id.seed
-        else:
-            request_id, seed = parsed.request_id or f"{self._api.id_prefix}{uuid.uuid4().hex}", new_seed()
-        with account.admit(self._num_choices(parsed)):
+        seed = new_seed() if resume.last_id is None else resume.last_id.seed
+        with self._named(parsed, resume, exchange) as request_id, account.admit(self._num_choices(parsed)):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
             if self._api.explains or parsed.dry_run:
@@ -145,6 +111,19 @@ class CompletionsEndpoint:
                             await self._stream(job, run.generations, exchange)
                         else:
                             await self._answer(job, run.generations, exchange)
+
+    @contextmanager
+    def _named(self, body: CompletionBody | ChatBody, resume: ResumeOptions, exchange: Exchange) -> Iterator[str]:
+        """Settles the request's id: that of the stream that is resumed, else the body's, else the header's, else a
+        random one. Raises InvalidRequestError."""
+        named = body.request_id if resume.last_id is None else resume.last_id.request_id
+        if named:
+            check_request_id(named, "request_id")
+            exchange.request_id = named
+            yield named
+        else:
+            with self._ids.distinct(exchange.tenant, exchange.request_id) as exchange.request_id:
+                yield exchange.request_id
 
     def _resumable(self, job: _Job, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""

@@ -19,6 +19,7 @@ from common.errors import (
     quoted,
 )
 from router.gateway.errors import error_headers, error_json
+from router.requests.ids import REQUEST_ID_HEADER, check_request_id, new_request_id
 from router.requests.terms import Tenant
 
 Scope = MutableMapping[str, Any]
@@ -41,6 +42,7 @@ class Exchange:
         self._send = send
         self._streaming = False
         self._added: list[tuple[bytes, bytes]] = []  # headers of a success
+        self.request_id = ""  # told in a header of every response; must be valid
 
     @property
     def tenant(self) -> Tenant:
@@ -57,6 +59,14 @@ class Exchange:
     def add_header(self, name: str, value: str) -> None:
         """To the response, if it is a success."""
         self._added.append((name.encode(), value.encode()))
+
+    def settle_request_id(self, prefix: str = "") -> None:
+        """The id that a header names, else a random one with this prefix. Raises InvalidRequestError for an invalid
+        header, which the random one then replaces."""
+        self.request_id = new_request_id(prefix)
+        if named := self.header(REQUEST_ID_HEADER):
+            check_request_id(named, REQUEST_ID_HEADER)
+            self.request_id = named
 
     async def read_json(self, limit: int, timeout_s: float) -> bytes:
         """The whole body, unread. Raises InvalidRequestError if it is declared as something else, PayloadTooLargeError
@@ -124,6 +134,7 @@ class Exchange:
     ) -> None:
         """A whole response."""
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        own += self._identification()
         if status == 200:
             own += self._added
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
@@ -134,7 +145,8 @@ class Exchange:
         if not self._streaming:
             self._streaming = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._added})
+            headers += self._identification() + self._added
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, last: bytes = b"") -> None:
@@ -148,6 +160,9 @@ class Exchange:
             await self.end_events(b"data: " + error_json(error) + b"\n\n")
         else:
             await self.send_json(error_json(error), status=error.code.value.http_status, headers=error_headers(error))
+
+    def _identification(self) -> list[tuple[bytes, bytes]]:
+        return [(REQUEST_ID_HEADER.encode(), self.request_id.encode())] if self.request_id else []
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

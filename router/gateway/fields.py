@@ -134,6 +134,9 @@ REFUSED_BY_CHATS = (
     Refused("media_io_kwargs", _ONLY_TEXT, ({},)),
 )
 
+_OF_TOKENIZED_CHATS = {"tools", "continue_final_message", "chat_template", "mm_processor_kwargs", "media_io_kwargs"}
+REFUSED_BY_TOKENIZED_CHATS = tuple(row for row in REFUSED_BY_CHATS if row.name in _OF_TOKENIZED_CHATS)
+
 _NO_PARSER = "without a parser of reasoning it has nothing to act on"
 IGNORED_BY_BOTH = (
     Ignored("user", str, "says who asks; requests that belong together are named by `session_id` or `x-session-id`"),

@@ -11,6 +11,8 @@ from router.gateway import answers
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.resume import RESUMABLE_HEADER
+from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
 
@@ -22,15 +24,21 @@ _REFS = "#/components/schemas/{name}"
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     CompletionBody,
     ChatBody,
+    TokenizeTextBody,
+    TokenizeChatBody,
+    DetokenizeBody,
     ErrorBody,
     answers.Completion,
     answers.CompletionChunk,
     answers.ChatCompletion,
     answers.ChatChunk,
     answers.RouteList,
+    answers.Tokenized,
+    answers.Detokenized,
     answers.ModelList,
     answers.ModelCard,
     answers.Health,
+    answers.Liveness,
     answers.Version,
 )
 
@@ -56,6 +64,18 @@ _ERROR_HEADERS: dict[ErrorCode, dict[str, Any]] = {
     ErrorCode.RESOURCE_EXHAUSTED: _RETRY_AFTER,
     ErrorCode.UNAVAILABLE: {**_RETRY_AFTER, **_SHOULD_RETRY},
 }
+
+
+def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+_REQUEST_ID = {
+    REQUEST_ID_HEADER: {"description": "Id of the request in the router's log.", "schema": {"type": "string"}}
+}
+_REQUEST_ID_PARAMETER = _header(
+    REQUEST_ID_HEADER, "Id of the request unless the body has a `request_id`.", {"type": "string"}
+)
 
 
 def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset[str]) -> None:
@@ -85,6 +105,10 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
         "/v1/chat/completions": {"post": _answered_generation(ChatBody, answers.ChatCompletion, answers.ChatChunk)},
         "/v1/route/explain": {"post": explained, "get": explained},
+        "/tokenize": {
+            "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
+        },
+        "/detokenize": {"post": _tokens("Text of token ids.", [DetokenizeBody], answers.Detokenized)},
         "/v1/models": {"get": _page("The served model.", _json(answers.ModelList), unauthenticated)},
         "/v1/models/{name}": {
             "get": {
@@ -92,14 +116,10 @@ def _paths() -> dict[str, Any]:
                 "parameters": [name],
             }
         },
-        "/health": {
-            "get": {
-                "responses": {
-                    "200": {"description": "A request can be served.", "content": _json(answers.Health)},
-                    "503": {"description": "None can; `reason` says why.", "content": _json(answers.Health)},
-                }
-            }
-        },
+        "/health": {"get": _readiness(_json(answers.Health))},
+        "/readyz": {"get": _readiness(_json(answers.Health))},
+        "/livez": {"get": _page("The router runs, with or without pods.", _json(answers.Liveness), ())},
+        "/ping": {"get": _readiness({}), "post": _readiness({})},
         "/metrics": {
             "get": _page(
                 "Prometheus metrics.",
@@ -108,6 +128,23 @@ def _paths() -> dict[str, Any]:
             )
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+    }
+
+
+def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    operation = _generation(description, bodies)
+    operation["responses"]["200"]["content"] = _json(answer)
+    operation["parameters"] = [_REQUEST_ID_PARAMETER]
+    return operation
+
+
+def _readiness(content: dict[str, Any]) -> dict[str, Any]:
+    why = "; `reason` says why" if content else ""
+    return {
+        "responses": {
+            "200": {"description": "A request can be served.", "content": content},
+            "503": {"description": f"None can{why}.", "content": content},
+        }
     }
 
 
@@ -138,10 +175,10 @@ def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _generation(description: str, bodies: list[type[msgspec.Struct]]) -> dict[str, Any]:
     schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
-    return {
-        "requestBody": {"required": True, "content": {_JSON: {"schema": schema}}},
-        "responses": {"200": {"description": description}, **_errors(_GENERATION_ERRORS)},
-    }
+    responses: dict[str, Any] = {"200": {"description": description}, **_errors(_GENERATION_ERRORS)}
+    for response in responses.values():
+        response["headers"] = {**response.get("headers", {}), **_REQUEST_ID}
+    return {"requestBody": {"required": True, "content": {_JSON: {"schema": schema}}}, "responses": responses}
 
 
 def _page(description: str, content: dict[str, Any], errors: tuple[ErrorCode, ...]) -> dict[str, Any]:
@@ -163,6 +200,7 @@ def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
     """Headers that say more of a request; `resumes`: those of streams included."""
     milliseconds = {"type": "number", "exclusiveMinimum": 0}
     parameters = [
+        _REQUEST_ID_PARAMETER,
         _header(TIMEOUT_HEADER, "Milliseconds until the request is ended as overdue.", milliseconds),
         _header(TTFT_HEADER, "Milliseconds until the first token.", milliseconds),
         _header(ITL_HEADER, "Milliseconds between two tokens.", milliseconds),
@@ -173,10 +211,6 @@ def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
         text = "Id of the last event that came of a stream that broke; the rest of the same request follows."
         parameters.append(_header("Last-Event-ID", text, {"type": "string"}))
     return parameters
-
-
-def _header(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "header", "description": description, "schema": schema}
 
 
 def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:

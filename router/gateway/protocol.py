@@ -13,6 +13,7 @@ import difflib
 import enum
 import operator
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -51,7 +52,7 @@ _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
 _ANY_SEED = -1  # as vLLM has it: no seed
 _SEPARATORS = b",[{"  # each begins another JSON value
 
-_ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
+ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 _Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -112,7 +113,7 @@ else:
 class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completion have."""
 
-    model: Annotated[_ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
     n: Annotated[int | None, Meta(description="Answers to each prompt; default 1.")] = None
     stream: Annotated[bool | None, Meta(description="Answer in server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="How to stream; see below.")] = None
@@ -319,15 +320,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
-        if not self.messages:
-            raise InvalidRequestError("messages is empty", param="messages")
-        num_parts = sum(len(message.content) for message in self.messages if isinstance(message.content, list))
-        if num_parts > MAX_CONTENT_PARTS:
-            problem = f"messages must have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}"
-            raise InvalidRequestError(problem, param="messages")
-        prompt = ChatPrompt(
-            [message.as_template_input(index) for index, message in enumerate(self.messages)],
-            num_chars=sum(message.size for message in self.messages),
+        prompt = chat_prompt(
+            self.messages,
             add_generation_prompt=self.add_generation_prompt is not False,
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
@@ -371,17 +365,41 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
             variables["enable_thinking"] = self.reasoning_effort != "none"
-        return variables | _decode_variables(self.chat_template_kwargs)
+        return variables | decode_variables(self.chat_template_kwargs)
 
 
-def _decode_variables(value: Raw) -> dict[str, Any]:
+def chat_prompt(
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+    template_variables: Mapping[str, Any],
+) -> ChatPrompt:
+    """The conversation for the template. Raises InvalidRequestError."""
+    if not messages:
+        raise InvalidRequestError("messages is empty", param="messages")
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if num_parts > MAX_CONTENT_PARTS:
+        problem = f"messages must have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}"
+        raise InvalidRequestError(problem, param="messages")
+    return ChatPrompt(
+        [message.as_template_input(index) for index, message in enumerate(messages)],
+        num_chars=sum(message.size for message in messages),
+        add_generation_prompt=add_generation_prompt,
+        add_special_tokens=add_special_tokens,
+        template_variables=template_variables,
+    )
+
+
+def decode_variables(value: Raw) -> dict[str, Any]:
+    """`chat_template_kwargs` as sent. Raises InvalidRequestError."""
     num_bytes = len(bytes(value))
     if not num_bytes:
         return {}
     if num_bytes > MAX_TEMPLATE_BYTES:
         problem = f"chat_template_kwargs must have at most {MAX_TEMPLATE_BYTES} bytes of JSON, got {num_bytes}"
         raise InvalidRequestError(problem, param="chat_template_kwargs")
-    with _request_errors("chat_template_kwargs"):
+    with request_errors("chat_template_kwargs"):
         return _variables_decoder.decode(value) or {}
 
 
@@ -412,24 +430,24 @@ _MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long a
 
 def parse_completion(body: bytes) -> CompletionBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
-    with _request_errors(struct=CompletionBody):
+    with request_errors(struct=CompletionBody):
         return _completion_decoder.decode(body)
 
 
 def parse_any(body: bytes) -> CompletionBody | ChatBody:
     """A chat if it has messages, else a completion. Raises InvalidRequestError."""
-    with _request_errors():
+    with request_errors():
         has_messages = bool(bytes(_any_decoder.decode(body).messages))
     return parse_chat(body) if has_messages else parse_completion(body)
 
 
 def parse_chat(body: bytes) -> ChatBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
-    with _request_errors(struct=ChatBody):
+    with request_errors(struct=ChatBody):
         return _chat_decoder.decode(body)
 
 
-class _request_errors:  # noqa: N801  used as a context manager
+class request_errors:  # noqa: N801  used as a context manager
     """Turns msgspec's errors into ours."""
 
     def __init__(self, field: str = "", *, struct: type[msgspec.Struct] | None = None) -> None:
@@ -470,7 +488,7 @@ def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
     known = {"": struct, "stream_options": StreamOptions}.get(path)
     if known is None or len(name) > _MAX_GUESSED_CHARS:
         return ""
-    if not path and name in {"prompt", "messages"}:
+    if known in (CompletionBody, ChatBody) and name in {"prompt", "messages"}:
         return f"; it is a field of {'/v1/completions' if name == 'prompt' else '/v1/chat/completions'}"
     close = difflib.get_close_matches(name, known.__struct_fields__, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
@@ -23,17 +23,20 @@ from common.errors import (
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
-from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling, validate_token_ids
 from router.config import KVFailurePolicy
 from router.metrics import RouterMetrics
-from router.pods import Cluster
+from router.pods import Cluster, ModelFacts
 from router.requests.bounds import MAX_MODEL_CHARS, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from router.requests.ids import check_request_id
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 
 _PRIORITIES = range(-(2**31), 2**31)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
 _THREAD_FROM_TOKENS = 20_000  # about 1 ms of hashing
+_THREAD_FROM_DECODED = 5_000  # tokens, about 1 ms of decoding
+
+_Result = TypeVar("_Result")
 
 
 class Preprocessor:
@@ -81,16 +84,13 @@ class Preprocessor:
         self.check_model(draft.model)
         priority = draft.terms.tenant.priority_of(draft.priority)
         kv_failure_policy = self._kv_failure_policy_of(draft)
-        model, max_model_len = self._cluster.model, self._cluster.max_model_len
-        if model is None or not max_model_len:
-            raise UnavailableError(self._cluster.explain())
+        model, max_model_len = self._model()
 
         started = time.monotonic()
-        longest = min(max_model_len, self._max_prompt_tokens or max_model_len)
+        longest = self._longest(max_model_len)
         token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest)
-        if self._max_prompt_tokens is not None and len(token_ids) > longest:
-            problem = f"{draft.prompt_param} has {len(token_ids)} tokens, more than the limit of {longest}"
-            raise PromptTooLongError(problem, param=draft.prompt_param)
+        if self._max_prompt_tokens is not None:
+            _check_length(token_ids, longest, draft.prompt_param)
         sampling = self._sampling(draft, room=max_model_len - len(token_ids))
         validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         validate_prompt(
@@ -118,6 +118,43 @@ class Preprocessor:
             arrived_at=draft.arrived_at,
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
+
+    async def tokenize(self, model_name: str | None, prompt: Prompt, param: str) -> list[int]:
+        """Token ids of a prompt, which `param` names. Raises as `prepare` does if it is longer than the context."""
+        self.check_model(model_name)
+        longest = self._longest(self._model()[1])
+        token_ids = await self._tokenize(prompt, param, longest)
+        _check_length(token_ids, longest, param)
+        return token_ids
+
+    async def detokenize(self, model_name: str | None, token_ids: list[int], param: str) -> str:
+        """Text of token ids, special ones included. Raises UnprocessableError for one outside the vocabulary, and as
+        `tokenize` does."""
+        self.check_model(model_name)
+        model, max_model_len = self._model()
+        _check_length(token_ids, self._longest(max_model_len), param)
+        validate_token_ids(token_ids, vocab_size=model.vocab_size, param=param)
+        return await self._off_loop(self._tokenizer.decode_long, token_ids)
+
+    async def pieces(self, token_ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary spells them."""
+        return await self._off_loop(self._tokenizer.pieces, token_ids)
+
+    def _model(self) -> tuple[ModelFacts, int]:
+        """The served model and its context. Raises UnavailableError without a pod."""
+        model, max_model_len = self._cluster.model, self._cluster.max_model_len
+        if model is None or not max_model_len:
+            raise UnavailableError(self._cluster.explain())
+        return model, max_model_len
+
+    def _longest(self, max_model_len: int) -> int:
+        return min(max_model_len, self._max_prompt_tokens or max_model_len)
+
+    async def _off_loop(self, work: Callable[[list[int]], _Result], token_ids: list[int]) -> _Result:
+        """Runs the work on a thread if it takes long."""
+        if len(token_ids) < _THREAD_FROM_DECODED:
+            return work(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, token_ids)
 
     def _sampling(self, draft: Draft, room: int) -> SamplingParams:
         """All sampling parameters settled. `room` is what the context leaves for the answer."""
@@ -207,8 +244,7 @@ def _check_draft(draft: Draft) -> None:
     """What neither depends on the model nor is part of SamplingParams."""
     if len(draft.model or "") > MAX_MODEL_CHARS:
         raise _invalid(f"model must have at most {MAX_MODEL_CHARS} characters", "model")
-    if not _REQUEST_ID.fullmatch(draft.request_id):
-        raise _invalid("request_id must be 1 to 128 letters, digits, dots, dashes, colons or underscores", "request_id")
+    check_request_id(draft.request_id, "request_id")
     if len(draft.stops) > MAX_STOPS:
         raise _invalid(f"stop must have at most {MAX_STOPS} texts, got {len(draft.stops)}", "stop")
     if not all(draft.stops):
@@ -221,6 +257,11 @@ def _check_draft(draft: Draft) -> None:
         raise _invalid(f"the session's name must have at most {MAX_SESSION_CHARS} characters", "session_id")
     if draft.priority not in _PRIORITIES:
         raise _invalid("priority must be a 32-bit integer", "priority")
+
+
+def _check_length(token_ids: Sequence[int], longest: int, param: str) -> None:
+    if len(token_ids) > longest:
+        raise PromptTooLongError(f"{param} has {len(token_ids)} tokens, more than the limit of {longest}", param=param)
 
 
 def _invalid(message: str, param: str) -> BatonError:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from common.errors import BatonError, PermissionDeniedError, UnauthenticatedError
+from common.errors import BatonError, InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 
-OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
+OPEN_PATHS = PROBE_PATHS | {"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 OPERATOR_PATHS = frozenset({"/metrics"})
 
 
@@ -35,6 +37,8 @@ class ApiKeyGuard:
                     self._access.check_operator(tenant)
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._on_error(error)
+                with suppress(InvalidRequestError):  # the lack of a key matters more
+                    exchange.settle_request_id()
                 await exchange.send_error(error)
                 return
         await self._app(scope, receive, send)

@@ -11,12 +11,14 @@ import msgspec
 from hypothesis import strategies as st
 
 from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/route/explain"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/route/explain", "/tokenize", "/detokenize"]
 MAX_BODY_BYTES = 4096  # of the router that gets them
 API_KEY = "key-of-fuzzed-requests-0123456789"  # where there are keys
 
-_FIELDS = sorted({field.encode_name for body in (CompletionBody, ChatBody) for field in msgspec.structs.fields(body)})
+_BODIES = (CompletionBody, ChatBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_FIELDS = sorted({field.encode_name for body in _BODIES for field in msgspec.structs.fields(body)})
 _ODD_JSON = [
     b"NaN",
     b"Infinity",
@@ -126,6 +128,10 @@ good_chats = st.fixed_dictionaries(
     },
 )
 
+good_tokens = st.fixed_dictionaries(
+    {"prompt": st.text(max_size=20)}, optional={"return_token_strs": st.booleans(), "add_special_tokens": st.booleans()}
+) | st.fixed_dictionaries({"tokens": st.lists(st.integers(-1, 3000), max_size=8)})
+
 
 def _object(members: Sequence[tuple[str, bytes]]) -> bytes:
     """As JSON; names may come twice."""
@@ -137,7 +143,7 @@ def _with_members(good: dict[str, object], extra: Sequence[tuple[str, bytes]], f
     return _object([*extra, *members] if first else [*members, *extra])
 
 
-_good_bodies = good_completions | good_chats
+_good_bodies = good_completions | good_chats | good_tokens
 bodies = (
     _good_bodies.map(lambda body: json.dumps(body).encode())
     | st.builds(_with_members, _good_bodies, st.lists(_members, min_size=1, max_size=3), st.booleans())
@@ -160,6 +166,7 @@ _known_headers = st.one_of(
     st.tuples(st.sampled_from(["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"]), _times | _header_text),
     st.tuples(st.just("last-event-id"), _event_ids | _header_text),
     st.tuples(st.just("x-baton-resumable"), st.sampled_from(["0", "1"]) | _header_text),
+    st.tuples(st.just("x-request-id"), st.sampled_from(["same", "x" * 128, "a/b"]) | _header_text),
     st.tuples(st.just("content-type"), _content_types | _header_text),
     st.tuples(st.sampled_from(["authorization", "x-api-key"]), _keys | _header_text),
     st.tuples(st.sampled_from(["x-session-id", "accept", "cookie", "origin", "x-odd"]), _header_text),
@@ -212,6 +219,9 @@ _posts = st.builds(
 )
 _OTHERS = [
     "/health",
+    "/readyz",
+    "/livez",
+    "/ping",
     "/metrics",
     "/version",
     "/openapi.json",

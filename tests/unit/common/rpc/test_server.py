@@ -7,7 +7,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.errors import ConfigError, UnavailableError
 from common.rpc.channel import ChannelPool, connect, open_channel
-from common.rpc.server import RpcServer, join_address
+from common.rpc.server import LIVENESS, RpcServer, join_address
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -28,6 +28,15 @@ async def test_health_follows_set_serving_for_every_service() -> None:
         assert await statuses() == {SERVING}
         await server.set_serving(False)
         assert await statuses() == {NOT_SERVING}
+
+
+async def test_a_process_that_does_not_serve_is_alive() -> None:
+    async with RpcServer("127.0.0.1", 0, ["baton.v1.Prefill"]) as server, open_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        for serving in (False, True, False):
+            await server.set_serving(serving)
+            response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+            assert response.status == SERVING
 
 
 async def test_reflection_lists_the_services() -> None:

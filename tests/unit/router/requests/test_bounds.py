@@ -170,6 +170,27 @@ async def test_no_body_holds_up_the_loop(warm, name):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": TEXT * 4000, "return_token_strs": True}),
+        ("/tokenize", {"prompt": "x" * (7 * MIB)}),
+        ("/tokenize", BODIES["messages"]),
+        ("/detokenize", {"tokens": [600] * 130_000}),
+        ("/detokenize", {"tokens": [600] * 250_000}),
+    ],
+    ids=["a text", "a long text", "a chat", "ids", "too many ids"],
+)
+async def test_no_tokenizing_holds_up_the_loop(start_cluster, path, body):
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=131_072)])
+    content = json.dumps(body).encode()
+    for _ in range(2):  # first, caches are made
+        with lag_probe() as spans:
+            response = await cluster.client.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400), response.text[:300]
+    assert max(spans) < MAX_LAG_S, str(max(spans))
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         inference_pb2.GenerateRequest(chat={"messages": [{}] * 500_000}),

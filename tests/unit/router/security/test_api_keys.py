@@ -88,6 +88,14 @@ async def test_without_one_nothing_is_read_or_started(cluster, method, path, hea
     assert cluster.decode[0].submits == []
 
 
+@pytest.mark.parametrize(("named", "told"), [("mine", "mine"), ("not valid", None), (None, None)])
+async def test_a_refusal_has_a_request_id(cluster, named, told):
+    headers = {} if named is None else {"x-request-id": named}
+    response = await cluster.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert response.status_code == 401
+    assert response.headers["x-request-id"] == told or (told is None and len(response.headers["x-request-id"]) == 32)
+
+
 async def test_refusals_are_counted(cluster):
     await cluster.client.get("/v1/models")
     await cluster.client.get("/v1/models", headers=bearer("wrong"))
@@ -97,7 +105,7 @@ async def test_refusals_are_counted(cluster):
 
 
 async def test_what_tells_whether_the_router_lives_is_open(cluster):
-    for path in ("/health", "/version"):
+    for path in ("/health", "/readyz", "/livez", "/ping", "/version"):
         assert (await cluster.client.get(path)).status_code == 200
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)

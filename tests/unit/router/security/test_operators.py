@@ -51,8 +51,9 @@ async def test_routes_are_for_operators(cluster, path, body):
 async def test_health_names_pods_to_operators_only(cluster):
     decode = cluster.decode[0]
     for headers in ({}, bearer(ALICE), bearer("wrong")):
-        response = await cluster.client.get("/health", headers=headers)
-        assert (response.status_code, response.json()) == (200, {"status": "ok", "reason": ""})
+        for path in ("/health", "/readyz"):
+            response = await cluster.client.get(path, headers=headers)
+            assert (response.status_code, response.json()) == (200, {"status": "ok", "reason": ""})
     response = await cluster.client.get("/health", headers=bearer(OPERATOR))
     assert [pod["address"] for pod in response.json()["pods"]] == [decode.address]
     await decode.stop()

@@ -1,0 +1,106 @@
+"""Bodies of POST /tokenize and POST /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, field
+
+from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
+from router.gateway.messages import Message
+from router.gateway.protocol import ModelName, chat_prompt, decode_variables, request_errors
+from router.requests.bounds import MAX_MESSAGES
+from router.requests.request import ChatPrompt, TextPrompt
+
+
+class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all of them have."""
+
+    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+
+
+class _TokenizeBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """What texts and chats have."""
+
+    return_token_strs: Annotated[
+        bool | None, Meta(description="Answer with the tokens as the vocabulary spells them, too.")
+    ] = None
+
+
+class TokenizeTextBody(_TokenizeBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /tokenize for a text."""
+
+    prompt: Annotated[str, Meta(description="The text.")]
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
+    ] = None
+
+    def as_prompt(self) -> TextPrompt:
+        """What is to be tokenised."""
+        return TextPrompt(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+
+
+if TYPE_CHECKING:
+    _ChatFields = _TokenizeBody
+else:
+    _ChatFields = with_fields(_TokenizeBody, REFUSED_BY_TOKENIZED_CHATS)
+
+_REFUSED_FIELDS = RefusedFields(REFUSED_BY_TOKENIZED_CHATS)
+
+
+class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /tokenize for a chat."""
+
+    messages: Annotated[
+        Annotated[list[Message], Meta(max_length=MAX_MESSAGES)], Meta(description="The conversation, as of a chat.")
+    ]
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="Have the template open the assistant's turn; default true.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
+    ] = None
+    chat_template_kwargs: Annotated[Raw, Meta(description="Variables of the template.")] = field(default_factory=Raw)
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents, for templates that take them.")] = (
+        None
+    )
+
+    def as_prompt(self) -> ChatPrompt:
+        """What is to be tokenised. Raises InvalidRequestError."""
+        _REFUSED_FIELDS.check(self)
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return chat_prompt(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            add_special_tokens=self.add_special_tokens is True,
+            template_variables=documents | decode_variables(self.chat_template_kwargs),
+        )
+
+
+class DetokenizeBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[int], Meta(description="Token ids.")]
+
+
+_text_decoder = msgspec.json.Decoder(TokenizeTextBody)
+_chat_decoder = msgspec.json.Decoder(TokenizeChatBody)
+_ids_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+def parse_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
+    """A chat if it has messages, else a text. Raises InvalidRequestError."""
+    with request_errors():
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    if "messages" in fields:
+        with request_errors(struct=TokenizeChatBody):
+            return _chat_decoder.decode(body)
+    with request_errors(struct=TokenizeTextBody):
+        return _text_decoder.decode(body)
+
+
+def parse_detokenize(body: bytes) -> DetokenizeBody:
+    """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
+    with request_errors(struct=DetokenizeBody):
+        return _ids_decoder.decode(body)

@@ -1,0 +1,58 @@
+"""POST /tokenize and POST /detokenize: the model's tokenizer, under the limits of generations."""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.gateway.answers import Detokenized, Tokenized
+from router.gateway.endpoint import JsonEndpoint
+from router.gateway.exchange import Exchange
+from router.gateway.token_bodies import (
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    parse_detokenize,
+    parse_tokenize,
+)
+from router.requests.request import ChatPrompt
+from router.security.access import AccessControl
+from router.service import InferenceService
+
+
+class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
+    """An ASGI application."""
+
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        super().__init__("tokenize-", service, access)
+
+    def _parse(self, body: bytes) -> TokenizeTextBody | TokenizeChatBody:
+        return parse_tokenize(body)
+
+    async def _serve(self, parsed: TokenizeTextBody | TokenizeChatBody, exchange: Exchange, arrived_at: float) -> None:
+        account, service = self._access.account(exchange.tenant), self._service
+        with account.admit(1):
+            prompt = parsed.as_prompt()
+            max_model_len = service.cluster.max_model_len  # now: its pods may be gone when the tokens are there
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            token_ids = await service.tokenize(parsed.model, prompt, param)
+            account.spend(len(token_ids))
+            pieces = await service.pieces(token_ids) if parsed.return_token_strs else None
+            answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
+            await exchange.send_json(msgspec.json.encode(answer))
+
+
+class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):
+    """An ASGI application."""
+
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        super().__init__("detokenize-", service, access)
+
+    def _parse(self, body: bytes) -> DetokenizeBody:
+        return parse_detokenize(body)
+
+    async def _serve(self, parsed: DetokenizeBody, exchange: Exchange, arrived_at: float) -> None:
+        account = self._access.account(exchange.tenant)
+        with account.admit(1):
+            text = await self._service.detokenize(parsed.model, parsed.tokens, "tokens")
+            account.spend(len(parsed.tokens))
+            await exchange.send_json(msgspec.json.encode(Detokenized(text)))
