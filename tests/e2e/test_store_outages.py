@@ -53,7 +53,7 @@ async def ask_until(cluster: Cluster, condition: Callable[[], bool]) -> None:
 
 def outages(cluster: Cluster, server: RedisServer) -> list[str]:
     """What pods have logged of outages that began."""
-    return [line for line in cluster.lines if f"Redis at {server.address}/0 is unavailable, requests go on" in line]
+    return [line for line in cluster.lines if f"Redis at {server.address}/0 is unavailable, requests proceed" in line]
 
 
 def external_tokens(cluster: Cluster) -> float:

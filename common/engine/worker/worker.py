@@ -71,7 +71,7 @@ class Worker:
             self._loaded,
             kv_cache,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_model_len=min(self._max_model_len(self._loaded), num_blocks * block_size),
+            max_model_len=min(self._max_model_len(self._loaded), (num_blocks - 1) * block_size),
             attention_backend=self._config.model.attention_backend,
         )
 

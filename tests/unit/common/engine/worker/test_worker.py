@@ -46,11 +46,11 @@ def connector_config(name="memory"):
 def start():
     executors = []
 
-    def start(**settings):
+    def start(num_blocks=32, **settings):
         executor = InprocExecutor(config(**settings))
         executors.append(executor)
         facts = executor.load_model()
-        executor.initialize_kv_cache(32)
+        executor.initialize_kv_cache(num_blocks)
         return executor, facts
 
     yield start
@@ -64,6 +64,15 @@ def test_facts(start):
     assert len(facts.fingerprint) == 32
     assert facts.bytes_per_block == 3 * 2 * 2 * BLOCK_SIZE * 12 * 4
     assert (facts.device, facts.dtype, facts.max_model_len) == ("cpu", "float32", MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 32])
+def test_measured_steps_fit_the_kv_cache(start, num_blocks):
+    executor, _ = start(num_blocks)
+    longest = min((num_blocks - 1) * BLOCK_SIZE, MAX_MODEL_LEN)  # of the others, block 0 being the null block
+    sizes = [num_tokens for num_tokens, _ in executor.measure_steps()]
+    assert sizes[0] == 1
+    assert max(sizes) <= longest
 
 
 def test_kv_bytes_follow_the_settings():
