@@ -17,8 +17,10 @@ from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
 from router.gateway import completions
+from router.gateway import endpoint as endpoint_module
 from router.gateway.exchange import TENANT
 from router.pods import DecodeSession
+from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
 from router.requests.terms import Tenant, Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
@@ -364,10 +366,10 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
 
 
 async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
-    monkeypatch.setattr(completions, "_LAST_CHUNK_S", 0.1)
+    monkeypatch.setattr(endpoint_module, "_LAST_CHUNK_S", 0.1)
     cluster = await start_cluster(request_timeout_s=0.2)
     endpoint = completions.CompletionsEndpoint(
-        completions.COMPLETIONS, cluster.router.service, cluster.router.security.access
+        completions.COMPLETIONS, cluster.router.service, cluster.router.security.access, RunningIds()
     )
     messages = [{"type": "http.request", "body": json.dumps({**BODY, "stream": True}).encode()}]
 

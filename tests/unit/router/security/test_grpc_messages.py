@@ -220,7 +220,7 @@ async def test_nothing_of_a_refused_request_stays(start_cluster):
                 )
             async with asyncio.timeout(10):
                 # No event tells when the last reference goes.
-                while any(isinstance(each, UnknownModelError) for each in gc.get_objects()):  # noqa: ASYNC110
+                while any(type(each) is UnknownModelError for each in gc.get_objects()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     finally:
         gc.enable()
