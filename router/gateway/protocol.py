@@ -436,9 +436,14 @@ def parse_completion(body: bytes) -> CompletionBody:
 
 def parse_any(body: bytes) -> CompletionBody | ChatBody:
     """A chat if it has messages, else a completion. Raises InvalidRequestError."""
+    return parse_chat(body) if has_messages(body) else parse_completion(body)
+
+
+def has_messages(body: bytes) -> bool:
+    """Whether it is a chat. Builds nothing of other fields, of which there may be very many. Raises
+    InvalidRequestError."""
     with request_errors():
-        has_messages = bool(bytes(_any_decoder.decode(body).messages))
-    return parse_chat(body) if has_messages else parse_completion(body)
+        return bool(bytes(_any_decoder.decode(body).messages))
 
 
 def parse_chat(body: bytes) -> ChatBody:

@@ -9,7 +9,7 @@ from msgspec import Meta, Raw, field
 
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
 from router.gateway.messages import Message
-from router.gateway.protocol import ModelName, chat_prompt, decode_variables, request_errors
+from router.gateway.protocol import ModelName, chat_prompt, decode_variables, has_messages, request_errors
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt
 
@@ -91,9 +91,7 @@ _ids_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 def parse_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
     """A chat if it has messages, else a text. Raises InvalidRequestError."""
-    with request_errors():
-        fields = msgspec.json.decode(body, type=dict[str, Raw])
-    if "messages" in fields:
+    if has_messages(body):
         with request_errors(struct=TokenizeChatBody):
             return _chat_decoder.decode(body)
     with request_errors(struct=TokenizeTextBody):

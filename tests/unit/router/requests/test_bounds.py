@@ -240,10 +240,11 @@ async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
     assert spelled.count(prompt) == 1
 
 
-async def test_many_unknown_fields_hold_up_nothing(warm):
+@pytest.mark.parametrize("path", ["/v1/route/explain", "/tokenize"])
+async def test_many_unknown_fields_hold_up_nothing(warm, path):
     body = b"{" + b",".join(b'"f%d":1' % number for number in range(200_000)) + b"}"
     with lag_probe() as spans:
-        answer = await warm.client.post("/v1/route/explain", content=body, headers={"content-type": "application/json"})
+        answer = await warm.client.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert max(spans) < MAX_LAG_S
 
