@@ -25,11 +25,7 @@ ConfigError; a process prints it on one line and exits with 2.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import json
-import math
-import operator
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,20 +37,12 @@ import msgspec.inspect as mi
 import yaml
 
 from common.errors import ConfigError
+from common.setting_values import Setting, convert, show, unwrap, without_none
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 CONFIG_ERROR_EXIT_CODE = 2
 
-_TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
-_BYTE_UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
-_BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _OPTION = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 _BYTE_SIZE_FIELD = re.compile(r".*_(memory|bytes)")
 _HELP_ALL = "--help-all"
@@ -112,7 +100,7 @@ class Section(Mapping[str, object]):
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise ConfigError(f"{self.name_of(name)}: expected a mapping, got {_show(values)}", param=name)
+            raise ConfigError(f"{self.name_of(name)}: expected a mapping, got {show(values)}", param=name)
         path = f"{self.path}.{name}" if self.path else name
         return Section(values, source=self.source, path=path)
 
@@ -138,7 +126,7 @@ def load_yaml(path: str | Path) -> Section:
     if document is None:
         document = {}
     if not isinstance(document, dict):
-        raise ConfigError(f"--config: {path} must hold a mapping of sections, got {_show(document)}", param="config")
+        raise ConfigError(f"--config: {path} must hold a mapping of sections, got {show(document)}", param="config")
     return Section(document, source=str(path))
 
 
@@ -211,7 +199,7 @@ def add_arguments(
 
 
 def _add_argument(group: argparse._ArgumentGroup, leaf: _Leaf, text: str) -> None:
-    shape = _without_none(leaf.type)
+    shape = without_none(leaf.type)
     if isinstance(shape, mi.BoolType):
         group.add_argument(leaf.option, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif isinstance(shape, mi.ListType | mi.VarTupleType | mi.DictType):
@@ -238,10 +226,10 @@ def build(
     for leaf in _leaves(struct_type, exclude):
         given = getattr(args, leaf.name, None)
         if given is not None:
-            values[leaf.name] = _convert(given, leaf.type, _Setting(leaf.option, leaf.is_byte_size))
+            values[leaf.name] = convert(given, leaf.type, Setting(leaf.option, leaf.is_byte_size))
         elif leaf.name in where:
             names[leaf.option] = where.name_of(leaf.name)
-            values[leaf.name] = _convert(where[leaf.name], leaf.type, _Setting(names[leaf.option], leaf.is_byte_size))
+            values[leaf.name] = convert(where[leaf.name], leaf.type, Setting(names[leaf.option], leaf.is_byte_size))
         elif leaf.default is msgspec.NODEFAULT:
             raise ConfigError(f"{leaf.option}: required", param=leaf.name)
     try:
@@ -302,15 +290,6 @@ def report_config_error(error: ConfigError) -> int:
     return CONFIG_ERROR_EXIT_CODE
 
 
-def parse_byte_size(text: str) -> int:
-    """Bytes in "4GB" (10^9), "512MiB" or "512M" (2^20), "1048576". Raises ValueError."""
-    match = _BYTE_SIZE.fullmatch(text.strip())
-    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"not a size in bytes: {text!r}")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
 # --- struct -> settings ---
 
 
@@ -329,7 +308,7 @@ def _walk(described: mi.StructType, instance: object, exclude: frozenset[str]) -
     for field in described.fields:
         if field.name in exclude:
             continue
-        field_type, help_text = _unwrap(field.type)
+        field_type, help_text = unwrap(field.type)
         if instance is not msgspec.NODEFAULT:
             default: object = getattr(instance, field.name)
         elif field.default_factory is not msgspec.NODEFAULT:
@@ -338,7 +317,7 @@ def _walk(described: mi.StructType, instance: object, exclude: frozenset[str]) -
             default = field.default
         if isinstance(field_type, mi.StructType):
             yield from _walk(field_type, default, exclude)
-        elif not isinstance(_without_none(field_type), mi.StructType | mi.UnionType):
+        elif not isinstance(without_none(field_type), mi.StructType | mi.UnionType):
             yield _Leaf(field.name, field_type, help_text, default, _topic(described.cls, field.name))
 
 
@@ -349,24 +328,6 @@ def _topic(struct_type: type[msgspec.Struct], name: str) -> str:
         if name in names:
             return topic
     return (struct_type.__doc__ or struct_type.__name__).splitlines()[0].partition(":")[0].rstrip(".")
-
-
-def _unwrap(kind: mi.Type) -> tuple[mi.Type, str]:
-    """The type below `Metadata` wrappers, and the description they carry."""
-    help_text = ""
-    while isinstance(kind, mi.Metadata):
-        help_text = help_text or str((kind.extra_json_schema or {}).get("description", ""))
-        kind = kind.type
-    return kind, help_text
-
-
-def _without_none(kind: mi.Type) -> mi.Type:
-    kind, _ = _unwrap(kind)
-    if isinstance(kind, mi.UnionType):
-        others = [_unwrap(option)[0] for option in kind.types if not isinstance(option, mi.NoneType)]
-        if len(others) == 1:
-            return others[0]
-    return kind
 
 
 def _construct(struct_type: type[T], values: Mapping[str, object]) -> T:
@@ -380,7 +341,7 @@ def _construct(struct_type: type[T], values: Mapping[str, object]) -> T:
         assert isinstance(described, mi.StructType)
         changes: dict[str, Any] = {}
         for field in described.fields:
-            field_type, _ = _unwrap(field.type)
+            field_type, _ = unwrap(field.type)
             if isinstance(field_type, mi.StructType):  # may bear the name of a setting within it
                 nested = getattr(base, field.name) if base is not None else _default_of(field)
                 changes[field.name] = fill(field_type.cls, nested)
@@ -453,172 +414,3 @@ def _metavar(leaf: _Leaf, shape: mi.Type) -> str:
             return "KEY=VALUE"
         case _:
             return "TEXT"
-
-
-# --- values ---
-
-
-class _Setting(NamedTuple):
-    """The setting for which a value is converted."""
-
-    name: str  # its name in error messages
-    is_byte_size: bool
-
-    def refuse(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.name}: {problem}", param=self.name)
-
-
-def _convert(value: object, kind: mi.Type, setting: _Setting) -> object:
-    """`value`, from YAML or as command line text, as `kind`. Raises ConfigError."""
-    kind, _ = _unwrap(kind)
-    match kind:
-        case mi.UnionType():
-            return _convert_union(value, kind, setting)
-        case mi.BoolType():
-            return _to_bool(value, setting)
-        case mi.IntType():
-            return _bounded(_to_int(value, setting), kind, setting)
-        case mi.FloatType():
-            return _bounded(_to_finite(value, setting), kind, setting)
-        case mi.StrType():
-            return _to_str(value, kind, setting)
-        case mi.LiteralType():
-            return _to_choice(value, kind, setting)
-        case mi.ListType():
-            return _to_list(value, kind, setting)
-        case mi.VarTupleType():
-            return tuple(_to_list(value, kind, setting))
-        case mi.DictType():
-            return _to_dict(value, kind, setting)
-        case _:
-            raise TypeError(f"{setting.name}: settings of type {type(kind).__name__} are not supported")
-
-
-def _convert_union(value: object, kind: mi.UnionType, setting: _Setting) -> object:
-    """None if allowed and meant, else the first member that takes the value; text is tried last."""
-    if any(isinstance(option, mi.NoneType) for option in kind.types) and (
-        value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    ):
-        return None
-    options = [option for option in kind.types if not isinstance(option, mi.NoneType)]
-    if len(options) == 1:
-        return _convert(value, options[0], setting)
-    order = (mi.IntType, mi.FloatType, mi.BoolType, mi.StrType)
-    for option in sorted(options, key=lambda option: order.index(type(option))):
-        try:
-            return _convert(value, option, setting)
-        except ConfigError:
-            continue
-    raise setting.refuse(f"expected a plain value, got {_show(value)}")
-
-
-def _to_bool(value: object, setting: _Setting) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
-        return value.lower() in _TRUE
-    raise setting.refuse(f"expected true or false, got {_show(value)}")
-
-
-def _to_int(value: object, setting: _Setting) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        try:
-            return parse_byte_size(value) if setting.is_byte_size else int(value)
-        except ValueError:
-            pass
-    expected = "a size such as 512MiB or 4GB" if setting.is_byte_size else "an integer"
-    raise setting.refuse(f"expected {expected}, got {_show(value)}")
-
-
-def _to_finite(value: object, setting: _Setting) -> float:
-    """Rejects infinity: times become deadlines of calls, and gRPC treats an infinite one as expired."""
-    number = _to_float(value, setting)
-    if math.isinf(number):
-        raise setting.refuse(f"must be finite, got {_show(value)}")
-    return number
-
-
-def _to_float(value: object, setting: _Setting) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    raise setting.refuse(f"expected a number, got {_show(value)}")
-
-
-def _bounded(value: float, kind: mi.IntType | mi.FloatType, setting: _Setting) -> float:
-    for bound, sign, holds in (
-        (kind.ge, ">=", operator.ge),
-        (kind.gt, ">", operator.gt),
-        (kind.le, "<=", operator.le),
-        (kind.lt, "<", operator.lt),
-    ):
-        if bound is not None and not holds(value, bound):  # NaN holds for no bound
-            raise setting.refuse(f"must be {sign} {bound}, got {value}")
-    return value
-
-
-def _to_str(value: object, kind: mi.StrType, setting: _Setting) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)  # YAML reads `revision: 7` as a number
-    if not isinstance(value, str):
-        raise setting.refuse(f"expected text, got {_show(value)}")
-    if len(value) < (kind.min_length or 0):
-        raise setting.refuse("must not be empty" if kind.min_length == 1 else f"needs {kind.min_length} characters")
-    if kind.max_length is not None and len(value) > kind.max_length:
-        raise setting.refuse(f"must have at most {kind.max_length} characters, got {len(value)}")
-    if kind.pattern is not None and not re.search(kind.pattern, value):
-        raise setting.refuse(f"must match {kind.pattern}, got {value!r}")
-    return value
-
-
-def _to_choice(value: object, kind: mi.LiteralType, setting: _Setting) -> object:
-    for choice in kind.values:
-        if value == choice or (isinstance(value, str) and value == str(choice)):
-            return choice
-    choices = ", ".join(map(str, kind.values))
-    raise setting.refuse(f"must be one of {choices}, got {_show(value)}")
-
-
-def _to_list(value: object, kind: mi.ListType | mi.VarTupleType, setting: _Setting) -> list[object]:
-    """Each element may itself be a comma-separated list; YAML may give a list or such a text."""
-    items = value if isinstance(value, list) else [value]
-    parts: list[object] = []
-    for item in items:
-        parts += [part.strip() for part in item.split(",") if part.strip()] if isinstance(item, str) else [item]
-    return [_convert(part, kind.item_type, setting) for part in parts]
-
-
-def _to_dict(value: object, kind: mi.DictType, setting: _Setting) -> dict[str, object]:
-    pairs: dict[str, object] = {}
-    if isinstance(value, dict):
-        pairs = {str(key): item for key, item in value.items()}
-    elif isinstance(value, list):
-        for item in value:
-            pairs.update(_to_pairs(str(item), setting))
-    else:
-        raise setting.refuse(f"expected a mapping, got {_show(value)}")
-    return {key: _convert(item, kind.value_type, setting) for key, item in pairs.items()}
-
-
-def _to_pairs(text: str, setting: _Setting) -> dict[str, object]:
-    """Of one KEY=VALUE, or of a JSON object."""
-    key, separator, value = text.partition("=")
-    if text.startswith("{"):
-        with contextlib.suppress(ValueError):
-            return dict(json.loads(text))
-    elif separator and key.strip():
-        return {key.strip(): value}
-    raise setting.refuse(f"expected KEY=VALUE or a JSON object, got {_show(text)}")
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

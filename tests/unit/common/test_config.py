@@ -16,12 +16,12 @@ from common.config import (
     field_names,
     load_yaml,
     parse,
-    parse_byte_size,
     report_config_error,
     to_arguments,
 )
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
+from common.setting_values import parse_byte_size
 from decode_service.config import DecodeConfig
 from deploy.local_cluster import ClusterConfig
 from prefill_service.config import PrefillConfig
