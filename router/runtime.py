@@ -15,7 +15,7 @@ import uvicorn
 from common.errors import ConfigError
 from common.generation_config import read_sampling_defaults
 from common.observability.task_figures import TaskFigures
-from common.pb import inference_pb2, inference_pb2_grpc
+from common.pb import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
 from common.rpc.channel import open_channel
 from common.rpc.options import Options
@@ -25,6 +25,7 @@ from common.tokenization import Tokenizer
 from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
+from router.gateway.grpc_administration import AdminServicer
 from router.gateway.grpc_servicer import InferenceServicer
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
@@ -41,6 +42,7 @@ from router.service import InferenceService
 logger = logging.getLogger(__name__)
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _AFTER_GRACE_S = 5  # for error events to reach their clients
 
 
@@ -84,7 +86,7 @@ class Router:
         self._grpc = RpcServer(
             config.host,
             config.grpc_port,
-            [_INFERENCE],
+            [_INFERENCE, _ADMIN],
             interceptors=interceptors,
             credentials=self.security.grpc_tls,
             limits=_grpc_limits(config),
@@ -119,6 +121,9 @@ class Router:
         self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
+        )
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminServicer(self.service, self.security.access), self._grpc.grpc_server
         )
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)

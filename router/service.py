@@ -11,6 +11,7 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, Unavailabl
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import FinishReason
+from router.administration import Administration
 from router.admission.admission import Admission, Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
 from router.admission.fair_queue import Ticket
@@ -61,6 +62,7 @@ class InferenceService:
         self.tokenizer = tokenizer
         self.cluster = cluster
         self.metrics = metrics
+        self.administration = Administration(cluster)
         self._preprocessor = Preprocessor(
             tokenizer,
             cluster,
@@ -103,6 +105,11 @@ class InferenceService:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is the served model or absent."""
         self._preprocessor.check_model(name)
+
+    @property
+    def num_under_way(self) -> int:
+        """Generations that run or wait for their turn."""
+        return len(self._running)
 
     @property
     def max_request_tokens(self) -> int:

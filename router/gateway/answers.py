@@ -244,6 +244,31 @@ class Health(_Answer):
     pods: list[PodHealth] = []
 
 
+class Load(_Answer):
+    """Answer of GET /load: generations under way, those that wait in the router included."""
+
+    server_load: int
+
+
+class Drained(_Answer):
+    """Answer to draining a pod: requests and transfers of all routers that still run on it."""
+
+    address: str
+    num_unfinished: int
+
+
+class Undrained(_Answer):
+    """Answer to taking a drained pod back."""
+
+    address: str
+
+
+class PrefixCachesReset(_Answer):
+    """Answer of POST /reset_prefix_cache."""
+
+    pods: list[str]
+
+
 class Liveness(_Answer):
     """Answer of GET /livez."""
 

@@ -11,18 +11,21 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
+from router.gateway.administration import AdministrationEndpoints
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
 from router.gateway.errors import error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
 from router.gateway.tokens import DetokenizeEndpoint, TokenizeEndpoint
-from router.requests.ids import RunningIds
+from router.requests.ids import REQUEST_ID_HEADER, RunningIds
+from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
 from router.service import InferenceService
@@ -54,6 +57,9 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
         Route("/ping", status.ping, methods=["GET", "POST"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
+        Route("/load", status.load, methods=["GET"]),
+        Route("/v1/load", status.load, methods=["GET"]),
+        *AdministrationEndpoints(service, access).routes,
     ]
     app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
@@ -62,7 +68,21 @@ def create_app(service: InferenceService, access: AccessControl, open_paths: fro
     guarded: dict[str, App] = {
         path: ApiKeyGuard(endpoint, access, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
-    return _Shortcut(guarded, app)
+    shortcut = _Shortcut(guarded, app)
+    origins = service.config.security.allowed_origins
+    return _with_cors(shortcut, origins) if origins else shortcut
+
+
+def _with_cors(app: App, origins: list[str]) -> App:
+    """Answers preflight requests, which have no key, and lets pages of these origins read responses. No cookies: a page
+    shows its key as every client does."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, "retry-after", "x-should-retry"],
+    )
 
 
 class _Shortcut:
@@ -119,6 +139,10 @@ class _Status:
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""
         return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def load(self, request: Request) -> Response:
+        """Generations under way, as vLLM tells it."""
+        return _json({"server_load": self._service.num_under_way})
 
     async def version(self, request: Request) -> Response:
         """Version of Baton."""

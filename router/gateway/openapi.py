@@ -8,6 +8,7 @@ import msgspec
 
 from common.errors import ErrorCode
 from router.gateway import answers
+from router.gateway.administration import POD_PATH, RESET_PATH
 from router.gateway.errors import ErrorBody
 from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.resume import RESUMABLE_HEADER
@@ -38,6 +39,10 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.ModelList,
     answers.ModelCard,
     answers.Health,
+    answers.Load,
+    answers.Drained,
+    answers.Undrained,
+    answers.PrefixCachesReset,
     answers.Liveness,
     answers.Version,
 )
@@ -46,7 +51,7 @@ _ERRORS = {
     ErrorCode.INVALID_ARGUMENT: "The request is malformed or out of range; `param` names the field.",
     ErrorCode.UNAUTHENTICATED: "There is no valid API key.",
     ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
-    ErrorCode.NOT_FOUND: "There is no such model.",
+    ErrorCode.NOT_FOUND: "There is no such model or pod.",
     ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
     ErrorCode.UNPROCESSABLE: "A token id is outside the model's vocabulary.",
     ErrorCode.RESOURCE_EXHAUSTED: "Too much is under way, or this key's limit is reached.",
@@ -128,7 +133,29 @@ def _paths() -> dict[str, Any]:
             )
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+        "/load": {"get": _operators("Generations under way.", answers.Load)},
+        "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
+        f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
+        f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
+        RESET_PATH: {
+            "post": _operators(
+                "All pods have emptied their prefix caches.",
+                answers.PrefixCachesReset,
+                ErrorCode.UNAVAILABLE,
+            )
+        },
     }
+
+
+def _operators(description: str, answer: type[msgspec.Struct], *errors: ErrorCode) -> dict[str, Any]:
+    return _page(description, _json(answer), (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED, *errors))
+
+
+def _of_pod(description: str, answer: type[msgspec.Struct]) -> dict[str, Any]:
+    operation = _operators(description, answer, ErrorCode.NOT_FOUND, ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED)
+    address = {"name": "address", "in": "path", "required": True, "description": "host:port of the pod."}
+    operation["parameters"] = [{**address, "schema": {"type": "string"}}]
+    return operation
 
 
 def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[msgspec.Struct]) -> dict[str, Any]:
