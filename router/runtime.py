@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -37,6 +38,7 @@ from router.security.grpc_messages import MessageInterceptor, ReadSlots
 from router.security.http_connection import bounded_connections
 from router.security.refusals import Refusals
 from router.security.runtime import Security
+from router.served_model import ModelSource
 from router.service import InferenceService
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class Router:
         """Reads the tokenizer and the model's sampling defaults. Raises ConfigError."""
         if not (config.decode or config.discovery.registry):
             raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
-        directory, name = resolve_model(config.model, config.revision)
+        sources = _read_models(config)
         self.config = config
         self.metrics = RouterMetrics()
         tls = cluster_tls(config.tls)
@@ -66,18 +68,10 @@ class Router:
             PrefixIndex(config.max_index_blocks),
             opener,
             config.pod_health,
+            models=[source.names for source in sources],
             needs_prefill_pods=config.remote_prefill == "always",
         )
-        defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
-        logger.info("sampling defaults: %s", defaults.summary)
-        self.service = InferenceService(
-            config,
-            config.served_model_name or name,
-            Tokenizer.from_directory(directory),
-            defaults,
-            self.cluster,
-            self.metrics,
-        )
+        self.service = InferenceService(config, sources, self.cluster, self.metrics)
         self.security = Security(config.security, config.host, self.metrics.registry)
         interceptors = [
             _message_bounds(self.service),
@@ -165,6 +159,24 @@ class Router:
             await self._health_changed.wait()
             self._health_changed.clear()
             await self._grpc.set_serving(not self.service.unavailable_reason)
+
+
+def _read_models(config: RouterConfig) -> list[ModelSource]:
+    """Raises ConfigError."""
+    if not config.models:
+        directory, name = resolve_model(config.model, config.revision)
+        return [_read_model(config, directory, tuple(config.served_model_name) or (name,))]
+    names: dict[str, list[str]] = {}  # of each model
+    for name, model in config.models.items():
+        names.setdefault(model, []).append(name)
+    directories = {model: resolve_model(model, None, "--models")[0] for model in names}
+    return [_read_model(config, directories[model], tuple(names[model])) for model in names]
+
+
+def _read_model(config: RouterConfig, directory: Path, names: tuple[str, ...]) -> ModelSource:
+    defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
+    logger.info("sampling defaults of %s: %s", names[0], defaults.summary)
+    return ModelSource(names, Tokenizer.from_directory(directory), defaults)
 
 
 class _HttpServer(uvicorn.Server):

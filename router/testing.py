@@ -53,6 +53,7 @@ class FakePod:
         vocab_size: int = 2048,
         max_model_len: int = 4096,
         connector: str = "fake",
+        model_name: str = "fake",
     ) -> None:
         self.reply = reply
         self.num_cached_tokens = 0  # reported for each request
@@ -61,7 +62,7 @@ class FakePod:
         self.info = pods_pb2.PodInfo(
             pod_id=f"fake-{os.getpid()}-{next(_incarnations)}",
             role=self.role,
-            model_name="fake",
+            model_name=model_name,
             fingerprint=fingerprint,
             block_size=block_size,
             num_blocks=100,

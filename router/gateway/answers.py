@@ -211,12 +211,14 @@ class Detokenized(_Answer):
 
 
 class ModelCard(_Answer):
-    """A served model. Without a ready decode pod its context is not known."""
+    """A name of a served model; `root` is its first name, which answers have. Without a ready decode pod its context is
+    not known."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int | None
 
 
@@ -232,15 +234,24 @@ class PodHealth(_Answer):
 
     address: str
     role: Literal["prefill", "decode"]
+    model: str | None
     state: str
     detail: str
 
 
+class ModelHealth(_Answer):
+    """A served model; `reason`: why no request for it can be served, empty if one can."""
+
+    name: str
+    reason: str
+
+
 class Health(_Answer):
-    """Answer of GET /health and /readyz. Where there are API keys, `pods` is for operators."""
+    """Answer of GET /health and /readyz. Where there are API keys, `models` and `pods` are for operators."""
 
     status: Literal["ok", "unavailable"]
     reason: str
+    models: list[ModelHealth] = []
     pods: list[PodHealth] = []
 
 

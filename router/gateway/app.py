@@ -28,6 +28,7 @@ from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
+from router.served_model import ServedModel
 from router.service import InferenceService
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -108,13 +109,14 @@ class _Status:
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The served model, as a list."""
-        return _json({"object": "list", "data": [self._card()]})
+        """The served models, under all their names."""
+        cards = [self._card(model, name) for model in self._service.models for name in model.names]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """One model by name. Raises UnknownModelError."""
-        self._service.check_model(request.path_params["name"])
-        return _json(self._card())
+        name = request.path_params["name"]
+        return _json(self._card(self._service.model(name), name))
 
     async def health(self, request: Request) -> Response:
         """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
@@ -123,10 +125,17 @@ class _Status:
         if not self._access.is_operators(lambda name: request.headers.get(name, "")):
             return _json({"status": told, "reason": reason.partition(":")[0]}, status)
         pods = [
-            {"address": pod.address, "role": pod.role_name, "state": pod.state.value, "detail": pod.detail}
+            {
+                "address": pod.address,
+                "role": pod.role_name,
+                "model": None if pod.info is None else pod.info.model_name,
+                "state": pod.state.value,
+                "detail": pod.detail,
+            }
             for pod in self._service.cluster.pods
         ]
-        return _json({"status": told, "reason": reason, "pods": pods}, status)
+        models = [{"name": model.name, "reason": model.dispatcher.unavailable_reason} for model in self._service.models]
+        return _json({"status": told, "reason": reason, "models": models, "pods": pods}, status)
 
     async def alive(self, request: Request) -> Response:
         """200 whatever the state of the pods: only a router that does not answer should be restarted."""
@@ -148,13 +157,14 @@ class _Status:
         """Version of Baton."""
         return _json({"version": __version__})
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
         return {
-            "id": self._service.model_name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "baton",
-            "max_model_len": self._service.cluster.max_model_len or None,
+            "root": model.name,
+            "max_model_len": model.max_model_len or None,
         }
 
 

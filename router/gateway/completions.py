@@ -160,19 +160,18 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt],
         terms: Terms,
     ) -> _Job:
-        n = _n(body)
+        n, model = _n(body), self._service.model(body.model)
         choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
         echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * n]
         event_ids = None
         if body.stream and resume.has_ids:
-            model = self._service.cluster.model
-            digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
+            digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         answer_format = self._api.format(
             request_id,
             int(time.time()),
-            self._service.model_name,
-            self._service.tokenizer,
+            model.name,
+            model.tokenizer,
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
         )
@@ -186,7 +185,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if isinstance(given, TextPrompt):
             return given.text
         await asyncio.sleep(0)  # others' turn: it may be long, and there may be many
-        return self._service.tokenizer.decode(prompt.request.prompt_token_ids)
+        return self._service.model(body.model).tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def collect(generation: TextGeneration, echo: str) -> Answer:

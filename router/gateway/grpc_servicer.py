@@ -105,9 +105,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
     ) -> inference_pb2.ListModelsResponse:
-        """The served model."""
-        card = inference_pb2.ModelCard(name=self._service.model_name, max_model_len=self._service.cluster.max_model_len)
-        return inference_pb2.ListModelsResponse(models=[card])
+        """The served models, under all their names."""
+        cards = [
+            inference_pb2.ModelCard(name=name, max_model_len=model.max_model_len)
+            for model in self._service.models
+            for name in model.names
+        ]
+        return inference_pb2.ListModelsResponse(models=cards)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -119,10 +123,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 prompt, param = prompt_of(request)
-                token_ids = await self._service.tokenize(request.model or None, prompt, param)
+                model = self._service.model(request.model)
+                token_ids = await model.preprocessor.tokenize(prompt, param)
                 account.spend(len(token_ids))
-                max_model_len = self._service.cluster.max_model_len
-                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(  # noqa: N802
         self,
@@ -134,7 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 token_ids = list(request.token_ids)
-                text = await self._service.detokenize(request.model or None, token_ids, "token_ids")
+                text = await self._service.model(request.model).preprocessor.detokenize(token_ids, "token_ids")
                 account.spend(len(token_ids))
                 return inference_pb2.DetokenizeResponse(text=text)
 
@@ -199,8 +203,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         choices = choices_of(request, n)
         if last_id is None and not message.resumable:
             return _Prepared(draft.request_id, choices, None)
-        model = self._service.cluster.model
-        fingerprint = b"" if model is None else model.fingerprint
+        fingerprint = self._service.model(message.model).fingerprint
         digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, fingerprint)
         ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
         return _Prepared(draft.request_id, choices, ids)

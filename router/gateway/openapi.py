@@ -114,7 +114,7 @@ def _paths() -> dict[str, Any]:
             "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
         },
         "/detokenize": {"post": _tokens("Text of token ids.", [DetokenizeBody], answers.Detokenized)},
-        "/v1/models": {"get": _page("The served model.", _json(answers.ModelList), unauthenticated)},
+        "/v1/models": {"get": _page("The names of the served models.", _json(answers.ModelList), unauthenticated)},
         "/v1/models/{name}": {
             "get": {
                 **_page("One model.", _json(answers.ModelCard), (*unauthenticated, ErrorCode.NOT_FOUND)),

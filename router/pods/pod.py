@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +21,6 @@ from common.errors import BatonError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
-from common.step_times import StepTimes
 from router.discovery import Role
 from router.placing.index import InvalidEventError, PrefixIndex
 from router.placing.policies import PodFacts
@@ -33,6 +32,9 @@ from router.pods.session import DecodeSession, DeltaSink
 from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
 from router.pods.suspicion import Cause
+
+if TYPE_CHECKING:
+    from router.pods.model_pods import ModelPods
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +84,18 @@ class Pod:
         address: str,
         on_change: Callable[[], None],
         index: PrefixIndex,
-        step_times: StepTimes,
         opener: ChannelOpener = open_channel,
         *,
         health: HealthConfig,
         owner: PodOwner,
     ) -> None:
-        """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
+        """`on_change` is called whenever the state may have changed."""
         self.role = role
         self.address = address
         self.listed = True  # some source names it; set by the Cluster
         self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
-        self.load = PodLoad(step_times)
+        self.model: ModelPods | None = None  # that it serves; None: not known yet, or none of ours. Set by the Cluster
+        self.load = PodLoad()
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives

@@ -496,7 +496,7 @@ async def test_that_no_prefill_pod_is_ready_is_logged_once_per_change(start_clus
     (prefill,) = cluster.prefill
     for is_serving in (False, True, False):
         await prefill.set_serving(is_serving)
-        await cluster.until(lambda: len(cluster.router.cluster.prefill_table) == is_serving)  # noqa: B023
+        await cluster.until(lambda: len(cluster.router.cluster.models[0].prefill_table) == is_serving)  # noqa: B023
         await cluster.complete(**BODY)
         await cluster.complete(**BODY)
     lack = "no prefill pod is ready that fits a decode pod: decode pods compute the prompts"
