@@ -7,6 +7,7 @@ from typing import Annotated, NewType
 
 import msgspec
 
+from common.types.constraint import Constraint
 from common.types.parameters import Parameter, Range
 
 MAX_LOGPROBS = 20
@@ -99,6 +100,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0.01, 100), 13, 14, "double",
         ),
     ] = 1.0  # fmt: skip
+
+    structured_outputs: Annotated[
+        Constraint | None,
+        Parameter("Text that the answer must be: a JSON schema, a grammar and so on.", None, 30, 30, "Constraint"),
+    ] = None
 
     @property
     def greedy(self) -> bool:
