@@ -319,7 +319,7 @@ class _Generation:
             prompt_token_ids=self.prompt.token_ids,
             text="".join(self.pieces),
             token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason.for_clients,
             logprobs=None if self.sampling.num_logprobs is None else self.logprobs,
             num_cached_tokens=self.num_cached_tokens,
         )

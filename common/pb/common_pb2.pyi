@@ -75,6 +75,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The client or a deadline ended it."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """It failed; an error says why."""
+    FINISH_REASON_COMPLETE: _FinishReason.ValueType  # 6
+    """From pods: a grammar allows no further token. Clients are told STOP."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended."""
@@ -89,6 +91,8 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """The client or a deadline ended it."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed; an error says why."""
+FINISH_REASON_COMPLETE: FinishReason.ValueType  # 6
+"""From pods: a grammar allows no further token. Clients are told STOP."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _KVFailurePolicy:

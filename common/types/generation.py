@@ -19,16 +19,22 @@ TransferId = NewType("TransferId", str)
 class FinishReason(enum.IntEnum):
     """Why a generation ended. Values equal baton.v1.FinishReason, which has no HANDOFF: that one stays in the pods."""
 
-    STOP = 1  # end-of-sequence, stop token or stop string
+    STOP = 1  # end-of-sequence or stop token, which is the last one; to clients also a stop string, and COMPLETE
     LENGTH = 2  # max_tokens or the context length
     ABORT = 3  # the client or a deadline ended it
     ERROR = 4  # it failed
     HANDOFF = 5  # producer: continued on the decode pod
+    COMPLETE = 6  # its grammar allows no further token; the last one is part of the answer
 
     @property
     def label(self) -> str:
         """Lower-case name: metric label and OpenAI's `finish_reason`."""
-        return self.name.lower()
+        return self.for_clients.name.lower()
+
+    @property
+    def for_clients(self) -> FinishReason:
+        """The reason that clients are given."""
+        return FinishReason.STOP if self is FinishReason.COMPLETE else self
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.grammar.base import CompiledGrammar, Matcher, Vocabulary
+from common.engine.grammar.base import BITS, CompiledGrammar, Matcher, Vocabulary
 from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
 
@@ -20,12 +20,14 @@ class LlguidanceBackend:
     """See GrammarBackend."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        if not vocabulary.eos_token_ids:
-            raise InvalidRequestError("the grammar backend llguidance needs a model with an end-of-sequence token")
-        self._eos_token_ids = vocabulary.eos_token_ids
-        eos = sorted(vocabulary.eos_token_ids)
+        # The library needs an end-of-sequence token. One past the vocabulary is never sampled.
+        self._eos_token_ids = vocabulary.eos_token_ids or frozenset({vocabulary.size})
+        num_tokens = max(vocabulary.size, max(self._eos_token_ids) + 1)
+        self._num_words = -(-num_tokens // BITS)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(vocabulary)), n_vocab=vocabulary.size, eos_token=eos
+            llguidance.TokenizerWrapper(_Tokens(vocabulary, num_tokens, min(self._eos_token_ids))),
+            n_vocab=num_tokens,
+            eos_token=sorted(self._eos_token_ids),
         )
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -37,7 +39,7 @@ class LlguidanceBackend:
         first = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if first.is_error():
             raise InvalidRequestError(first.get_error())
-        return _Grammar(first, len(grammar), self._eos_token_ids)
+        return _Grammar(first, len(grammar), self._eos_token_ids, self._num_words)
 
 
 class _Tokens:
@@ -45,12 +47,11 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.eos_token_id = min(vocabulary.eos_token_ids)
-        self.tokens = [
-            token or f"<special {token_id}>".encode() for token_id, token in enumerate(vocabulary.token_bytes)
-        ]
-        self.special_token_ids = [token_id for token_id, token in enumerate(vocabulary.token_bytes) if not token]
+    def __init__(self, vocabulary: Vocabulary, num_tokens: int, eos_token_id: int) -> None:
+        padded = vocabulary.token_bytes + (b"",) * (num_tokens - vocabulary.size)
+        self.eos_token_id = eos_token_id
+        self.tokens = [token or f"<special {token_id}>".encode() for token_id, token in enumerate(padded)]
+        self.special_token_ids = [token_id for token_id, token in enumerate(padded) if not token]
         self._ids = {token: token_id for token_id, token in enumerate(vocabulary.token_bytes) if token}
         self._longest = max(map(len, self._ids), default=1)
 
@@ -68,18 +69,22 @@ class _Tokens:
 
 
 class _Grammar:
-    def __init__(self, first: llguidance.LLMatcher, num_chars: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, first: llguidance.LLMatcher, num_chars: int, eos_token_ids: frozenset[int], num_words: int
+    ) -> None:
         self._first = first
+        self._num_words = num_words
         self._eos_token_ids = eos_token_ids
         self.num_bytes = _LEAST_BYTES + _BYTES_PER_CHAR * num_chars
 
     def matcher(self) -> Matcher:
-        return _Matcher(self._first.deep_copy(), self._eos_token_ids)
+        return _Matcher(self._first.deep_copy(), self._eos_token_ids, self._num_words)
 
 
 class _Matcher:
-    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], num_words: int) -> None:
         self._matcher = matcher
+        self._words = np.zeros(num_words, dtype=np.int32)  # that the library fills
         self._eos_token_ids = eos_token_ids
         self._has_ended = False  # an end-of-sequence token has come, after which the library allows another one
 
@@ -93,7 +98,8 @@ class _Matcher:
         if self._has_ended:
             mask[:] = 0
         else:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            mask[:] = self._words[: len(mask)]
 
 
 def _grammar_of(constraint: Constraint) -> str:

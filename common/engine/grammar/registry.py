@@ -10,9 +10,9 @@ from common.engine.config import GrammarBackendName
 from common.engine.grammar.base import CompiledGrammar, GrammarBackend, Vocabulary
 from common.types import Constraint, ConstraintKind
 
-# Keywords of JSON schemas that xgrammar takes for comments: its answers might not be valid. llguidance honours them or
-# refuses the schema.
-_IGNORED_BY_XGRAMMAR = frozenset(
+# Keywords of JSON schemas that xgrammar takes for comments, or honours in a way that lets strings hold what JSON does
+# not: its answers might not be valid. llguidance honours them or refuses the schema.
+_MISREAD_BY_XGRAMMAR = frozenset(
     {
         "allOf",
         "contains",
@@ -21,9 +21,12 @@ _IGNORED_BY_XGRAMMAR = frozenset(
         "else",
         "if",
         "maxContains",
+        "maxLength",
         "minContains",
+        "minLength",
         "multipleOf",
         "not",
+        "pattern",
         "patternProperties",
         "propertyNames",
         "then",
@@ -73,7 +76,7 @@ def backend_for(constraint: Constraint) -> GrammarBackendName:
         return "llguidance"
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
         schema = json.loads(constraint.text)
-        if any(keyword in _IGNORED_BY_XGRAMMAR for keyword in _keywords(schema)):
+        if any(keyword in _MISREAD_BY_XGRAMMAR for keyword in _keywords(schema)):
             return "llguidance"
     return "xgrammar"
 

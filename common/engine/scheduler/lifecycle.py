@@ -239,7 +239,7 @@ class Lifecycle:
         if request is None or request.status is not RequestStatus.RUNNING:
             return  # aborted while the step ran
         if dead_end is DeadEnd.COMPLETE and request.num_output_tokens:
-            self.finish(request, FinishReason.STOP)
+            self.finish(request, FinishReason.COMPLETE)
             return
         problem = {
             DeadEnd.COMPLETE: "the grammar allows only an empty answer",
