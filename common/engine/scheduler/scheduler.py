@@ -151,6 +151,8 @@ class Scheduler:
             self._lifecycle.is_stalled = False
             last = self._admit_consumers(now)
             self._schedule_prompts(prompts, last, plan, now)
+            if last is not None and self._may_reserve(last):
+                self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
         return self._build(plan)
 
     def _collect(self, now: float) -> None:
