@@ -154,7 +154,6 @@ class Scheduler:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
         if not self._transfers.has_notes:
             return
-        self._lifecycle.is_stalled = False  # blocks may have become free
         for arrival in self._transfers.collect():
             match arrival:
                 case Kept(request):
