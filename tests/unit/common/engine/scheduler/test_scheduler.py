@@ -356,13 +356,14 @@ class TestAdmission:
         with pytest.raises(InvalidRequestError, match="block_hashes"):
             FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
 
-    def test_right_hashes_are_used(self):
-        engine, prompt = FakeEngine(), create_request("a", 14).prompt_token_ids
+    @pytest.mark.parametrize(("num_tokens", "num_computed"), [(14, 2), (12, 4)])
+    def test_right_hashes_are_used(self, num_tokens, num_computed):
+        engine, prompt = FakeEngine(), create_request("a", num_tokens).prompt_token_ids
         hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
         engine.add(create_request("a", prompt, block_hashes=hashes))
         engine.run()
         engine.add(create_request("b", prompt))
-        assert engine.step().num_scheduled_tokens == {"b": 2}
+        assert engine.step().num_scheduled_tokens == {"b": num_computed}
 
     def test_an_id_is_used_once_at_a_time(self):
         engine = FakeEngine()
@@ -447,21 +448,19 @@ def test_an_engine_without_a_connector_computes_all_that_it_is_asked():
     )
 
 
-def test_outputs_that_others_go_on_with_do_not_wait_for_the_step():
+def test_only_outputs_that_others_go_on_with_are_sent_before_the_step_runs():
     engine = FakeEngine()
-    engine.add(create_request("a", role="producer"))
-    engine.begin_step()
-    assert engine.events["a"] == [RequestStarted(queue_s=0.0, num_cached_tokens=0)]
-    engine.end_step()
-    engine.add(create_request("b"))
-    engine.begin_step()
-    assert engine.events["b"] == []
-    engine.end_step()
-    assert engine.events["b"] == [RequestStarted(queue_s=0.0, num_cached_tokens=0)]
+    for name, role, is_sent in [("a", None, False), ("b", "producer", True), ("c", None, False)]:
+        engine.add(create_request(name, role=role))
+        engine.begin_step()
+        assert bool(engine.events[name]) == is_sent
+        engine.end_step()
+        assert engine.events[name][0] == RequestStarted(queue_s=0.0, num_cached_tokens=0)
 
 
 def test_stats():
     engine = FakeEngine(create_scheduler(max_num_batched_tokens=8, max_num_seqs=2))
+    assert engine.scheduler.stats().last_step_tokens == 0
     engine.add(*create_requests(3, prompt=6))
     engine.step()
     stats = engine.scheduler.stats()
