@@ -79,7 +79,7 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
         stops = frozenset() if sampling.ignore_eos else eos
-        self.stop_token_ids = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
+        self.stop_token_ids = stops.union(sampling.stop_token_ids)
 
         self.added_at = added_at
         self.order: tuple[int, float, int] = (0, added_at, 0)  # the lowest is scheduled first and preempted last
@@ -94,7 +94,7 @@ class Request:
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
 
-        role = message.transfer.role if message.transfer is not None else ""
+        role = message.transfer.role if message.transfer is not None else None
         self.is_producer = role == "producer"  # ends after its first token
         self.awaits_handoff = role == "consumer"  # its KV comes from a producer; until that is over
         self.num_kept_blocks = 0  # leading blocks that are kept below or were found here when it asked; 0: none below

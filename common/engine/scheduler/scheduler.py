@@ -162,7 +162,6 @@ class Scheduler:
                 self._lifecycle.take_grammar(answer)
         if not self._transfers.has_notes:
             return
-        self._lifecycle.is_stalled = False  # blocks may have become free
         for arrival in self._transfers.collect():
             match arrival:
                 case Kept(request):
