@@ -1,5 +1,5 @@
-"""Property tests draw the same examples in each run, so that a failure comes from the change under test; the long suites
-draw new ones."""
+"""Property tests draw the same examples in each run, so that a failure comes from the change under test; the long
+suites draw new ones."""
 
 import pytest
 from hypothesis import settings
