@@ -11,8 +11,8 @@ import msgspec
 from baton.answers import Answer, Choice, Model, Piece, Usage
 from common.errors import InvalidRequestError
 from common.pb import inference_pb2
-from common.rpc.convert import finish_reason_from_pb, logprobs_from_pb
-from common.types import FinishReason, SamplingParams
+from common.rpc.convert import constraint_to_pb, finish_reason_from_pb, logprobs_from_pb
+from common.types import Constraint, FinishReason, SamplingParams
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
+    structured_outputs: Constraint  # of `baton.constraints`
 
 
 class Terms(TypedDict, total=False):
@@ -143,7 +144,9 @@ def _request(params: SamplingParams | None, request: Request) -> inference_pb2.G
     try:
         message = inference_pb2.GenerateRequest(**given)
         for name, value in options.items():
-            if isinstance(value, list | tuple | set | frozenset):
+            if isinstance(value, Constraint):
+                message.options.structured_outputs.CopyFrom(constraint_to_pb(value))
+            elif isinstance(value, list | tuple | set | frozenset):
                 getattr(message.options, name).extend(value)
             else:
                 setattr(message.options, name, value)

@@ -61,6 +61,8 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
+        elif delta.finish_reason is FinishReason.COMPLETE:
+            delta = delta._replace(finish_reason=FinishReason.STOP)
         return _cut(delta, piece, num_replayed)
 
 

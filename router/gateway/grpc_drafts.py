@@ -11,6 +11,7 @@ import msgspec
 
 from common.errors import InvalidRequestError
 from common.pb import common_pb2, inference_pb2
+from common.rpc.convert import constraint_from_pb
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.gateway.messages import Message
 from router.gateway.protocol import chat_prompt, decode_variables, request_errors
@@ -36,6 +37,8 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
     stops = tuple(given.pop("stop", ()))
     if token_ids := given.get("stop_token_ids"):
         given["stop_token_ids"] = tuple(token_ids)
+    if options.HasField("structured_outputs"):
+        given["structured_outputs"] = constraint_from_pb(options.structured_outputs)
     prompt, param = _prompt(message)
     return Draft(
         request_id=request_id or message.request_id or f"gen-{uuid.uuid4().hex}",

@@ -51,9 +51,8 @@ class StepPlan:
 
     def take_back(self, request: Request) -> None:
         """Leave `request` out of the step."""
-        num_tokens = self.scheduled.pop(request, 0)
-        if num_tokens:
-            self._weigh(request, num_tokens, -1)
+        if request in self.scheduled:
+            self._weigh(request, self.scheduled.pop(request), -1)
         self.new_block_ids.pop(request, None)
 
     def _weigh(self, request: Request, num_tokens: int, sign: int) -> None:
