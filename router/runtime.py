@@ -26,6 +26,7 @@ from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
 from router.gateway.grpc_servicer import InferenceServicer
+from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
@@ -68,10 +69,14 @@ class Router:
         )
         defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
         logger.info("sampling defaults: %s", defaults.summary)
+        tokenizer = Tokenizer.from_directory(directory)
+        self._parsing = ReplyParsing(
+            tokenizer, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
+        )
         self.service = InferenceService(
             config,
             config.served_model_name or name,
-            Tokenizer.from_directory(directory),
+            tokenizer,
             defaults,
             self.cluster,
             self.metrics,
@@ -123,7 +128,7 @@ class Router:
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        self._http = _http_server(self.service, self.security)
+        self._http = _http_server(self.service, self.security, self._parsing)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
@@ -189,12 +194,12 @@ def _message_bounds(service: InferenceService) -> MessageInterceptor:
     return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
 
 
-def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
+def _http_server(service: InferenceService, security: Security, parsing: ReplyParsing) -> uvicorn.Server:
     limits, metrics = service.config.limits, security.metrics
     bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
-        create_app(service, security.access, security.open_paths),
+        create_app(service, security.access, parsing, security.open_paths),
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",

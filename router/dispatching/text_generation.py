@@ -38,7 +38,10 @@ class TextGeneration:
             stops=request.stops,
             min_tokens=request.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
+            spelled_ids=request.spelled_ids,
         )
+        self.replayed_text = ""  # what the client had, as far as it is spelled again
+        self.replayed_offsets: list[int] = []  # of the tokens behind it, see TextDelta
         self._ended = resumption is not None and resumption.ended
 
     def __aiter__(self) -> Self:
@@ -58,6 +61,9 @@ class TextGeneration:
     def _to_text(self, delta: OutputDelta, num_replayed: int) -> TextDelta:
         """The leading `num_replayed` tokens are with the client already."""
         piece = self._processor.push(delta.token_ids, delta.finish_reason, num_hidden=num_replayed)
+        if num_replayed:
+            self.replayed_text += piece.hidden_text
+            self.replayed_offsets += piece.offsets[:num_replayed]
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
@@ -66,7 +72,7 @@ class TextGeneration:
 
 def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta:
     """The tokens of `delta` from `num_replayed` on, as far as there are offsets."""
-    text, offsets, _ = piece
+    text, offsets = piece.text, piece.offsets
     if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always: all of it
         return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, delta.finish_reason)
     tokens = slice(num_replayed, len(offsets))

@@ -15,6 +15,7 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class PromptTokensDetails(_Answer):
@@ -23,13 +24,20 @@ class PromptTokensDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Answer):
+    """What the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
-    """Token counts."""
+    """Token counts. `completion_tokens_details` is there where reasoning is told from the answer."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(_Answer):
@@ -96,12 +104,36 @@ class ChatLogprobs(_Answer):
     refusal: None
 
 
+class CalledFunction(_Answer):
+    """What the model calls; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall):
+    """A call; it comes whole."""
+
+    index: int
+
+
 class AssistantMessage(_Answer):
-    """The model's turn."""
+    """The model's turn. `content` is null where there are only calls; reasoning has two names."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(_Answer):
@@ -110,7 +142,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletion(_Answer):
@@ -125,10 +157,13 @@ class ChatCompletion(_Answer):
 
 
 class ChatDelta(_Answer):
-    """What the model's turn gains."""
+    """What the model's turn gains; empty while it is not certain what the tokens so far mean."""
 
-    content: str
+    content: str | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(_Answer):
@@ -137,7 +172,7 @@ class ChatChunkChoice(_Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(_Answer):

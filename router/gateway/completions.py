@@ -29,6 +29,7 @@ from router.gateway.protocol import (
     parse_chat,
     parse_completion,
 )
+from router.gateway.reply import ReplyParser, ReplyParsing
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
 from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
@@ -67,6 +68,7 @@ class _Job:
 
     choices: list[GenerationRequest]
     echoes: list[str]  # what precedes the text of each choice
+    parsers: list[ReplyParser | None]  # of each choice; None: it is all text
     num_prompt_tokens: int  # of all prompts, each counted once
     format: AnswerFormat
     is_stream: bool  # answered by events; else by one body
@@ -77,11 +79,14 @@ class _Job:
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     """An ASGI application for one of the APIs."""
 
-    def __init__(self, api: Api, service: InferenceService, access: AccessControl, ids: RunningIds) -> None:
+    def __init__(
+        self, api: Api, service: InferenceService, access: AccessControl, ids: RunningIds, parsing: ReplyParsing
+    ) -> None:
         """`ids` are those of all endpoints that generate."""
         super().__init__(api.id_prefix, service, access)
         self._api = api
         self._ids = ids
+        self._parsing = parsing
 
     def _parse(self, body: bytes) -> CompletionBody | ChatBody:
         return self._api.parse(body)
@@ -150,7 +155,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         for number, draft in enumerate(drafts):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
-            request = await self._service.prepare(replace(draft, seed=seed_of_prompt))
+            options = body.reply_options(draft.prompt)
+            self._parsing.check(options)
+            spelled_ids = self._parsing.spelled_ids(options)
+            request = await self._service.prepare(replace(draft, seed=seed_of_prompt, spelled_ids=spelled_ids))
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
@@ -195,8 +203,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
         )
+        options = body.reply_options(prompts[0].draft.prompt)
+        parsers = [self._parsing.parser_for(choice, options) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
+        is_stream, reports = bool(body.stream), body.usage_reports
+        return _Job(choices, echoes, parsers, num_prompt_tokens, answer_format, is_stream, event_ids, reports)
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -208,14 +219,18 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
-        async def collect(generation: TextGeneration, echo: str) -> Answer:
+        async def collect(generation: TextGeneration, echo: str, parser: ReplyParser | None) -> Answer:
             answer = Answer()
             async for delta in generation:
-                job.format.add(answer, delta, echo)
+                if parser is None:
+                    job.format.add(answer, delta, echo)
+                else:
+                    parts = parser.take(delta)
+                    job.format.add_parts(answer, delta, parts, parser.finish_label(delta.finish_reason))
             return answer
 
-        pairs = zip(generations, job.echoes, strict=True)
-        answers = await _together([collect(generation, echo) for generation, echo in pairs])
+        choices = zip(generations, job.echoes, job.parsers, strict=True)
+        answers = await _together([collect(*choice) for choice in choices])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
@@ -223,16 +238,26 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
 
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo = b"", ""
-            if ids is None or not ids.has_begun(index):
-                opening = job.format.opening(index, _usage_of(generation) if has_counts else None)
+            opening, echo, parser = b"", "", job.parsers[index]
+            has_begun = ids is not None and ids.has_begun(index)
+            if not has_begun:
+                opening = job.format.opening(index, _usage_of(generation, parser) if has_counts else None)
                 echo = job.echoes[index]
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
-                usage = _usage_of(generation) if has_counts else None
+                if parser is not None and has_begun:
+                    parser.replay(generation.replayed_text, generation.replayed_offsets)
+                    has_begun = False
+                parts = None if parser is None else parser.take(delta)
+                usage = _usage_of(generation, parser) if has_counts else None
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.
-                await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
+                if parser is None or parts is None:
+                    chunk = job.format.chunk(index, delta, echo, usage)
+                else:
+                    label = parser.finish_label(delta.finish_reason)
+                    chunk = job.format.parts_chunk(index, delta, parts, label, usage)
+                await exchange.send_events(opening + event_id + chunk)
                 opening, echo = b"", ""
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
@@ -258,19 +283,22 @@ async def _together(work: list[Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-def _usage_of(generation: TextGeneration) -> dict[str, Any]:
+def _usage_of(generation: TextGeneration, parser: ReplyParser | None) -> dict[str, Any]:
     """Token counts of one choice so far."""
     return usage_of(
         prompt_tokens=len(generation.generation.request.prompt_token_ids),
         completion_tokens=generation.num_tokens,
         cached_tokens=generation.generation.num_cached_tokens,
+        reasoning_tokens=None if parser is None else parser.num_reasoning_tokens,
     )
 
 
 def _usage(job: _Job, generations: list[TextGeneration]) -> dict[str, Any]:
     """Token counts of the whole answer."""
+    reasoning = [num for parser in job.parsers if parser and (num := parser.num_reasoning_tokens) is not None]
     return usage_of(
         prompt_tokens=job.num_prompt_tokens,
         completion_tokens=sum(generation.num_tokens for generation in generations),
         cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
+        reasoning_tokens=sum(reasoning) if reasoning else None,
     )

@@ -32,6 +32,8 @@ from router.gateway.fields import (
     with_fields,
 )
 from router.gateway.messages import Message, Name
+from router.gateway.reply import ReplyOptions
+from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
@@ -219,6 +221,10 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
     ] = None
 
+    def reply_options(self, prompt: Prompt) -> ReplyOptions:
+        """An answer is all text."""
+        return ReplyOptions(separates_reasoning=False)
+
     @property
     def num_prompts(self) -> int:
         """How many `prompts` there will be; costs nothing."""
@@ -310,9 +316,21 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Variable of the template, with `enable_thinking`, which is false if it is `none`."),
     ] = None
 
+    tools: Annotated[Raw, Meta(description="Functions that the model may call, see [tools.md](tools.md).")] = field(
+        default_factory=Raw
+    )
+    tool_choice: Annotated[
+        Raw, Meta(description="`auto`, `none`, `required`, or the function that must be called; default `auto`.")
+    ] = field(default_factory=Raw)
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="false: at most one call per answer; default true.")
+    ] = None
+    include_reasoning: Annotated[bool | None, Meta(description="false: reasoning is left out; default true.")] = None
+    separate_reasoning: Annotated[
+        bool | None, Meta(description="false: reasoning stays in the text with its tags; default true.")
+    ] = None
+
     # Without effect, see IGNORED_BY_CHATS.
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
@@ -320,8 +338,14 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
+        tools = read_tools(self.tools)
+        choice = read_tool_choice(self.tool_choice, tools)
+        if choice.must_call:
+            raise InvalidRequestError("tool_choice: calls cannot be forced yet", param="tool_choice")
         prompt = chat_prompt(
             self.messages,
+            tools=tools if choice.may_call else [],
+            num_tool_chars=len(bytes(self.tools)),
             add_generation_prompt=self.add_generation_prompt is not False,
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
@@ -350,6 +374,16 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
             )
         ]
 
+    def reply_options(self, prompt: Prompt) -> ReplyOptions:
+        """How answers to the prompt of its draft are parsed."""
+        assert isinstance(prompt, ChatPrompt)
+        return ReplyOptions(
+            tools=frozenset(map(name_of, prompt.tools)),
+            max_calls=1 if self.parallel_tool_calls is False else None,
+            separates_reasoning=self.separate_reasoning is not False,
+            shows_reasoning=self.include_reasoning is not False,
+        )
+
     def _num_logprobs(self) -> int | None:
         if self.logprobs:
             return self.top_logprobs or 0
@@ -371,6 +405,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
 def chat_prompt(
     messages: Sequence[Message],
     *,
+    tools: Sequence[Tool],
+    num_tool_chars: int,
     add_generation_prompt: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
@@ -384,7 +420,8 @@ def chat_prompt(
         raise InvalidRequestError(problem, param="messages")
     return ChatPrompt(
         [message.as_template_input(index) for index, message in enumerate(messages)],
-        num_chars=sum(message.size for message in messages),
+        tools=tools,
+        num_chars=sum(message.size for message in messages) + num_tool_chars,
         add_generation_prompt=add_generation_prompt,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,
