@@ -18,8 +18,13 @@ class OutputPiece(NamedTuple):
 
     text: str  # may lag behind the tokens
     offsets: list[int]  # characters of the whole answer before each token; those after a stop string have none
-    is_stopped: bool  # a stop string is complete: the answer ends with the last token that has an offset
+    stop: str = ""  # the stop string that is complete: the answer ends with the last token that has an offset
     hidden_text: str = ""  # what precedes `text` of these tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a stop string is complete."""
+        return bool(self.stop)
 
 
 class OutputProcessor:
@@ -70,19 +75,19 @@ class OutputProcessor:
                 text += result.text
             else:
                 hidden_text += result.text
-            if result.stopped:
-                return OutputPiece(text, offsets, is_stopped=True, hidden_text=hidden_text)
+            if result.stop:
+                return OutputPiece(text, offsets, result.stop, hidden_text)
         if finish_reason is None:
-            return OutputPiece(text, offsets, is_stopped=False, hidden_text=hidden_text)
+            return OutputPiece(text, offsets, hidden_text=hidden_text)
         result = self._check(self._detokenizer.finish())
         text += result.text
-        if not result.stopped:
+        if not result.stop:
             text += self._stop.finish()
-        return OutputPiece(text, offsets, result.stopped, hidden_text)
+        return OutputPiece(text, offsets, result.stop, hidden_text)
 
     def _check(self, piece: str) -> StopResult:
         """Looks for stop strings in the text of the last token."""
         self._num_chars += len(piece)
         if self._num_tokens <= self._min_tokens:
-            return StopResult(piece, stopped=False)
+            return StopResult(piece)
         return self._stop.push(piece)

@@ -21,6 +21,7 @@ class TextDelta(NamedTuple):
     logprobs: list[common_pb2.PositionLogprobs]  # one per token if asked for, else empty
     text_offsets: list[int]  # where in the whole answer each token's text begins
     finish_reason: FinishReason | None
+    stop_reason: str | None = None  # the stop text that ended the answer
 
 
 class TextGeneration:
@@ -67,7 +68,8 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
-        return _cut(delta, piece, num_replayed)
+        text_delta = _cut(delta, piece, num_replayed)
+        return text_delta._replace(stop_reason=piece.stop) if piece.is_stopped else text_delta
 
 
 def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta:

@@ -5,7 +5,7 @@ Answers are written by chunks.py and explain.py, for speed by hand; tests hold t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -186,6 +186,59 @@ class ChatChunk(_Answer):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class AnthropicUsage(_Answer):
+    """Token counts; tokens from the cache are not among those of the input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(_Answer):
+    """Answer of POST /v1/messages, unless it is streamed. Blocks are `text`, `thinking` or `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class CachedTokens(_Answer):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class ResponseUsage(_Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class Response(msgspec.Struct):
+    """Answer of POST /v1/responses, unless it is streamed; it also repeats fields of the request. Items are `message`,
+    `reasoning` or `function_call`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+
+
 class Candidate(_Answer):
     """A pod that was weighed."""
 
@@ -237,6 +290,12 @@ class Tokenized(_Answer):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class CountedTokens(_Answer):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 class Detokenized(_Answer):

@@ -17,12 +17,12 @@ from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
-from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
-from router.gateway.errors import error_headers, error_json, route_error
+from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
+from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
 from router.gateway.reply import ReplyParsing
-from router.gateway.tokens import DetokenizeEndpoint, TokenizeEndpoint
+from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import RunningIds
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
@@ -47,6 +47,9 @@ def create_app(
     endpoints: dict[str, App] = {
         "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids, parsing),
         "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids, parsing),
+        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids, parsing),
+        f"{MESSAGES_PATH}/count_tokens": CountTokensEndpoint(service, access),
+        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids, parsing),
         "/tokenize": TokenizeEndpoint(service, access),
         "/detokenize": DetokenizeEndpoint(service, access),
     }

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from common.errors import BatonError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.gateway.errors import OPENAI_DONE, openai_error_events
 from router.gateway.one_line import encode_line
 from router.gateway.reply import Call, Part, Reasoning, Text
 
@@ -32,6 +34,7 @@ class Answer:
         self.parts: list[Part] = []  # of an answer that is parsed; their text is in `text` as well
         self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
         self.finish_label: str | None = None
+        self.stop_reason: str | None = None  # see TextDelta
 
 
 class AnswerFormat(ABC):
@@ -39,6 +42,7 @@ class AnswerFormat(ABC):
 
     object_name: str
     chunk_object_name: str
+    is_always_parsed = False  # chunks are made by `parts_chunk` alone
     _before_text: bytes  # of a choice's field that holds the text
     _after_text: bytes
     _logprob_fields: tuple[str, ...]  # lists, with a value for each token
@@ -53,11 +57,14 @@ class AnswerFormat(ABC):
         *,
         wants_logprobs: bool,
         has_usage_chunk: bool,
+        echoed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
-        they have counts of their own."""
+        they have counts of their own. `echoed`: fields of the request, for answers that repeat them."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
+        self._has_usage_chunk = has_usage_chunk
+        self._echoed = echoed
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
@@ -91,9 +98,14 @@ class AnswerFormat(ABC):
         finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
         return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """Event with the token counts."""
-        return self._usage_head + encode_line(usage) + b"}\n\n"
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Events that end a stream; `usage`: the token counts."""
+        last = self._usage_head + encode_line(usage) + b"}\n\n" if self._has_usage_chunk else b""
+        return last + OPENAI_DONE
+
+    def error_events(self, error: BatonError) -> bytes:
+        """Events that end a stream with an error."""
+        return openai_error_events(error)
 
     def parts_chunk(
         self,
@@ -127,7 +139,7 @@ class AnswerFormat(ABC):
         """As `add`, for a parsed answer: `parts` are what it gains."""
         answer.parts += parts
         answer.text += [part.text for part in parts if isinstance(part, Text)]
-        answer.finish_label = finish_label
+        answer.finish_label, answer.stop_reason = finish_label, delta.stop_reason
         self._add_logprobs(answer, delta, "")
 
     def _add_logprobs(self, answer: Answer, delta: TextDelta, echo: str) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/route/explain.
+"""POST /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses and /v1/route/explain.
 
 The status is known before the first byte is sent: a stream begins with the first delta of any choice, and a failure
 before that is an ordinary error response.
@@ -17,6 +17,8 @@ from common.errors import InvalidRequestError
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
+from router.gateway.anthropic_answers import MessagesFormat
+from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -30,7 +32,17 @@ from router.gateway.protocol import (
     parse_completion,
 )
 from router.gateway.reply import ReplyParser, ReplyParsing
-from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
+from router.gateway.responses_answers import ResponsesFormat
+from router.gateway.responses_bodies import parse_responses
+from router.gateway.resume import (
+    RESUMABLE_HEADER,
+    ResumeOptions,
+    Stream,
+    begin,
+    digest_of,
+    new_seed,
+    read_resume_options,
+)
 from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
@@ -42,16 +54,19 @@ from router.service import InferenceService
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What distinguishes the two endpoints."""
+    """What distinguishes the endpoints."""
 
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
     format: type[AnswerFormat]
     explains: bool = False  # answers with the route that the request would take
+    resumes: bool = True  # streams may have event ids
 
 
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
+MESSAGES = Api("msg_", parse_messages, MessagesFormat, resumes=False)
+RESPONSES = Api("resp_", parse_responses, ResponsesFormat, resumes=False)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
 
 
@@ -97,6 +112,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
         resume = read_resume_options(exchange.header, parsed)
+        if resume.has_ids and not self._api.resumes:
+            problem = "only streams of completions and chats have event ids"
+            raise InvalidRequestError(f"{RESUMABLE_HEADER}: {problem}", param=RESUMABLE_HEADER)
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
         with self._named(parsed, resume, exchange) as request_id, account.admit(self._num_choices(parsed)):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
@@ -202,9 +220,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._service.tokenizer,
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            echoed=body.echoed,
         )
         options = body.reply_options(prompts[0].draft.prompt)
-        parsers = [self._parsing.parser_for(choice, options) for choice in choices]
+        is_always_parsed = self._api.format.is_always_parsed
+        parsers = [self._parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         is_stream, reports = bool(body.stream), body.usage_reports
         return _Job(choices, echoes, parsers, num_prompt_tokens, answer_format, is_stream, event_ids, reports)
@@ -236,6 +256,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
+        exchange.error_events = job.format.error_events
 
         async def pump(index: int, generation: TextGeneration) -> None:
             opening, echo, parser = b"", "", job.parsers[index]
@@ -261,9 +282,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 opening, echo = b"", ""
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
-        has_last = job.usage_reports is not UsageReports.NONE
-        last = job.format.usage_chunk(_usage(job, generations)) if has_last else b""
-        await exchange.end_events(last)
+        await exchange.end_events(job.format.end(_usage(job, generations)))
 
 
 def _n(body: CompletionBody | ChatBody) -> int:

@@ -130,6 +130,21 @@ REFUSED_BY_CHATS = (
     Refused("media_io_kwargs", _ONLY_TEXT, ({},)),
 )
 
+_ELSEWHERE = "tools run at the client"
+REFUSED_BY_MESSAGES = (
+    Refused("container", _ELSEWHERE),
+    Refused("mcp_servers", _ELSEWHERE, ([],)),
+)
+REFUSED_BY_RESPONSES = (
+    Refused("previous_response_id", "nothing is stored: send the conversation as `input`"),
+    Refused("conversation", "nothing is stored: send the conversation as `input`"),
+    Refused("background", "an answer is sent on the connection of its request", (False,)),
+    Refused("prompt", "there are no stored prompts"),
+    Refused("moderation", "texts are not moderated"),
+    Refused("truncation", "a prompt that is too long is refused, never cut", ("disabled",)),
+    Refused("top_logprobs", "log probabilities are a field of chats", (0,)),
+)
+
 _OF_TOKENIZED_CHATS = {"continue_final_message", "chat_template", "mm_processor_kwargs", "media_io_kwargs"}
 REFUSED_BY_TOKENIZED_CHATS = tuple(row for row in REFUSED_BY_CHATS if row.name in _OF_TOKENIZED_CHATS)
 
@@ -143,6 +158,25 @@ IGNORED_BY_BOTH = (
     Ignored("return_mm_kwargs", bool, "vLLM's render endpoints alone know it"),
 )
 IGNORED_BY_CHATS = (Ignored("stream_reasoning", bool, "reasoning is streamed as it comes"),)
+IGNORED_BY_MESSAGES = (
+    Ignored("cache_control", dict, "blocks stay cached while there is room"),
+    Ignored("context_management", dict, "the conversation is used as it is sent"),
+    Ignored("metadata", dict, "says who asks"),
+    Ignored("service_tier", str, "`priority` of chats orders requests"),
+    Ignored("inference_geo", str, "there is one place"),
+)
+IGNORED_BY_RESPONSES = (
+    Ignored("store", bool, "nothing is stored; the answer says `store: false`"),
+    Ignored("include", list, "nothing beside the answer is kept"),
+    Ignored("max_tool_calls", int, "it is for tools that run at the server"),
+    Ignored("stream_options", dict, "nothing is obfuscated"),
+    Ignored("metadata", dict, "for stored answers; it is repeated in the answer"),
+    Ignored("user", str, "says who asks"),
+    Ignored("safety_identifier", str, "says who asks"),
+    Ignored("service_tier", str, "`priority` of chats orders requests"),
+    Ignored("prompt_cache_retention", str, "blocks stay cached while there is room"),
+    Ignored("context_management", list, "the conversation is used as it is sent"),
+)
 
 
 def with_fields(base: type[msgspec.Struct], refused: tuple[Refused, ...]) -> type[msgspec.Struct]:

@@ -59,6 +59,7 @@ _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 _Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 _Tag = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
+Metadata = Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)]
 
 
 class UsageReports(enum.Enum):
@@ -147,12 +148,17 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
 
     # Without effect, see IGNORED_BY_BOTH.
     user: _Session | None = None
-    metadata: Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_retention: Name | None = None
     return_mm_kwargs: bool | None = None
+
+    @property
+    def echoed(self) -> Mapping[str, Any]:
+        """Fields for an answer that repeats them."""
+        return {}
 
     @property
     def usage_reports(self) -> UsageReports:
@@ -177,6 +183,11 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def give(self, **parameters: Any) -> None:
+        """Sets sampling parameters; None: they are not given."""
+        for name, value in parameters.items():
+            setattr(self, name, value)
 
     def parameters(self, num_logprobs: int | None) -> dict[str, Any]:
         """The fields of SamplingParams that are given. Ranges are not checked here."""
@@ -334,6 +345,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
+    prompt_field: ClassVar[str] = "messages"  # what the client calls it, for errors
+    limit_field: ClassVar[str] = "max_tokens"
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
@@ -352,13 +365,13 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         )
         given = self.parameters(self._num_logprobs())
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
-        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        limit_name = self.limit_field if self.max_completion_tokens is None else "max_completion_tokens"
         return [
             Draft(
                 request_id=request_id,
                 model=self.model,
                 prompt=prompt,
-                prompt_param="messages",
+                prompt_param=self.prompt_field,
                 sampling=given,
                 max_tokens=max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 default_max_tokens=None,

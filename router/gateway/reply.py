@@ -82,14 +82,16 @@ class ReplyParsing:
             markers += self._reasoning.markers
         return self._tokenizer.special_ids_of(markers) if markers else frozenset()
 
-    def parser_for(self, request: GenerationRequest, options: ReplyOptions) -> ReplyParser | None:
-        """For one answer to this request; None: its text is all content."""
+    def parser_for(
+        self, request: GenerationRequest, options: ReplyOptions, *, always: bool = False
+    ) -> ReplyParser | None:
+        """For one answer to this request; None, unless there must `always` be one: its text is all content."""
         tools = self._tool_parser(options.tools) if options.tools and self._tool_parser is not None else None
         splitter = None
         if options.separates_reasoning and self._reasoning is not None:
             end = self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
             splitter = ReasoningSplitter(self._reasoning, end)
-        if tools is None and splitter is None:
+        if tools is None and splitter is None and not always:
             return None
         return ReplyParser(tools, splitter, options, _id_seed(request))
 

@@ -63,6 +63,11 @@ def name_of(tool: Tool) -> str:
     return name
 
 
+def object_or_empty(value: Raw) -> Raw:
+    """An object as it was sent; an empty one if none was."""
+    return value if bytes(value) not in (b"", b"null") else Raw(b"{}")
+
+
 def read_tools(value: Raw) -> list[Tool]:
     """`tools` as sent; empty: they were not. Raises InvalidRequestError."""
     num_bytes = len(bytes(value))
