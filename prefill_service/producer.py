@@ -26,9 +26,9 @@ from common.engine.messages import (
     RequestStarted,
     TransferTarget,
 )
-from common.errors import BatonError, EngineDeadError, ErrorCode, RequestCancelledError, TransferError
+from common.errors import BatonError, EngineDeadError, RequestCancelledError, TransferError
 from common.pod.context import PodContext
-from common.rpc.errors import make_error
+from common.pod.convert import error_of
 from common.types import FinishReason, RequestId, SampledToken
 from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
@@ -127,7 +127,7 @@ class Producer:
         if output.tokens and self._token is None:
             self._note_first_token(output.tokens[0], output.finish_reason)
         if output.finish_reason is FinishReason.ERROR:
-            self._on_failed(make_error(ErrorCode.from_number(output.error_code), output.error))
+            self._on_failed(error_of(output))
         elif output.finish_reason is FinishReason.ABORT and not self._may_write:
             self._end(self._error or RequestCancelledError("the prefill was aborted"))
         elif output.finish_reason is FinishReason.ABORT:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, SchedulerConfig
 from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
@@ -59,9 +59,9 @@ class Completion:
 class LLM:
     """A model, ready to generate. A context manager; not thread-safe.
 
-    `options` are the fields of ModelConfig, CacheConfig and SchedulerConfig: dtype, max_model_len, kv_cache_memory,
-    num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises ConfigError naming the option, or
-    ModelLoadError, if the engine cannot be started with them.
+    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig and GrammarConfig: dtype, max_model_len,
+    kv_cache_memory, num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises ConfigError naming
+    the option, or ModelLoadError, if the engine cannot be started with them.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class _Generation:
     def take(self, output: RequestOutput) -> None:
         """Adds the output of one step. Raises BatonError if the engine rejected the request."""
         if output.finish_reason is FinishReason.ERROR:
-            error = BatonError(output.error)
+            error = BatonError(output.error, param=output.error_param or None)
             error.code = ErrorCode.from_number(output.error_code)
             raise error
         for event in output.events:
@@ -319,7 +319,7 @@ class _Generation:
             prompt_token_ids=self.prompt.token_ids,
             text="".join(self.pieces),
             token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason.for_clients,
             logprobs=None if self.sampling.num_logprobs is None else self.logprobs,
             num_cached_tokens=self.num_cached_tokens,
         )
@@ -371,10 +371,16 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "model": ModelConfig,
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
+        "grammar": GrammarConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
     # No stream waits for tokens: steps are as large as their budget.
-    values: dict[str, dict[str, Any]] = {"model": {"model": model}, "cache": {}, "scheduler": {"target_itl_ms": None}}
+    values: dict[str, dict[str, Any]] = {
+        "model": {"model": model},
+        "cache": {},
+        "scheduler": {"target_itl_ms": None},
+        "grammar": {},
+    }
     for name, value in options.items():
         if name not in owners:
             close = difflib.get_close_matches(name, owners, n=1)

@@ -133,6 +133,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tokens: list[SampledToken] = []
     finish_reason: FinishReason | None = None
     error: str = ""  # set with FinishReason.ERROR
+    error_param: str = ""  # field at fault, if one is
     error_code: int = 0  # number of the common.errors.ErrorCode, set with FinishReason.ERROR
     events: list[RequestEvent] = []
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x9d\x04\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xa5\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicyB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\xd6\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bstart_index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard2\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xeb\x04\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12\x35\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x14.baton.v1.ConstraintH\x0c\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x15\n\x13_structured_outputs\"\xa5\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicyB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\xd6\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bstart_index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard2\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENPROMPT']._serialized_start=162
   _globals['_TOKENPROMPT']._serialized_end=194
   _globals['_GENERATEOPTIONS']._serialized_start=197
-  _globals['_GENERATEOPTIONS']._serialized_end=738
-  _globals['_GENERATEREQUEST']._serialized_start=741
-  _globals['_GENERATEREQUEST']._serialized_end=1034
-  _globals['_USAGE']._serialized_start=1036
-  _globals['_USAGE']._serialized_end=1116
-  _globals['_GENERATERESPONSE']._serialized_start=1119
-  _globals['_GENERATERESPONSE']._serialized_end=1315
-  _globals['_GENERATECHUNK']._serialized_start=1318
-  _globals['_GENERATECHUNK']._serialized_end=1532
-  _globals['_ABORTREQUEST']._serialized_start=1534
-  _globals['_ABORTREQUEST']._serialized_end=1568
-  _globals['_ABORTRESPONSE']._serialized_start=1570
-  _globals['_ABORTRESPONSE']._serialized_end=1600
-  _globals['_LISTMODELSREQUEST']._serialized_start=1602
-  _globals['_LISTMODELSREQUEST']._serialized_end=1621
-  _globals['_MODELCARD']._serialized_start=1623
-  _globals['_MODELCARD']._serialized_end=1671
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1673
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1730
-  _globals['_INFERENCE']._serialized_start=1733
-  _globals['_INFERENCE']._serialized_end=2014
+  _globals['_GENERATEOPTIONS']._serialized_end=816
+  _globals['_GENERATEREQUEST']._serialized_start=819
+  _globals['_GENERATEREQUEST']._serialized_end=1112
+  _globals['_USAGE']._serialized_start=1114
+  _globals['_USAGE']._serialized_end=1194
+  _globals['_GENERATERESPONSE']._serialized_start=1197
+  _globals['_GENERATERESPONSE']._serialized_end=1393
+  _globals['_GENERATECHUNK']._serialized_start=1396
+  _globals['_GENERATECHUNK']._serialized_end=1610
+  _globals['_ABORTREQUEST']._serialized_start=1612
+  _globals['_ABORTREQUEST']._serialized_end=1646
+  _globals['_ABORTRESPONSE']._serialized_start=1648
+  _globals['_ABORTRESPONSE']._serialized_end=1678
+  _globals['_LISTMODELSREQUEST']._serialized_start=1680
+  _globals['_LISTMODELSREQUEST']._serialized_end=1699
+  _globals['_MODELCARD']._serialized_start=1701
+  _globals['_MODELCARD']._serialized_end=1749
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1751
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1808
+  _globals['_INFERENCE']._serialized_start=1811
+  _globals['_INFERENCE']._serialized_end=2092
 # @@protoc_insertion_point(module_scope)

@@ -5,21 +5,53 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.errors import InvalidRequestError
 from common.pb import common_pb2
-from common.types import FinishReason, Logprobs, SamplingParams
+from common.types import Constraint, ConstraintKind, FinishReason, Logprobs, SamplingParams
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """The parameters as a message, whose fields bear the same names. All are set but those that are None."""
     values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
+    if params.structured_outputs is not None:
+        values["structured_outputs"] = constraint_to_pb(params.structured_outputs)
     return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default."""
+    """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default.
+    Raises InvalidRequestError for a kind of constraint that this version does not know."""
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     given["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("structured_outputs"):
+        given["structured_outputs"] = constraint_from_pb(message.structured_outputs)
     return SamplingParams(**given)
+
+
+def constraint_to_pb(constraint: Constraint) -> common_pb2.Constraint:
+    """The constraint as a message."""
+    return common_pb2.Constraint(
+        kind=common_pb2.ConstraintKind.ValueType(constraint.kind.value),
+        text=constraint.text,
+        disable_any_whitespace=not constraint.any_whitespace,
+        whitespace_pattern=constraint.whitespace_pattern,
+    )
+
+
+def constraint_from_pb(message: common_pb2.Constraint) -> Constraint:
+    """The constraint of a message, unchecked. Raises InvalidRequestError for a kind that this version does not
+    know."""
+    try:
+        kind = ConstraintKind(message.kind)
+    except ValueError as error:
+        problem = f"structured_outputs.kind must be a ConstraintKind, got {message.kind}"
+        raise InvalidRequestError(problem, param="structured_outputs") from error
+    return Constraint(
+        kind=kind,
+        text=message.text,
+        any_whitespace=not message.disable_any_whitespace,
+        whitespace_pattern=message.whitespace_pattern,
+    )
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:

@@ -7,6 +7,7 @@ from typing import Annotated, NewType
 
 import msgspec
 
+from common.types.constraint import Constraint
 from common.types.parameters import Parameter, Range
 
 MAX_LOGPROBS = 20
@@ -18,16 +19,22 @@ TransferId = NewType("TransferId", str)
 class FinishReason(enum.IntEnum):
     """Why a generation ended. Values equal baton.v1.FinishReason, which has no HANDOFF: that one stays in the pods."""
 
-    STOP = 1  # end-of-sequence, stop token or stop string
+    STOP = 1  # end-of-sequence or stop token, which is the last one; to clients also a stop string, and COMPLETE
     LENGTH = 2  # max_tokens or the context length
     ABORT = 3  # the client or a deadline ended it
     ERROR = 4  # it failed
     HANDOFF = 5  # producer: continued on the decode pod
+    COMPLETE = 6  # its grammar allows no further token; the last one is part of the answer
 
     @property
     def label(self) -> str:
         """Lower-case name: metric label and OpenAI's `finish_reason`."""
-        return self.name.lower()
+        return self.for_clients.name.lower()
+
+    @property
+    def for_clients(self) -> FinishReason:
+        """The reason that clients are given."""
+        return FinishReason.STOP if self is FinishReason.COMPLETE else self
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,6 +106,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0.01, 100), 13, 14, "double",
         ),
     ] = 1.0  # fmt: skip
+
+    structured_outputs: Annotated[
+        Constraint | None,
+        Parameter("Text that the answer must be: a JSON schema, a grammar and so on.", None, 30, 30, "Constraint"),
+    ] = None
 
     @property
     def greedy(self) -> bool:

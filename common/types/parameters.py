@@ -54,10 +54,15 @@ class ParameterField(NamedTuple):
     """One field of SamplingParams."""
 
     name: str
-    kind: Any  # float, int, bool, or tuple: token ids
+    kind: Any  # float, int, bool, tuple: token ids, or a struct, which each protocol writes in its own way
     default: Any
     is_optional: bool  # None is a value
     parameter: Parameter
+
+    @property
+    def is_struct(self) -> bool:
+        """Whether a value has fields of its own."""
+        return isinstance(self.kind, type) and issubclass(self.kind, msgspec.Struct)
 
 
 @cache

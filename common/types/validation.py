@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
+from common.types.constraint import check_constraint
 from common.types.generation import SamplingParams
 from common.types.parameters import parameters_of
 
@@ -44,6 +45,8 @@ def validate_sampling(
         problem = f"{stop_name} must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(params.stop_token_ids)}"
         raise InvalidRequestError(problem, param=stop_name)
     validate_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
+    if params.structured_outputs is not None:
+        check_constraint(params.structured_outputs, names.get("structured_outputs", "structured_outputs"))
 
 
 def validate_prompt(

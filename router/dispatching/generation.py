@@ -41,6 +41,7 @@ from router.requests.request import GenerationRequest
 logger = logging.getLogger(__name__)
 
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
+_CONSTRAINT_PARAM = "structured_outputs"  # in a pod's error: the request's constraint has no grammar
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 
@@ -265,6 +266,9 @@ class Generation:
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
         logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message)
+        if legs is self._legs and error.code is ErrorCode.INVALID_ARGUMENT and error.param == _CONSTRAINT_PARAM:
+            self.fail(error)  # the decode pod would find the same, after as long a time
+            return
         if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):
             legs.tell_prefill_failed(error.code)
 

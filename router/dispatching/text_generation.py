@@ -68,6 +68,8 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
+        elif delta.finish_reason is FinishReason.COMPLETE:
+            delta = delta._replace(finish_reason=FinishReason.STOP)
         text_delta = _cut(delta, piece, num_replayed)
         return text_delta._replace(stop_reason=piece.stop) if piece.is_stopped else text_delta
 

@@ -16,6 +16,7 @@ _ENDS = (
     common_pb2.FINISH_REASON_LENGTH,
     common_pb2.FINISH_REASON_ABORT,
     common_pb2.FINISH_REASON_ERROR,
+    common_pb2.FINISH_REASON_COMPLETE,
 )
 
 
@@ -48,7 +49,7 @@ def invalid_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:
     """What is invalid about how a request ended on a pod, with `num_tokens` tokens of output; empty: nothing."""
     if finish_reason not in _ENDS:
         return f"finish reason {finish_reason} does not exist"
-    if finish_reason == common_pb2.FINISH_REASON_STOP and not num_tokens:
+    if finish_reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_COMPLETE) and not num_tokens:
         return "it stopped before its first token"
     if finish_reason == common_pb2.FINISH_REASON_LENGTH and num_tokens < max_tokens:
         return f"its end after {num_tokens} tokens, {max_tokens} were asked for"

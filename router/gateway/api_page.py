@@ -138,7 +138,8 @@ def page() -> str:
 
 
 def _parameters() -> list[ParameterField]:
-    return [field for field in parameters_of(SamplingParams).values() if field.name != "num_logprobs"]
+    fields = parameters_of(SamplingParams).values()
+    return [field for field in fields if field.name != "num_logprobs" and not field.is_struct]
 
 
 def _parameter_row(field: ParameterField) -> tuple[str, ...]:

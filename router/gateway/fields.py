@@ -34,7 +34,7 @@ class Refused(NamedTuple):
     idle: tuple[object, ...] = ()  # beside null
 
 
-_NO_STRUCTURED = "output is not constrained to a grammar"
+_USE_STRUCTURED = "constrain answers with structured_outputs"
 _NO_TRANSFER = "the router arranges transfers between pods itself"
 _NO_ADAPTERS = "adapters are not loaded"
 _ONLY_TEXT = "only text goes in and out"
@@ -46,7 +46,6 @@ _ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"
 REFUSED_BY_BOTH = (
     # OpenAI
     Refused("logit_bias", "logits are not biased", ({},)),
-    Refused("response_format", _NO_STRUCTURED, ({"type": "text"},)),
     # vLLM
     Refused("use_beam_search", "there is no beam search", (False,)),
     Refused("length_penalty", "it is a parameter of beam search", (1.0, 0)),
@@ -59,14 +58,13 @@ REFUSED_BY_BOTH = (
     Refused("logprob_token_ids", "log probabilities are those of the most likely tokens", ([],)),
     Refused("allowed_token_ids", "tokens are not restricted", ([],)),
     Refused("bad_words", "words are not banned", ([],)),
-    Refused("structured_outputs", _NO_STRUCTURED, ({},)),
-    Refused("guided_json", _NO_STRUCTURED),
-    Refused("guided_regex", _NO_STRUCTURED, ("",)),
-    Refused("guided_choice", _NO_STRUCTURED, ([],)),
-    Refused("guided_grammar", _NO_STRUCTURED, ("",)),
-    Refused("guided_decoding_backend", _NO_STRUCTURED, ("",)),
-    Refused("guided_whitespace_pattern", _NO_STRUCTURED, ("",)),
-    Refused("structural_tag", _NO_STRUCTURED, ("",)),
+    Refused("guided_json", _USE_STRUCTURED),
+    Refused("guided_regex", _USE_STRUCTURED, ("",)),
+    Refused("guided_choice", _USE_STRUCTURED, ([],)),
+    Refused("guided_grammar", _USE_STRUCTURED, ("",)),
+    Refused("guided_decoding_backend", _USE_STRUCTURED, ("",)),
+    Refused("guided_whitespace_pattern", _USE_STRUCTURED, ("",)),
+    Refused("structural_tag", _USE_STRUCTURED, ("",)),
     Refused("logits_processors", "there are no custom logits processors", ([],)),
     Refused("return_tokens_as_token_ids", _NO_TRACE, (False,)),
     Refused("return_token_ids", _NO_TRACE, (False,)),
@@ -80,9 +78,9 @@ REFUSED_BY_BOTH = (
     Refused("thinking_token_budget", _NO_BUDGET, (-1,)),
     Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),
     # SGLang
-    Refused("regex", _NO_STRUCTURED, ("",)),
-    Refused("ebnf", _NO_STRUCTURED, ("",)),
-    Refused("json_schema", _NO_STRUCTURED, ("",)),
+    Refused("regex", _USE_STRUCTURED, ("",)),
+    Refused("ebnf", _USE_STRUCTURED, ("",)),
+    Refused("json_schema", _USE_STRUCTURED, ("",)),
     Refused("stop_regex", _ONLY_STRINGS, ("", [])),
     Refused("no_stop_trim", _FEWER_STOPS, (False,)),
     Refused("lora_path", _NO_ADAPTERS, ("", [])),

@@ -14,7 +14,7 @@ import grpc
 
 from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
-from common.rpc.convert import finish_reason_to_pb
+from common.rpc.convert import constraint_from_pb, finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.dispatching.text_generation import TextDelta, TextGeneration
@@ -124,6 +124,8 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
     stops = tuple(given.pop("stop", ()))
     if token_ids := given.get("stop_token_ids"):
         given["stop_token_ids"] = tuple(token_ids)
+    if options.HasField("structured_outputs"):
+        given["structured_outputs"] = constraint_from_pb(options.structured_outputs)
     prompt, param = _prompt(message)
     return Draft(
         request_id=message.request_id or f"gen-{uuid.uuid4().hex}",

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
-from common.types import SamplingParams
+from common.types import Constraint, SamplingParams
 from common.types.parameters import ParameterField, parameters_of
 from common.types.validation import MAX_STOP_TOKEN_IDS
 from router.gateway.fields import (
@@ -33,6 +33,15 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message, Name
 from router.gateway.reply import ReplyOptions
+from router.gateway.structured import (
+    FORMAT,
+    STRUCTURED,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+    constraint_of_format,
+    constraint_of_structured,
+)
 from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
@@ -88,14 +97,23 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
+def _is_sent(value: Raw) -> bool:
+    return bytes(value) not in (b"", b"null")
+
+
 def _http_type(field: ParameterField) -> Any:
     """null is the same as to leave it out."""
     kind = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] if field.kind is tuple else field.kind
     return Annotated[kind | None, Meta(description=field.parameter.doc)]
 
 
-# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
-_PARAMETERS = {name: field for name, field in parameters_of(SamplingParams).items() if name != "num_logprobs"}
+# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways. Those with
+# fields of their own are declared below.
+_PARAMETERS = {
+    name: field
+    for name, field in parameters_of(SamplingParams).items()
+    if name != "num_logprobs" and not field.is_struct
+}
 
 _values_of_parameters = operator.attrgetter(*_PARAMETERS)
 
@@ -125,7 +143,22 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Texts that end the answer and are not part of it."),
     ] = None
 
+    response_format: Annotated[
+        Raw,
+        Meta(
+            description="OpenAI's form of a constraint: `type` is `text`, `json_object`, `json_schema` or "
+            "`structural_tag`; see [structured output](structured_output.md)."
+        ),
+    ] = field(default_factory=Raw)
+
     # Beyond OpenAI's API, with the names that vLLM gave them.
+    structured_outputs: Annotated[
+        Raw,
+        Meta(
+            description="vLLM's form: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`; "
+            "see [structured output](structured_output.md)."
+        ),
+    ] = field(default_factory=Raw)
     skip_special_tokens: Annotated[
         bool | None, Meta(description="Leave special tokens out of the text; default true.")
     ] = None
@@ -201,7 +234,28 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             given["stop_token_ids"] = tuple(given["stop_token_ids"])
         if num_logprobs is not None:
             given["num_logprobs"] = num_logprobs
+        constraint = self._constraint()
+        if constraint is not None:
+            given["structured_outputs"] = constraint
         return given
+
+    @property
+    def constraint_name(self) -> str:
+        """The field that constrains the answer, if one does."""
+        return STRUCTURED if _is_sent(self.structured_outputs) else FORMAT
+
+    def _constraint(self) -> Constraint | None:
+        """Raises InvalidRequestError."""
+        constraint = of_format = None
+        if _is_sent(self.structured_outputs):
+            with request_errors(STRUCTURED, struct=StructuredOutputs):
+                constraint = constraint_of_structured(self.structured_outputs)
+        if _is_sent(self.response_format):
+            with request_errors(FORMAT, struct=ResponseFormat):
+                of_format = constraint_of_format(self.response_format)
+        if constraint is not None and of_format is not None:
+            raise InvalidRequestError(f"give {FORMAT} or {STRUCTURED}, not both", param=STRUCTURED)
+        return constraint or of_format
 
     def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
@@ -285,7 +339,7 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
                 skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "logprobs"},
+                names={"num_logprobs": "logprobs", STRUCTURED: self.constraint_name},
                 arrived_at=arrived_at,
             )
             for index, prompt in enumerate(prompts)
@@ -382,7 +436,11 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
                 skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
+                names={
+                    "num_logprobs": "top_logprobs",
+                    "max_tokens": limit_name,
+                    STRUCTURED: self.constraint_name,
+                },
                 arrived_at=arrived_at,
             )
         ]
@@ -475,6 +533,12 @@ _any_decoder = msgspec.json.Decoder(_AnyBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
+_NESTED: dict[str, type[msgspec.Struct] | None] = {
+    "stream_options": StreamOptions,
+    FORMAT: ResponseFormat,
+    f"{FORMAT}.json_schema": JsonSchemaFormat,
+    STRUCTURED: StructuredOutputs,
+}
 _MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long as both are
 
 
@@ -540,7 +604,7 @@ def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | N
 
 def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
     """What was probably meant by the field of that name; may be empty."""
-    known = {"": struct, "stream_options": StreamOptions}.get(path)
+    known = {"": struct, **_NESTED}.get(path)
     if known is None or len(name) > _MAX_GUESSED_CHARS:
         return ""
     if known in (CompletionBody, ChatBody) and name in {"prompt", "messages"}:

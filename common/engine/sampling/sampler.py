@@ -1,7 +1,8 @@
 """The sampler: logits -> tokens.
 
 1. penalties over the tokens so far          3. log probabilities, if asked for
-2. stop tokens masked up to `min_tokens`     4. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
+2. stop tokens masked up to `min_tokens`,    4. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
+   and what a grammar does not allow
 
 Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
 returns equal values depends on the rest of the batch. A row whose best logit is not finite has no token: the model
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,19 +56,33 @@ def ending_tokens(params: SamplingParams, eos_token_ids: frozenset[int], vocab_s
     return np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), dtype=np.int64)
 
 
+class LogitMask(Protocol):
+    """Excludes tokens."""
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Sets the logits [rows, vocabulary] of tokens that must not be sampled to -inf, in place."""
+
+
 class Sampler:
     """Samples for one model. Stateless."""
 
-    def sample_plain(self, logits: torch.Tensor) -> list[SampledToken | None]:
-        """Tokens for logits [rows, vocabulary] of rows that are all plain; None where no logit is finite."""
+    def sample_plain(self, logits: torch.Tensor, mask: LogitMask | None = None) -> list[SampledToken | None]:
+        """Tokens for logits [rows, vocabulary] of rows that are all plain; None where no logit is finite. With a mask,
+        they are overwritten."""
+        if mask is not None:
+            mask.apply(logits)
         token_ids = logits.argmax(dim=-1)
         return _tokens(token_ids, _is_finite(logits, token_ids), [None] * len(token_ids))
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | None]:
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], mask: LogitMask | None = None
+    ) -> list[SampledToken | None]:
         """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten; None where no logit is
         finite."""
         self._penalise(logits, rows)
         self._mask_ending_tokens(logits, rows)
+        if mask is not None:
+            mask.apply(logits)  # after the penalties, which leave every logit finite
         token_ids = logits.argmax(dim=-1)
         is_finite = _is_finite(logits, token_ids)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]

@@ -1,10 +1,12 @@
 """The life of a request: what each transition does to its blocks, its place, its transfers and its outputs.
 
-    add --> [looking up] --> waiting --> reserve --> remote --take_handoff--> ready --start--> running --> finish
-                                |                                               ^                |
-                                +--> restore --> remote --take_restored---------+                |
-                                +--> admit --> running                                           |
-                                ^------------------------------ preempt -------------------------+
+    add --> [grammar]
+               v
+       [looking up] --> waiting --> reserve --> remote --take_handoff--> ready --start--> running --> finish
+               ^                |                  ^                       ^                |
+               |                +--> restore -------+-----take_restored----+                |
+               |                +--> admit --> running                                      |
+               +------------------------------------ preempt -------------------------------+
 
 The Scheduler decides which request is next; this module carries it out.
 """
@@ -15,21 +17,24 @@ from collections.abc import Mapping, Sequence
 
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
+from common.engine.scheduler.grammars import GrammarAnswer, Grammars
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
 from common.engine.scheduler.outbox import Outbox
+from common.engine.scheduler.output import DeadEnd
 from common.engine.scheduler.places import Places
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.totals import Totals
-from common.errors import NonFiniteError
+from common.errors import BatonError, InvalidRequestError, NonFiniteError
 from common.types import FinishReason, RequestId, SampledToken
 
 
 class Lifecycle:
     """Owns the live requests."""
 
-    def __init__(self, kv: KVCacheManager, transfers: KVTransfers) -> None:
+    def __init__(self, kv: KVCacheManager, transfers: KVTransfers, grammars: Grammars) -> None:
         self._kv = kv
         self._transfers = transfers
+        self._grammars = grammars
         self._block_size = kv.block_size
         self._outbox = Outbox()
         self._has_urgent_news = False  # a client or a pod can go on while the step runs
@@ -59,10 +64,29 @@ class Lifecycle:
     # ---------------------------------------------------------------- beginnings
 
     def add(self, request: Request) -> None:
-        """Adds a new request."""
+        """Adds a new request. Raises InvalidRequestError or OverloadedError if its grammar cannot be had; then nothing
+        has changed."""
+        grammar = None
+        has_constraint = request.sampling.structured_outputs is not None
+        if has_constraint:
+            grammar = request.grammar = self._grammars.ask(request)  # raises for one that is known to be impossible
         self.places.live[request.request_id] = request
         if request.is_producer or request.awaits_handoff:
             self._transfers.begin(request)
+        if has_constraint and grammar is None:
+            self.places.await_grammar(request)
+        else:
+            self._enqueue(request)
+
+    def take_grammar(self, answer: GrammarAnswer) -> None:
+        """Takes the outcome of compiling its grammar."""
+        request, result = answer
+        if isinstance(result, BatonError):
+            self.finish(request, FinishReason.ERROR)
+            self._outbox.fail(request, result)
+            return
+        self.places.grammar_settled(request)
+        request.grammar = result
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
@@ -184,9 +208,14 @@ class Lifecycle:
     # ---------------------------------------------------------------- steps
 
     def step_ended(
-        self, num_computed: Mapping[RequestId, int], sampled: Mapping[RequestId, SampledToken | None]
+        self,
+        num_computed: Mapping[RequestId, int],
+        sampled: Mapping[RequestId, SampledToken | None],
+        dead_ends: Mapping[RequestId, DeadEnd],
     ) -> None:
         """A step has computed so many tokens of each request, and sampled one for those that then lacked none."""
+        for request_id, dead_end in dead_ends.items():
+            self._end_at(dead_end, request_id)
         live, outbox, block_size = self.places.live, self._outbox, self._block_size
         for request_id, num_tokens in num_computed.items():
             request = live.get(request_id)
@@ -203,6 +232,22 @@ class Lifecycle:
                 if reason is not None:
                     self.finish(request, reason)
         self._transfers.step_ended()
+
+    def _end_at(self, dead_end: DeadEnd, request_id: RequestId) -> None:
+        """Ends a running request whose grammar allows no further token."""
+        request = self.places.live.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return  # aborted while the step ran
+        if dead_end is DeadEnd.COMPLETE and request.num_output_tokens:
+            self.finish(request, FinishReason.COMPLETE)
+            return
+        problem = {
+            DeadEnd.COMPLETE: "the grammar allows only an empty answer",
+            DeadEnd.MISMATCH: "the tokens generated before do not follow the grammar",
+            DeadEnd.CONTRADICTION: "the grammar and the other sampling parameters together allow no token",
+        }[dead_end]
+        self.finish(request, FinishReason.ERROR)
+        self._outbox.fail(request, InvalidRequestError(problem, param="structured_outputs"))
 
     def _computed(self, request: Request, token: SampledToken | None) -> None:
         if token is None and request.num_uncomputed_tokens == 0:

@@ -45,7 +45,7 @@ class Outbox:
         self.finish(request)
         output = self._outputs[request]
         self._outputs[request] = msgspec.structs.replace(
-            output, error=error.message, error_code=error.code.value.number
+            output, error=error.message, error_code=error.code.value.number, error_param=error.param or ""
         )
 
     def take(self, request: Request) -> RequestOutput:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.engine.kv_connector import Fence
 from common.types import RequestId, SampledToken, SamplingParams
+
+if TYPE_CHECKING:
+    from common.engine.grammar.base import CompiledGrammar
+
+
+class DeadEnd(enum.Enum):
+    """Why the grammar of a request allows no further token."""
+
+    COMPLETE = enum.auto()  # the answer is whole
+    MISMATCH = enum.auto()  # the output so far does not follow it
+    CONTRADICTION = enum.auto()  # what it allows is excluded by other parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +31,7 @@ class NewRequest:
     sampling: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
+    grammar: CompiledGrammar | None = None  # that its output follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +56,5 @@ class ModelRunnerOutput:
     """The results of a step."""
 
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
+    dead_ends: dict[RequestId, DeadEnd] = field(default_factory=dict)  # these have sampled nothing, and end
     fence: Fence = None  # after which the KV of the step's tokens is written

@@ -1,5 +1,6 @@
 """One request as the scheduler sees it.
 
+0. WAITING_FOR_GRAMMAR, those with a constraint that was not compiled lately: it is in no queue until its grammar is.
 1. LOOKING_UP, with tiers below the device only: its blocks are looked up there before it waits.
 2. WAITING: for blocks and a slot in the batch.
 3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that has
@@ -14,14 +15,19 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TYPE_CHECKING
 
 from common.engine.messages import AddRequest
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
+
+if TYPE_CHECKING:
+    from common.engine.grammar.base import CompiledGrammar
 
 
 class RequestStatus(enum.Enum):
     """The state of a request."""
 
+    WAITING_FOR_GRAMMAR = enum.auto()  # no blocks; its grammar is being compiled
     LOOKING_UP = enum.auto()  # no blocks; waits for the lookup of its blocks
     WAITING = enum.auto()  # for its turn
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
@@ -39,6 +45,7 @@ class Request:
         "awaits_handoff",
         "block_hashes",
         "finish_reason",
+        "grammar",
         "is_in_batch",
         "is_producer",
         "is_started",
@@ -79,6 +86,7 @@ class Request:
         self.target_itl_s = message.target_itl_s or math.inf  # its target for the seconds between tokens
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.grammar: CompiledGrammar | None = None  # for its constraint, if it has one
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.num_computed_tokens = 0

@@ -40,6 +40,7 @@ from common.engine.messages import (
     RequestOutput,
 )
 from common.engine.scheduler.admissible import Limits
+from common.engine.scheduler.grammars import Grammars, NoGrammars
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
@@ -71,6 +72,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         transfers: KVTransfers | None = None,
+        grammars: Grammars | None = None,
         measured_steps: Sequence[tuple[int, float]] = (),
         min_prefill_tokens: int = MIN_PREFILL_TOKENS,
         watermark: float = WATERMARK,
@@ -86,13 +88,14 @@ class Scheduler:
         self._block_size = kv.block_size
         self._limits = Limits(kv.block_size, max_model_len, vocab_size, eos_token_ids)
         self._transfers = NoTransfers() if transfers is None else transfers
+        self._grammars = NoGrammars() if grammars is None else grammars
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
-        self._lifecycle = Lifecycle(kv, self._transfers)
+        self._lifecycle = Lifecycle(kv, self._transfers, self._grammars)
         self._places = self._lifecycle.places
         self._running = self._places.running
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
@@ -152,6 +155,9 @@ class Scheduler:
 
     def _collect(self, now: float) -> None:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
+        if self._grammars.has_notes:
+            for answer in self._grammars.collect():
+                self._lifecycle.take_grammar(answer)
         if not self._transfers.has_notes:
             return
         self._lifecycle.is_stalled = False  # blocks may have become free
@@ -322,6 +328,7 @@ class Scheduler:
             sampling=request.sampling,
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=request.num_computed_tokens,
+            grammar=request.grammar,
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
@@ -332,7 +339,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled)
+        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled, result.dead_ends)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core
@@ -346,6 +353,7 @@ class Scheduler:
             or self._places.ready
             or self._lifecycle.has_news
             or self._transfers.has_notes
+            or self._grammars.has_notes
             or (self._places.has_waiting and not self._lifecycle.is_stalled)
         )
 

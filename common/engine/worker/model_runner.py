@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from common.engine.attention.hook import install
@@ -9,10 +11,18 @@ from common.engine.attention.registry import create_backend
 from common.engine.config import AttentionBackendName
 from common.engine.model.loader import LoadedModel
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.scheduler.output import DeadEnd, NewRequest, SchedulerOutput
 from common.engine.worker.batch import PackedBatch, pack_batch
+from common.engine.worker.constraints import TokenMask
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId, SampledToken, SamplingParams
+
+
+class StepResult(NamedTuple):
+    """What a step has sampled."""
+
+    sampled: dict[RequestId, SampledToken | None]
+    dead_ends: dict[RequestId, DeadEnd]  # of these the sampled tokens do not count
 
 
 class ModelRunner:
@@ -47,7 +57,7 @@ class ModelRunner:
         self._table.update(step)
 
     @torch.inference_mode()
-    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken | None]:
+    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> StepResult:
         """Computes the scheduled tokens; sample for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
@@ -55,7 +65,7 @@ class ModelRunner:
             self._clear(batch.opened_blocks)
         self._attention.begin_step(batch.attention)
         logits = self._forward(batch)
-        return self._sample(batch, logits) if batch.sampled_ids else {}
+        return self._sample(batch, logits) if batch.sampled_ids else StepResult({}, {})
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [num_sampled, vocabulary]."""
@@ -69,12 +79,34 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
         return logits
 
-    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, SampledToken | None]:
+    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> StepResult:
+        constraints = self._table.constraints
+        if not constraints:
+            return StepResult(self._sample_tokens(batch, logits, None), {})
+        rows = batch.sampled_rows.tolist()
+        logits = logits.float()
+        mask, dead_ends = constraints.mask(rows)  # while the device computes the logits
+        sampled = self._sample_tokens(batch, logits, mask)
+        ended: dict[RequestId, DeadEnd] = {}
+        for position, (request_id, row) in enumerate(zip(batch.sampled_ids, rows, strict=True)):
+            token = sampled[request_id]
+            if position in dead_ends:
+                ended[request_id] = dead_ends[position]
+            elif token is not None:
+                constraints.accept(row, token.token_id)
+            elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
+                ended[request_id] = DeadEnd.CONTRADICTION
+        return StepResult(sampled, ended)
+
+    def _sample_tokens(
+        self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None
+    ) -> dict[RequestId, SampledToken | None]:
+        """The tokens of the batch. With a mask, `logits` is overwritten."""
         if self._table.plain[batch.sampled_rows].all():
-            tokens = self._sampler.sample_plain(logits)
+            tokens = self._sampler.sample_plain(logits, mask)
         else:
             rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]
-            tokens = self._sampler.sample(logits.float(), rows)
+            tokens = self._sampler.sample(logits.float(), rows, mask)
         # A request without a token ends: what its row holds no longer matters.
         self._table.append_tokens(batch.sampled_rows, [0 if token is None else token.token_id for token in tokens])
         return dict(zip(batch.sampled_ids, tokens, strict=True))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from common.engine.sampling.sampler import SamplingRow, ending_tokens, is_plain
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.worker.constraints import Constraints
 from common.types import RequestId, SamplingParams
 
 
@@ -40,6 +41,7 @@ class RequestTable:
         self._num_prompt_tokens = [0] * max_num_seqs
         self._params = [SamplingParams()] * max_num_seqs
         self._ending_token_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
+        self.constraints = Constraints(vocab_size, eos_token_ids)
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -86,6 +88,7 @@ class RequestTable:
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._params[row] = new.sampling
         self._ending_token_ids[row] = ending_tokens(new.sampling, self._eos_token_ids, self._vocab_size)
+        self.constraints.add(row, new)
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
 
@@ -99,5 +102,6 @@ class RequestTable:
         row = self._rows.pop(request_id, None)
         if row is None:
             return
+        self.constraints.drop(row)
         self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
         self._free_rows.append(row)

@@ -58,6 +58,7 @@ class Worker:
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
+            tokenizer_directory=loaded.directory,
             num_threads=torch.get_num_threads() if loaded.device.type == "cpu" else 0,
         )
         return self._facts
@@ -97,7 +98,8 @@ class Worker:
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
-        return ModelRunnerOutput(sampled=self._runner.run(step.num_scheduled_tokens), fence=self._fence())
+        result = self._runner.run(step.num_scheduled_tokens)
+        return ModelRunnerOutput(sampled=result.sampled, dead_ends=result.dead_ends, fence=self._fence())
 
     def close(self) -> None:
         """See Executor.close."""

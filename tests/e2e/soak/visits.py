@@ -27,7 +27,8 @@ _INVALID_FIELDS: list[tuple[str, Any]] = [
     ("priority", -(2**40)),
     ("seed", -1),
     ("tools", [{"type": "function"}]),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
+    ("structured_outputs", {"regex": "(a[b"}),
     ("model", "another"),
     ("no_such_field", 1),
 ]

@@ -12,7 +12,7 @@ from common.rpc.convert import (
     sampling_from_pb,
     sampling_to_pb,
 )
-from common.types import FinishReason, Logprobs, SamplingParams
+from common.types import Constraint, FinishReason, Logprobs, SamplingParams
 from common.types.parameters import ParameterField, parameters_of
 
 
@@ -23,6 +23,8 @@ def _other_value(field: ParameterField) -> object:
     if field.kind is bool:
         return not field.default
     allowed = field.parameter.allowed
+    if field.is_struct:
+        return Constraint.json_object(any_whitespace=False, whitespace_pattern=" ?")
     assert allowed is not None
     return next(
         value for value in (allowed.high, 0.5, 7) if value in allowed and value not in (field.default, math.inf)
