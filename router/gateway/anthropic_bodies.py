@@ -62,10 +62,18 @@ class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename={"schema_": "schema"}):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: Raw
+
+
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How much the model is to reason."""
+    """How much the model is to reason, and what its answer must be."""
 
     effort: Name | None = None
+    format: OutputFormat | None = None
 
 
 if TYPE_CHECKING:
@@ -97,9 +105,10 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     thinking: Annotated[
         Thinking | None, Meta(description="Sets the template's `enable_thinking`; default: the template's.")
     ] = None
-    output_config: Annotated[OutputConfig | None, Meta(description="`effort`: the template's `reasoning_effort`.")] = (
-        None
-    )
+    output_config: Annotated[
+        OutputConfig | None,
+        Meta(description="`effort`: the template's `reasoning_effort`; `format`: `json_schema` with a `schema`."),
+    ] = None
 
     # Without effect, see IGNORED_BY_MESSAGES.
     cache_control: Raw = field(default_factory=Raw)
@@ -125,6 +134,7 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
             tool_choice=Raw() if choice is None else _choice_of(choice),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
+            response_format=_response_format(self.output_config),
             chat_template_kwargs=_template_variables(self.thinking),
         )
 
@@ -235,6 +245,13 @@ def _choice_of(choice: AnthropicToolChoice) -> Raw:
     if choice.type != "tool":
         return Raw(msgspec.json.encode(_CHOICES[choice.type]))
     return Raw(msgspec.json.encode({"type": "function", "function": {"name": choice.name or ""}}))
+
+
+def _response_format(config: OutputConfig | None) -> Raw:
+    """As chats have it."""
+    if config is None or config.format is None:
+        return Raw()
+    return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": config.format.schema_}}))
 
 
 def _template_variables(thinking: Thinking | None) -> Raw:

@@ -42,6 +42,7 @@ from router.gateway.structured import (
     constraint_of_format,
     constraint_of_structured,
 )
+from router.gateway.tools.forced import forced_calls
 from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
@@ -407,8 +408,6 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         self.check(_REFUSED_FIELDS_OF_CHATS)
         tools = read_tools(self.tools)
         choice = read_tool_choice(self.tool_choice, tools)
-        if choice.must_call:
-            raise InvalidRequestError("tool_choice: calls cannot be forced yet", param="tool_choice")
         prompt = chat_prompt(
             self.messages,
             tools=tools if choice.may_call else [],
@@ -418,6 +417,10 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
             template_variables=self._template_variables(),
         )
         given = self.parameters(self._num_logprobs())
+        if choice.must_call:
+            if STRUCTURED in given:
+                raise InvalidRequestError(f"give {self.constraint_name} or force calls, not both", param="tool_choice")
+            given[STRUCTURED] = forced_calls(tools, choice, is_single=self.parallel_tool_calls is False)
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         limit_name = self.limit_field if self.max_completion_tokens is None else "max_completion_tokens"
         return [
@@ -439,7 +442,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 names={
                     "num_logprobs": "top_logprobs",
                     "max_tokens": limit_name,
-                    STRUCTURED: self.constraint_name,
+                    STRUCTURED: "tools" if choice.must_call else self.constraint_name,
                 },
                 arrived_at=arrived_at,
             )
@@ -448,10 +451,14 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def reply_options(self, prompt: Prompt) -> ReplyOptions:
         """How answers to the prompt of its draft are parsed."""
         assert isinstance(prompt, ChatPrompt)
+        is_constrained = _is_sent(self.structured_outputs) or _is_sent(self.response_format)
+        must_call = read_tool_choice(self.tool_choice, prompt.tools).must_call if prompt.tools else False
         return ReplyOptions(
             tools=frozenset(map(name_of, prompt.tools)),
+            must_call=must_call,
             max_calls=1 if self.parallel_tool_calls is False else None,
-            separates_reasoning=self.separate_reasoning is not False,
+            # A grammar begins with the first token, so there is no reasoning before it.
+            separates_reasoning=not (self.separate_reasoning is False or must_call or is_constrained),
             shows_reasoning=self.include_reasoning is not False,
         )
 

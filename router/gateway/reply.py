@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from common.errors import InvalidRequestError
@@ -14,6 +14,7 @@ from router.dispatching.text_generation import TextDelta
 from router.gateway.markers import SPACES
 from router.gateway.reasoning import ReasoningSplitter, Split, find_reasoning_style
 from router.gateway.tools.base import ToolCall, ToolParser
+from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
 from router.requests.request import GenerationRequest
 
@@ -50,6 +51,7 @@ class ReplyOptions(NamedTuple):
     """What a request says of how its answers are parsed."""
 
     tools: frozenset[str] = frozenset()  # names of those that may be called
+    must_call: bool = False  # the answer is a JSON array of calls
     max_calls: int | None = None
     separates_reasoning: bool = True
     shows_reasoning: bool = True
@@ -69,14 +71,14 @@ class ReplyParsing:
 
     def check(self, options: ReplyOptions) -> None:
         """Raises InvalidRequestError for tools where calls are not parsed."""
-        if options.tools and self._tool_parser is None:
+        if options.tools and not options.must_call and self._tool_parser is None:
             problem = "the model's chat template has no calls that the router can parse, or --tool-parser is none"
             raise InvalidRequestError(f"tools is not supported: {problem}", param="tools")
 
     def spelled_ids(self, options: ReplyOptions) -> frozenset[int]:
         """Special tokens that the parsers must see."""
         markers: list[str] = []
-        if options.tools and self._tool_parser is not None:
+        if options.tools and not options.must_call and self._tool_parser is not None:
             markers += self._tool_parser.markers
         if options.separates_reasoning and self._reasoning is not None:
             markers += self._reasoning.markers
@@ -86,14 +88,16 @@ class ReplyParsing:
         self, request: GenerationRequest, options: ReplyOptions, *, always: bool = False
     ) -> ReplyParser | None:
         """For one answer to this request; None, unless there must `always` be one: its text is all content."""
-        tools = self._tool_parser(options.tools) if options.tools and self._tool_parser is not None else None
+        family = self._tool_parser or ToolParser
+        finder = JsonArrayParser if options.must_call else self._tool_parser
+        tools = finder(options.tools) if options.tools and finder is not None else None
         splitter = None
         if options.separates_reasoning and self._reasoning is not None:
             end = self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
             splitter = ReasoningSplitter(self._reasoning, end)
         if tools is None and splitter is None and not always:
             return None
-        return ReplyParser(tools, splitter, options, _id_seed(request))
+        return ReplyParser(tools, splitter, options, family.call_id, _id_seed(request))
 
 
 class ReplyParser:
@@ -101,12 +105,18 @@ class ReplyParser:
     stream that is resumed goes on exactly."""
 
     def __init__(
-        self, tools: ToolParser | None, splitter: ReasoningSplitter | None, options: ReplyOptions, id_seed: bytes
+        self,
+        tools: ToolParser | None,
+        splitter: ReasoningSplitter | None,
+        options: ReplyOptions,
+        call_id: Callable[[str], str],
+        id_seed: bytes,
     ) -> None:
-        """`id_seed`: makes the calls' ids."""
+        """`call_id`: see ToolParser; `id_seed`: makes the calls' ids differ."""
         self._tools = tools
         self._splitter = splitter
         self._options = options
+        self._call_id = call_id
         self._id_seed = id_seed
         self._reasoning = _Trimmed(drops_start=True)
         self._text = _Trimmed()
@@ -183,8 +193,7 @@ class ReplyParser:
         return parts
 
     def _new_id(self) -> str:
-        assert self._tools is not None
-        return self._tools.call_id(hashlib.sha256(self._id_seed + b"%d" % self.num_calls).hexdigest())
+        return self._call_id(hashlib.sha256(self._id_seed + b"%d" % self.num_calls).hexdigest())
 
     def _count(self, offsets: Sequence[int]) -> None:
         """Counts tokens of the reasoning as soon as it is certain of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, field
@@ -54,8 +54,12 @@ class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Name | None = None
 
 
-class _TextFormat(msgspec.Struct):
-    type: str
+class _TextFormat(msgspec.Struct, kw_only=True, rename={"schema_": "schema"}):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: Raw = field(default_factory=Raw)
+    strict: bool | None = None
 
 
 class ResponsesChat(ChatBody, kw_only=True):
@@ -105,7 +109,9 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     reasoning: Annotated[
         ResponsesReasoning | None, Meta(description="`effort`: the template's `reasoning_effort`.")
     ] = None
-    text: Annotated[TextConfig | None, Meta(description="`format`: of type `text`.")] = None
+    text: Annotated[
+        TextConfig | None, Meta(description="`format`: `text`, `json_object`, or `json_schema` with a `schema`.")
+    ] = None
     stream: Annotated[bool | None, Meta(description="Answer in typed events.")] = None
     prompt_cache_key: Annotated[
         Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] | None,
@@ -127,7 +133,6 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     def as_chat(self) -> ResponsesChat:
         """The chat that it asks for. Raises InvalidRequestError."""
         _REFUSED_FIELDS.check(self)
-        self._check_text()
         messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             messages.append(Message(role="user", content=self.input))
@@ -143,6 +148,7 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             prompt_cache_key=self.prompt_cache_key,
+            response_format=self._response_format(),
             stream=self.stream,
             stream_options=StreamOptions(include_usage=True) if self.stream else None,
             repeated=self._repeated(),
@@ -150,16 +156,21 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         chat.give(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
         return chat
 
-    def _check_text(self) -> None:
-        raw = b"" if self.text is None else bytes(self.text.format)
-        if not raw or raw == b"null":
-            return
+    def _response_format(self) -> Raw:
+        """As chats have it."""
+        if self.text is None or not _is_given(self.text.format):
+            return Raw()
         with request_errors("text.format"):
-            kind = msgspec.json.decode(raw, type=_TextFormat).type
-        if kind != "text":
-            raise InvalidRequestError(f"text.format: {quoted(kind)} is not supported; use text", param="text.format")
+            wanted = _format_decoder.decode(self.text.format)
+        if wanted.type != "json_schema":
+            return Raw(msgspec.json.encode({"type": wanted.type}))
+        if not _is_given(wanted.schema_):
+            raise InvalidRequestError("text.format.schema is required", param="text.format.schema")
+        schema = {"schema": wanted.schema_, "name": wanted.name}
+        return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": schema}))
 
     def _repeated(self) -> dict[str, Any]:
+        plain = self.text is None or not _is_given(self.text.format)
         tools = [
             msgspec.structs.replace(tool, parameters=object_or_empty(tool.parameters)) for tool in self.tools or []
         ]
@@ -172,7 +183,7 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
             "store": False,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"} if plain or self.text is None else self.text.format},
             "tool_choice": self.tool_choice if _is_given(self.tool_choice) else "auto",
             "tools": tools,
             "top_p": self.top_p,
@@ -182,6 +193,7 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
+_format_decoder = msgspec.json.Decoder(_TextFormat)
 _any_decoder = msgspec.json.Decoder()
 
 

@@ -13,7 +13,7 @@ from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.reasoning import ReasoningSplitter, find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
-from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall
+from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
 
@@ -188,7 +188,7 @@ def replies(parser, pieces, *, start=0, ended=True):
 def reply_parser(style=None, prompt_end="", family=None, **options):
     splitter = None if style is None else ReasoningSplitter(STYLES[style], prompt_end)
     tools = None if family is None else FAMILIES[family](NAMES)
-    return ReplyParser(tools, splitter, ReplyOptions(frozenset(NAMES), **options), b"seed")
+    return ReplyParser(tools, splitter, ReplyOptions(frozenset(NAMES), **options), ToolParser.call_id, b"seed")
 
 
 def text_of(parts, kind):

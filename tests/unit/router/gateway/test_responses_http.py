@@ -98,7 +98,7 @@ BAD = [
     ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"inputs": "x"}, "inputs"),
 ]

@@ -50,19 +50,20 @@ def openai_client(cluster):
 
 async def test_calls_and_reasoning_whole_and_streamed_agree(start):
     cluster = await start(THINKS, ANSWER)
-    request = {"model": "baton-demo", "messages": ASKS, "tools": [WEATHER], "seed": 7, "n": 2}
+    request = {"model": "baton-demo", "messages": ASKS, "tools": [WEATHER], "seed": 7}
     async with openai_client(cluster) as client:
         whole = await client.chat.completions.create(**request)
         stream = client.chat.completions.stream(**request, stream_options={"include_usage": True})
         async with stream as events:
             streamed = await events.get_final_completion()
+        several = await client.chat.completions.create(**request, n=2)
     for choice in (*whole.choices, *streamed.choices):
         message = choice.message
         assert (message.content, choice.finish_reason) == ("I look.", "tool_calls")
         assert message.reasoning == message.reasoning_content == "Hm."
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
         assert calls == [("weather", {"city": "Oslo"})] * 2
-    ids = [call.id for choice in whole.choices for call in choice.message.tool_calls]
+    ids = [call.id for choice in several.choices for call in choice.message.tool_calls]
     assert len(set(ids)) == 4
     assert all(call_id.startswith("call_") for call_id in ids)
     assert whole.usage == streamed.usage
