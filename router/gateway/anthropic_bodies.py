@@ -123,6 +123,7 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         if self.messages and self.messages[-1].role == "assistant":
             problem = "the last message must be the user's: an answer begins a new turn"
             raise InvalidRequestError(f"messages: {problem}", param="messages")
+        self._check_num_blocks()
         messages = [] if self.system is None else [_message("system", self.system, "system")]
         for index, turn in enumerate(self.messages):
             messages += _messages_of(turn, f"messages[{index}].content")
@@ -137,6 +138,13 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
             response_format=_response_format(self.output_config),
             chat_template_kwargs=_template_variables(self.thinking),
         )
+
+    def _check_num_blocks(self) -> None:
+        contents = [self.system, *(turn.content for turn in self.messages)]
+        num_blocks = sum(len(content) for content in contents if isinstance(content, list))
+        if num_blocks > MAX_CONTENT_PARTS:
+            problem = f"messages must have at most {MAX_CONTENT_PARTS} blocks, got {num_blocks}"
+            raise InvalidRequestError(problem, param="messages")
 
 
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
@@ -184,8 +192,6 @@ def _messages_of(turn: Turn, where: str) -> Iterator[Message]:
     if isinstance(turn.content, str):
         yield Message(role=turn.role, content=turn.content)
         return
-    if len(turn.content) > MAX_CONTENT_PARTS:
-        raise InvalidRequestError(f"{where} must have at most {MAX_CONTENT_PARTS} blocks", param=where)
     rest: list[Block] = []
     for block in turn.content:
         if block.type == "tool_result":

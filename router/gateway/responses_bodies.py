@@ -224,6 +224,11 @@ class _Turn:
 
 
 def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
+    contents = [content for item in items for content in (item.content, item.output, item.summary)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_CONTENT_PARTS:
+        problem = f"input must have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}"
+        raise InvalidRequestError(problem, param="input")
     turn = _Turn()
     for index, item in enumerate(items):
         where = f"input[{index}]"
@@ -231,15 +236,15 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
             case "message" if item.role == "assistant":
                 if turn.calls:
                     yield from turn.take()
-                turn.texts += _parts(item.content, where)
+                turn.texts += _parts(item.content)
             case "message":
                 yield from turn.take()
-                yield Message(role=item.role or "user", content=_parts(item.content, where))
+                yield Message(role=item.role or "user", content=_parts(item.content))
             case "function_call":
                 turn.calls.append(_call_of(item, where))
             case "function_call_output":
                 yield from turn.take()
-                yield Message(role="tool", content=_parts(item.output, where), tool_call_id=item.call_id)
+                yield Message(role="tool", content=_parts(item.output), tool_call_id=item.call_id)
             case "reasoning":
                 if turn.calls or turn.texts:
                     yield from turn.take()
@@ -250,11 +255,9 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
     yield from turn.take()
 
 
-def _parts(content: str | list[ContentPart] | None, where: str) -> list[ContentPart | str]:
+def _parts(content: str | list[ContentPart] | None) -> list[ContentPart | str]:
     if content is None or isinstance(content, str):
         return [content or ""]
-    if len(content) > MAX_CONTENT_PARTS:
-        raise InvalidRequestError(f"{where} must have at most {MAX_CONTENT_PARTS} content parts", param=where)
     return list(content)
 
 

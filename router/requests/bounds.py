@@ -13,6 +13,7 @@ MAX_SESSION_CHARS = 1024
 MAX_TEMPLATE_BYTES = 64 * 2**10  # chat_template_kwargs, as JSON
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 512 * 2**10  # of all tools of a request, as JSON
+MAX_TOOL_VALUES = 2**16  # of all tools of a request: JSON values, about 20 ms of checking
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
 MAX_LOGPROB_VALUES = 2**19  # of all choices of a request that has several; JSON has up to 80 bytes for each

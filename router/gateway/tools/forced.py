@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from common.errors import InvalidRequestError
 from common.types import Constraint
+from common.types.constraint import MAX_CONSTRAINT_BYTES, check_json_shape
 from router.gateway.tools.request import Tool, ToolChoice, name_of
 
 _ROOT = "#/$defs/"
@@ -17,8 +21,9 @@ _ROOT = "#/$defs/"
 
 def forced_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool) -> Constraint:
     """Of an answer that calls tools as the choice says: exactly one if that names it or `is_single`, else at least
-    one."""
+    one. Raises InvalidRequestError if the schemas of the tools are more than a constraint may hold."""
     callable_tools = [tool for tool in tools if choice.name in ("", name_of(tool))]
+    _check_size(callable_tools)
     definitions: dict[str, Any] = {}
     calls = [_call_schema(tool, f"tool{index}", definitions) for index, tool in enumerate(callable_tools)]
     schema: dict[str, Any] = {
@@ -31,6 +36,15 @@ def forced_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool) 
     if definitions:
         schema["$defs"] = definitions
     return Constraint.json_schema(schema, any_whitespace=False)  # else a model may write white space without end
+
+
+def _check_size(tools: Sequence[Tool]) -> None:
+    """Here already, as what follows takes longer."""
+    encoded = msgspec.json.encode([tool["function"].get("parameters") for tool in tools])
+    if len(encoded) > MAX_CONSTRAINT_BYTES:
+        problem = f"have {len(encoded)} bytes, more than the limit of {MAX_CONSTRAINT_BYTES} where calls are forced"
+        raise InvalidRequestError(f"tools: the schemas {problem}", param="tools")
+    check_json_shape(encoded, "tools")
 
 
 def _call_schema(tool: Tool, key: str, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -138,6 +138,19 @@ async def test_a_route_is_asked_for_within_the_same_bounds(pair, path):
 
 MIB = 2**20
 TEXT = "The sun is a star. " * 4
+CHAT = [{"role": "user", "content": "x"}]
+PATHS = {
+    "system": "/v1/messages",
+    "input": "/v1/responses",
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+}
+
+
+def tool(name, num_values):
+    return {"type": "function", "function": {"name": name, "parameters": {"enum": list(range(num_values))}}}
+
+
 BODIES = {
     "token ids": {"prompt": [5] * 300_000},
     "many prompts": {"prompt": [[600] * 200] * 128, "max_tokens": 1},
@@ -153,6 +166,16 @@ BODIES = {
     "messages": {"messages": [{"role": "user", "content": "x"}] * bounds.MAX_MESSAGES},
     "too many messages": {"messages": [{"role": "u"}] * 120_000},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}]},
+    "tools": {"messages": CHAT, "tools": [tool(str(number), 20) for number in range(bounds.MAX_TOOLS)]},
+    "too many tools": {"messages": CHAT, "tools": [{}] * 120_000},
+    "a tool of many values": {"messages": CHAT, "tools": [tool("f", 120_000)]},
+    "forced calls": {"messages": CHAT, "tools": [tool("f", 19_000)], "tool_choice": "required"},
+    "blocks": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}],
+        "max_tokens": 1,
+        "system": "",
+    },
+    "items": {"input": [{"content": [{"type": "input_text", "text": "x"}] * 20}] * 3_000},
     "unknown field": {"prompt": "x", "unknown": [[]] * 120_000},
     "many values": {"prompt": [5] * 3_000_000},
 }
@@ -161,7 +184,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(warm, name):
     body = BODIES[name]
-    paths = ["/v1/chat/completions"] if "messages" in body else ["/v1/completions"]
+    paths = [path for field, path in PATHS.items() if field in body][:1]
     content = json.dumps(body, separators=(",", ":")).encode()
     for path in [*paths, "/v1/route/explain"]:
         with lag_probe() as spans:
