@@ -239,9 +239,8 @@ def _measure_grammars(args: argparse.Namespace, machine: dict[str, str]) -> int:
                 print(result, flush=True)
                 results.append(result)
     if args.json:
-        args.json.write_text(
-            json.dumps({"machine": machine, "results": [r._asdict() for r in results]}, indent=2) + "\n"
-        )
+        rows = [result._asdict() for result in results]
+        args.json.write_text(json.dumps({"machine": machine, "results": rows}, indent=2) + "\n")
     if args.markdown:
         args.markdown.write_text(grammar.format_markdown(machine, results))
     return 0
