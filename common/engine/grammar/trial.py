@@ -31,6 +31,8 @@ from common.errors import InvalidRequestError
 from common.types import Constraint
 
 _LENGTH = struct.Struct("!I")
+_BAD_ALLOC = "std::bad_alloc"  # as C++ says it
+_TOO_LARGE = "it takes too much memory to compile"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +82,10 @@ def _verdict(backend: GrammarBackend, constraint: Constraint) -> Verdict:
     try:
         backend.compile(constraint)
     except InvalidRequestError as error:
-        return Verdict(error.message or "it is invalid")
+        problem = error.message or "it is invalid"
+        return Verdict(_TOO_LARGE if _BAD_ALLOC in problem else problem)
     except MemoryError:
-        return Verdict("it takes too much memory to compile")
+        return Verdict(_TOO_LARGE)
     return Verdict()
 
 
