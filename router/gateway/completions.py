@@ -19,6 +19,7 @@ from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
+from router.gateway.choices import check_num_logprobs, num_choices, together
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -43,7 +44,6 @@ from router.gateway.resume import (
     new_seed,
     read_resume_options,
 )
-from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
@@ -116,7 +116,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             problem = "only streams of completions and chats have event ids"
             raise InvalidRequestError(f"{RESUMABLE_HEADER}: {problem}", param=RESUMABLE_HEADER)
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
-        with self._named(parsed, resume, exchange) as request_id, account.admit(self._num_choices(parsed)):
+        with (
+            self._named(parsed, resume, exchange) as request_id,
+            account.admit(num_choices(_n(parsed), parsed.num_prompts, self._service.config.max_choices)),
+        ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
             if self._api.explains or parsed.dry_run:
@@ -155,16 +158,6 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             return nullcontext(Running(b""))
         return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
-    def _num_choices(self, body: CompletionBody | ChatBody) -> int:
-        """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
-        n, limit = _n(body), self._service.config.max_choices
-        if not 1 <= n <= limit:
-            raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
-        if n * body.num_prompts > limit:
-            problem = f"n times the number of prompts must be at most {limit}, got {n} times {body.num_prompts}"
-            raise InvalidRequestError(problem, param="n")
-        return n * max(1, body.num_prompts)
-
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
         n, limit = _n(body), self._service.max_request_tokens
@@ -182,20 +175,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
                 raise InvalidRequestError(problem, param=draft.prompt_param)
             prompts.append(_Prompt(draft, request))
-        self._check_logprobs(prompts, n)
+        check_num_logprobs([prompt.request for prompt in prompts], n, prompts[0].draft.names["num_logprobs"])
         return prompts
-
-    def _check_logprobs(self, prompts: Sequence[_Prompt], n: int) -> None:
-        """Raises InvalidRequestError if more are asked for than one answer may hold; one choice may always fill the
-        context."""
-        sampling = prompts[0].request.sampling  # all have the same num_logprobs
-        if sampling.num_logprobs is None or n * len(prompts) == 1:
-            return
-        num_tokens = n * sum(prompt.request.sampling.max_tokens or 0 for prompt in prompts)
-        if num_tokens * (sampling.num_logprobs + 1) > MAX_LOGPROB_VALUES:
-            param = prompts[0].draft.names["num_logprobs"]
-            problem = f"all choices' max_tokens times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
-            raise InvalidRequestError(f"{param}: {problem}", param=param)
 
     async def _job(
         self,
@@ -250,7 +231,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             return answer
 
         choices = zip(generations, job.echoes, job.parsers, strict=True)
-        answers = await _together([collect(*choice) for choice in choices])
+        answers = await together([collect(*choice) for choice in choices])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
@@ -281,25 +262,13 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 await exchange.send_events(opening + event_id + chunk)
                 opening, echo = b"", ""
 
-        await _together([pump(index, generation) for index, generation in enumerate(generations)])
+        await together([pump(index, generation) for index, generation in enumerate(generations)])
         await exchange.end_events(job.format.end(_usage(job, generations)))
 
 
 def _n(body: CompletionBody | ChatBody) -> int:
     """Choices per prompt."""
     return 1 if body.n is None else body.n
-
-
-async def _together(work: list[Any]) -> list[Any]:
-    """Results of all coroutines; the first failure cancels the others and is raised as it is."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _usage_of(generation: TextGeneration, parser: ReplyParser | None) -> dict[str, Any]:

@@ -483,8 +483,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
 def chat_prompt(
     messages: Sequence[Message],
     *,
-    tools: Sequence[Tool],
-    num_tool_chars: int,
+    tools: Sequence[Tool] = (),
+    num_tool_chars: int = 0,
     add_generation_prompt: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],

@@ -226,13 +226,18 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
     return [
         replace(
             request,
-            request_id=f"{request.request_id}-{index}",
+            request_id=choice_id(request.request_id, index),
             sampling=msgspec.structs.replace(
                 request.sampling, seed=(request.sampling.settled_seed + index) % SEED_LIMIT
             ),
         )
         for index in range(n)
     ]
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The id of one choice of a request that has several."""
+    return f"{request_id}-{index}"
 
 
 def _salt(draft: Draft) -> str:
