@@ -30,6 +30,7 @@ from common.engine.grammar.vocabulary import load_vocabulary
 from common.errors import InvalidRequestError
 from common.types import Constraint
 
+NICENESS = 10  # of what compiles: steps come first
 _LENGTH = struct.Struct("!I")
 _BAD_ALLOC = "std::bad_alloc"  # as C++ says it
 _TOO_LARGE = "it takes too much memory to compile"
@@ -146,6 +147,7 @@ def _leave_out_torch() -> None:
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    os.nice(NICENESS)
     stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between the frames
     _leave_out_torch()

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.types import validation
+from common.types import constraint, validation
 from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
@@ -56,6 +56,18 @@ def chat(**fields):
     return {"messages": [{"role": "user", "content": "Hi"}], **fields}
 
 
+def nested(depth):
+    """A schema that is so deep."""
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+def schema_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 def message(**fields):
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
@@ -77,6 +89,16 @@ def message(**fields):
         (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
         (chat(tools=[None] * (bounds.MAX_TOOLS + 1)), "tools"),
         (chat(tools=["t" * bounds.MAX_TOOLS_BYTES]), "tools"),
+        (chat(structured_outputs={"json": {"enum": ["x" * 10**6]}}), "structured_outputs"),
+        (chat(structured_outputs={"json": nested(80)}), "structured_outputs"),
+        (
+            chat(structured_outputs={"json": {"enum": [0] * (constraint.MAX_CONSTRAINT_VALUES + 1)}}),
+            "structured_outputs",
+        ),
+        (chat(structured_outputs={"regex": "a" * (constraint.MAX_CONSTRAINT_BYTES + 1)}), "structured_outputs"),
+        (chat(structured_outputs={"choice": ["a"] * (constraint.MAX_CHOICES + 1)}), "structured_outputs.choice"),
+        (chat(response_format=schema_format(nested(80))), "response_format"),
+        (chat(response_format=schema_format({"enum": ["é" * 70_000]})), "response_format"),
         (chat(logit_bias={str(token): 1 for token in range(100)}), "logit_bias"),
         (message(role="r" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].role"),
         (message(name="n" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].name"),
@@ -93,6 +115,15 @@ async def test_what_is_over_a_bound_is_refused_by_name(pair, body, param):
     assert len(response.content) < 1000
 
 
+async def test_a_schema_of_any_depth_is_refused(pair):
+    """Also one that is deeper than a JSON decoder recurses."""
+    for depth in (200, 10_000, 100_000):
+        schema = b'{"not":' * depth + b"{}" + b"}" * depth
+        body = b'{"prompt": "x", "structured_outputs": {"json": ' + schema + b"}}"
+        response = await pair.client.post("/v1/completions", content=body)
+        assert response.status_code == 400, depth
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -101,6 +132,11 @@ async def test_what_is_over_a_bound_is_refused_by_name(pair, body, param):
         ({"chat": {"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}}, "chat"),
         ({"model": "m" * (bounds.MAX_MODEL_CHARS + 1)}, "model"),
         ({"cache_salt": "s" * (bounds.MAX_SALT_CHARS + 1)}, "cache_salt"),
+        (
+            {"options": {"structured_outputs": {"kind": 3, "text": "a" * (constraint.MAX_CONSTRAINT_BYTES + 1)}}},
+            "structured_outputs",
+        ),
+        ({"options": {"structured_outputs": {"kind": 9, "text": "a"}}}, "structured_outputs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -178,6 +214,9 @@ BODIES = {
     "items": {"input": [{"content": [{"type": "input_text", "text": "x"}] * 20}] * 3_000},
     "unknown field": {"prompt": "x", "unknown": [[]] * 120_000},
     "many values": {"prompt": [5] * 3_000_000},
+    "a schema": {"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 10**6]}}},
+    "values of a schema": {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": [[]] * 100_000}},
+    "a choice": {"prompt": "x", "structured_outputs": {"choice": ["a" * 20] * 4000}},
 }
 
 
@@ -288,6 +327,7 @@ def test_the_documentation_names_every_bound():
     limits = text[text.index("## What a client may send") :].replace(",", "")
     values = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
     values["MAX_STOP_TOKEN_IDS"] = validation.MAX_STOP_TOKEN_IDS
+    values |= {name: value for name, value in vars(constraint).items() if name.startswith("MAX_")}
     for name, value in values.items():
         shown = f"{value // 1024} KiB" if name.endswith("_BYTES") else str(value)
         assert re.search(rf"\b{shown}\b", limits), name
