@@ -66,8 +66,10 @@ class ReplyParsing:
         tool_name, self._tool_parser = find_tool_parser(tool_parser, template)
         reasoning_name, self._reasoning = find_reasoning_style(reasoning_parser, template)
         self._tokenizer = tokenizer
-        logger.info("tool calls: %s (--tool-parser %s)", tool_name, tool_parser)
-        logger.info("reasoning: %s (--reasoning-parser %s)", reasoning_name, reasoning_parser)
+        chosen = tool_name, tool_parser, reasoning_name, reasoning_parser
+        logger.info(
+            "parsers of answers: tool calls %s (--tool-parser %s), reasoning %s (--reasoning-parser %s)", *chosen
+        )
 
     def check(self, options: ReplyOptions) -> None:
         """Raises InvalidRequestError for tools where calls are not parsed."""

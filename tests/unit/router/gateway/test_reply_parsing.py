@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from common.errors import ConfigError
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.reasoning import ReasoningSplitter, find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
+from router.gateway.tools import registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
@@ -157,6 +160,32 @@ def test_a_call_that_never_ends_is_held_up_to_a_bound():
 def test_every_name_has_a_parser_and_another_is_refused():
     with pytest.raises(Exception, match="--tool-parser: there is no 'nonsense'; there are auto, none, hermes"):
         load_tool_parser("nonsense")
+
+
+def test_a_package_adds_a_parser(monkeypatch):
+    point = EntryPoint("mine", "router.gateway.tools.json_array:JsonArrayParser", registry.GROUP)
+    no_parser = EntryPoint("none_such", "router.gateway.tools.base:ToolCall", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point, no_parser])
+    assert load_tool_parser("mine") is JsonArrayParser
+    with pytest.raises(ConfigError, match="not a subclass of ToolParser"):
+        load_tool_parser("none_such")
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser", "reasoning_parser"),
+    [
+        ("{{ messages }}", "none", "none"),
+        ("<tool_call> {{ tools }} </think>", "hermes", "qwen3"),
+        ("<tool_call> <function=", "none", "none"),
+        ("[TOOL_CALLS] [/THINK]", "mistral", "mistral"),
+        ("<|python_tag|>", "llama3_json", "none"),
+        ("<|python_start|>", "pythonic", "none"),
+        ("<\uff5cAssistant\uff5c> </think>", "none", "deepseek_r1"),
+    ],
+)
+def test_what_auto_chooses(template, tool_parser, reasoning_parser):
+    assert registry.find_tool_parser("auto", template)[0] == tool_parser
+    assert find_reasoning_style("auto", template)[0] == reasoning_parser
 
 
 STYLES = {name: find_reasoning_style(name, "")[1] for name in ("qwen3", "deepseek_r1", "mistral")}
