@@ -44,6 +44,7 @@ from router.gateway.resume import (
     new_seed,
     read_resume_options,
 )
+from router.gateway.structured import STRUCTURED
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
@@ -89,6 +90,7 @@ class _Job:
     is_stream: bool  # answered by events; else by one body
     event_ids: Stream | None  # of a stream that may be resumed
     usage_reports: UsageReports
+    constraint_name: str  # what the client calls the field that constrains the answer
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
@@ -128,7 +130,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._service.count_prompts([prompt.request for prompt in prompts])
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
-            with self._resumable(job, terms.tenant) as resumable:
+            with self._resumable(job, terms.tenant) as resumable, _errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
@@ -208,7 +210,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         parsers = [self._parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         is_stream, reports = bool(body.stream), body.usage_reports
-        return _Job(choices, echoes, parsers, num_prompt_tokens, answer_format, is_stream, event_ids, reports)
+        return _Job(
+            choices,
+            echoes,
+            parsers,
+            num_prompt_tokens,
+            answer_format,
+            is_stream,
+            event_ids,
+            reports,
+            prompts[0].draft.names[STRUCTURED],
+        )
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -264,6 +276,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
         await together([pump(index, generation) for index, generation in enumerate(generations)])
         await exchange.end_events(job.format.end(_usage(job, generations)))
+
+
+@contextmanager
+def _errors_of_constraint(name: str) -> Iterator[None]:
+    """Pods name the constraint that they cannot keep to; the client may have given it as another field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != STRUCTURED:
+            raise
+        raise InvalidRequestError(error.message, param=name) from error
 
 
 def _n(body: CompletionBody | ChatBody) -> int:

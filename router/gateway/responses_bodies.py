@@ -71,6 +71,11 @@ class ResponsesChat(ChatBody, kw_only=True):
     repeated: dict[str, Any]
 
     @property
+    def constraint_name(self) -> str:
+        """See _GenerationBody."""
+        return "text.format"
+
+    @property
     def echoed(self) -> Mapping[str, Any]:
         """See _GenerationBody."""
         return self.repeated

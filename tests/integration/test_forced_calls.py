@@ -100,9 +100,14 @@ async def test_forced_calls_of_other_apis_and_what_is_refused(tmp_path):
         assert json.loads(response.output_text) in ("Oslo", "Rome")
         body = {"messages": ASKS, "tools": TOOLS, "tool_choice": "required"}
         long = {"type": "function", "function": {"name": "x", "parameters": {"title": "t" * 2**18}}}
+        unknown = {
+            "type": "function",
+            "function": {"name": "x", "parameters": {"properties": {"a": {"type": "strin"}}}},
+        }
         for fields, param in [
             ({"response_format": {"type": "json_object"}}, "tool_choice"),
             ({"tools": [long]}, "tools"),
+            ({"tools": [unknown]}, "tools"),
         ]:
             answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 8, **fields})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
