@@ -9,6 +9,8 @@ transformers runs with its default cache and `sdpa` attention. Every figure is t
     prefill      prompt tokens per second of one prompt of 1024 tokens
     throughput   output tokens per second of 32 prompts of 256 tokens, 64 output tokens each, prefill included
 
+`--grammar` measures what structured output costs instead, see `benchmarks.grammar`.
+
 At the end: time from `baton up` to ready, and resident memory per process (`benchmarks.startup` has the details).
 """
 
@@ -34,7 +36,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks import startup
+from benchmarks import grammar, startup
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--grammar", action="store_true", help="measure structured output instead")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--markdown", type=Path, help="also write the table here")
     args = parser.parse_args()
@@ -209,6 +212,8 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
 
     machine = describe_machine()
+    if args.grammar:
+        return _measure_grammars(args, machine)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, directory in _models(args.model, Path(scratch)):
@@ -222,6 +227,23 @@ def main() -> int:
     if args.markdown:
         args.markdown.write_text(format_markdown(machine, results, cluster))
     return 0 if all(result.same_tokens for result in results) else 1
+
+
+def _measure_grammars(args: argparse.Namespace, machine: dict[str, str]) -> int:
+    results: list[grammar.GrammarResult] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, directory in _models(args.model, Path(scratch)):
+            if not (directory / "tokenizer.json").is_file():
+                grammar.write_tokenizer(directory, json.loads((directory / "config.json").read_text())["vocab_size"])
+            for result in grammar.measure_grammar(name, directory, args.dtype, args.repeats):
+                print(result, flush=True)
+                results.append(result)
+    if args.json:
+        rows = [result._asdict() for result in results]
+        args.json.write_text(json.dumps({"machine": machine, "results": rows}, indent=2) + "\n")
+    if args.markdown:
+        args.markdown.write_text(grammar.format_markdown(machine, results))
+    return 0
 
 
 def _models(directories: Sequence[str] | None, scratch: Path) -> Iterator[tuple[str, Path]]:

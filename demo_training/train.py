@@ -47,12 +47,26 @@ STEPS_PER_SAVE = 250
 # Words keep their leading space, and digits stand alone.
 WORDS = r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+CHAT_TEMPLATE = r"""{%- for message in messages %}
+{%- if loop.first and tools %}
+{{- '<|im_start|>system\n' + (message['content'] + '\n\n' if message['role'] == 'system' else '') }}
+{{- 'You may call these functions:\n<tools>\n' }}
+{%- for tool in tools %}
+{{- tool['function'] | tojson + '\n' }}
+{%- endfor %}
+{{- '</tools>\nCall one as:\n<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- if not (loop.first and tools and message['role'] == 'system') %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
+{{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 
 

@@ -137,6 +137,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, int | float],
         Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
     ] = {}
+    tool_parser: Annotated[
+        str,
+        Meta(description="How the router finds tool calls in answers: auto, by the chat template; none; or a name."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(description="How the router tells reasoning from answers: auto, by the chat template; none; or a name."),
+    ] = "auto"
     mtls: Annotated[
         bool,
         Meta(description="Use mutual TLS between router and pods, with certificates made for this cluster."),
@@ -349,6 +357,9 @@ def plan_cluster(
         router_options += ["--generation-config", config.generation_config]
     for name, value in config.override_generation_config.items():
         router_options += ["--override-generation-config", f"{name}={value}"]
+    for option, name in (("--tool-parser", config.tool_parser), ("--reasoning-parser", config.reasoning_parser)):
+        if name != "auto":
+            router_options += [option, name]
     router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
     if config.mtls:
         router_options += to_arguments(_mtls_of(scratch, "router"))

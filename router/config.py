@@ -37,6 +37,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "generation_config",
             "override_generation_config",
         ),
+        "Answers": ("tool_parser", "reasoning_parser"),
         "Routing": (
             "prefill_policy",
             "decode_policy",
@@ -59,6 +60,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "served_model_name",
             "models",
             "generation_config",
+            "tool_parser",
             "prefill_policy",
             "decode_policy",
             "remote_prefill",
@@ -118,6 +120,20 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dict[str, int | float],
         Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
     ] = {}
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="How tool calls are found in answers: auto, by the chat template; none; hermes, llama3_json, "
+            "mistral, pythonic; or one that a package adds."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="How reasoning is told from the rest of an answer: auto, by the chat template; none; "
+            "deepseek_r1, mistral, qwen3."
+        ),
+    ] = "auto"
     prefill_policy: Annotated[
         str,
         Meta(description=f"How a prefill pod is chosen: {', '.join(POLICY_NAMES)}, or several with weights (a:2,b:1)."),

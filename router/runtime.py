@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
 from router.gateway.grpc_administration import AdminServicer
 from router.gateway.grpc_servicer import InferenceServicer
+from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
@@ -72,6 +73,12 @@ class Router:
             needs_prefill_pods=config.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics)
+        self._parsing = {
+            source.names[0]: ReplyParsing(
+                source.tokenizer, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
+            )
+            for source in sources
+        }
         self.security = Security(config.security, config.host, self.metrics.registry)
         interceptors = [
             _message_bounds(self.service),
@@ -122,7 +129,7 @@ class Router:
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        self._http = _http_server(self.service, self.security)
+        self._http = _http_server(self.service, self.security, self._parsing)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
@@ -206,12 +213,12 @@ def _message_bounds(service: InferenceService) -> MessageInterceptor:
     return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
 
 
-def _http_server(service: InferenceService, security: Security) -> uvicorn.Server:
+def _http_server(service: InferenceService, security: Security, parsing: Mapping[str, ReplyParsing]) -> uvicorn.Server:
     limits, metrics = service.config.limits, security.metrics
     bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
-        create_app(service, security.access, security.open_paths),
+        create_app(service, security.access, parsing, security.open_paths),
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",

@@ -33,6 +33,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are the variables a template may use, such as bos_token."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:

@@ -24,11 +24,19 @@ _REPLACEMENT = "\ufffd"
 class IncrementalDetokenizer:
     """Detokenises one request's output; O(1) amortised per token."""
 
-    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spelled_ids: frozenset[int] = frozenset(),
+    ) -> None:
         """With the end of the prompt as `context`, the text continues the prompt's (a leading space is kept);
-        without, it stands alone."""
+        without, it stands alone. `spelled_ids`: special tokens that are not skipped; not with a context."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._spelled_ids = spelled_ids
         self._window: list[int] = []  # the last tokens
         self._sent = ""  # text of the window that was already returned
         self._num_clean = 0  # leading tokens of the window whose text was returned
@@ -43,7 +51,7 @@ class IncrementalDetokenizer:
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def _push_one(self, token_id: int) -> str:
-        if self._skip_special and not self._tokenizer.is_visible(token_id):
+        if self._skip_special and not (self._tokenizer.is_visible(token_id) or token_id in self._spelled_ids):
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
@@ -98,7 +106,8 @@ class IncrementalDetokenizer:
         self._num_clean = len(self._window)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+        skips = self._skip_special and not self._spelled_ids  # with these, what is skipped does not come here
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skips)
 
 
 def _held_back(text: str) -> int:

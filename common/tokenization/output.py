@@ -18,7 +18,13 @@ class OutputPiece(NamedTuple):
 
     text: str  # may lag behind the tokens
     offsets: list[int]  # characters of the whole answer before each token; those after a stop string have none
-    is_stopped: bool  # a stop string is complete: the answer ends with the last token that has an offset
+    stop: str = ""  # the stop string that is complete: the answer ends with the last token that has an offset
+    hidden_text: str = ""  # what precedes `text` of these tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a stop string is complete."""
+        return bool(self.stop)
 
 
 class OutputProcessor:
@@ -37,10 +43,15 @@ class OutputProcessor:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        spelled_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`continued`: token ids of the prompt whose text the answer continues."""
+        """`continued`: token ids of the prompt whose text the answer continues. `spelled_ids`: special tokens that are
+        never skipped."""
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, context=continued[-_CONTEXT_TOKENS:], skip_special_tokens=skip_special_tokens
+            tokenizer,
+            context=continued[-_CONTEXT_TOKENS:],
+            skip_special_tokens=skip_special_tokens,
+            spelled_ids=spelled_ids,
         )
         self._stop = StopChecker(stops)
         self._min_tokens = min_tokens
@@ -52,7 +63,7 @@ class OutputProcessor:
     ) -> OutputPiece:
         """Takes the next tokens, the last ones if there is a `finish_reason`. Omits the text of the first `num_hidden`.
         Must not be called again after the end."""
-        text, offsets = "", []
+        text, hidden_text, offsets = "", "", []
         num_spelled = len(token_ids) - (finish_reason is FinishReason.STOP)
         for position, token_id in enumerate(token_ids):
             offsets.append(self._num_chars)
@@ -62,19 +73,21 @@ class OutputProcessor:
             result = self._check(self._detokenizer.push((token_id,)))
             if position >= num_hidden:
                 text += result.text
-            if result.stopped:
-                return OutputPiece(text, offsets, is_stopped=True)
+            else:
+                hidden_text += result.text
+            if result.stop:
+                return OutputPiece(text, offsets, result.stop, hidden_text)
         if finish_reason is None:
-            return OutputPiece(text, offsets, is_stopped=False)
+            return OutputPiece(text, offsets, hidden_text=hidden_text)
         result = self._check(self._detokenizer.finish())
         text += result.text
-        if not result.stopped:
+        if not result.stop:
             text += self._stop.finish()
-        return OutputPiece(text, offsets, result.stopped)
+        return OutputPiece(text, offsets, result.stop, hidden_text)
 
     def _check(self, piece: str) -> StopResult:
         """Looks for stop strings in the text of the last token."""
         self._num_chars += len(piece)
         if self._num_tokens <= self._min_tokens:
-            return StopResult(piece, stopped=False)
+            return StopResult(piece)
         return self._stop.push(piece)

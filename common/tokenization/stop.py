@@ -10,7 +10,12 @@ class StopResult(NamedTuple):
     """The result of a piece."""
 
     text: str  # to be sent now
-    stopped: bool  # a stop string is complete; it and all that follows are dropped
+    stop: str = ""  # the stop string that is complete; it and all that follows are dropped
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop string is complete."""
+        return bool(self.stop)
 
 
 class StopChecker:
@@ -30,16 +35,16 @@ class StopChecker:
     def push(self, piece: str) -> StopResult:
         """Takes the next piece of text. Must not be called again after it has stopped."""
         if not self._stops:
-            return StopResult(piece, stopped=False)
+            return StopResult(piece)
         text = self._held + piece
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            _, start = min(matches)
-            return StopResult(text[:start], stopped=True)
+            end, start = min(matches)
+            return StopResult(text[:start], text[start:end])
         out = len(text) - self._longest_beginning(text)
         self._held = text[out:]
-        return StopResult(text[:out], stopped=False)
+        return StopResult(text[:out])
 
     def finish(self) -> str:
         """Returns the text held back. Called at the end."""

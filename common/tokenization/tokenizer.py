@@ -31,6 +31,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self.chat_template_source = "" if chat_template is None else chat_template.source
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
@@ -75,6 +76,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which `decode` skips."""
         return self._special_ids
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens that are spelled so."""
+        wanted = set(texts)
+        return frozenset(token_id for token_id in self._special_ids if self._added[token_id] in wanted)
 
     def may_fit(self, text: str, max_tokens: int) -> bool:
         """False if `text` certainly has more than `max_tokens` tokens; cheap, unlike encoding it."""

@@ -21,6 +21,7 @@ class TextDelta(NamedTuple):
     logprobs: list[common_pb2.PositionLogprobs]  # one per token if asked for, else empty
     text_offsets: list[int]  # where in the whole answer each token's text begins
     finish_reason: FinishReason | None
+    stop_reason: str | None = None  # the stop text that ended the answer
 
 
 class TextGeneration:
@@ -38,7 +39,10 @@ class TextGeneration:
             stops=request.stops,
             min_tokens=request.sampling.min_tokens,
             skip_special_tokens=request.skip_special_tokens,
+            spelled_ids=request.spelled_ids,
         )
+        self.replayed_text = ""  # what the client had, as far as it is spelled again
+        self.replayed_offsets: list[int] = []  # of the tokens behind it, see TextDelta
         self._ended = resumption is not None and resumption.ended
 
     def __aiter__(self) -> Self:
@@ -58,17 +62,21 @@ class TextGeneration:
     def _to_text(self, delta: OutputDelta, num_replayed: int) -> TextDelta:
         """The leading `num_replayed` tokens are with the client already."""
         piece = self._processor.push(delta.token_ids, delta.finish_reason, num_hidden=num_replayed)
+        if num_replayed:
+            self.replayed_text += piece.hidden_text
+            self.replayed_offsets += piece.offsets[:num_replayed]
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
         elif delta.finish_reason is FinishReason.COMPLETE:
             delta = delta._replace(finish_reason=FinishReason.STOP)
-        return _cut(delta, piece, num_replayed)
+        text_delta = _cut(delta, piece, num_replayed)
+        return text_delta._replace(stop_reason=piece.stop) if piece.is_stopped else text_delta
 
 
 def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta:
     """The tokens of `delta` from `num_replayed` on, as far as there are offsets."""
-    text, offsets, _ = piece
+    text, offsets = piece.text, piece.offsets
     if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always: all of it
         return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, delta.finish_reason)
     tokens = slice(num_replayed, len(offsets))

@@ -5,7 +5,7 @@ Answers are written by chunks.py and explain.py, for speed by hand; tests hold t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class PromptTokensDetails(_Answer):
@@ -23,13 +24,20 @@ class PromptTokensDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Answer):
+    """What the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
-    """Token counts."""
+    """Token counts. `completion_tokens_details` is there where reasoning is told from the answer."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(_Answer):
@@ -96,12 +104,36 @@ class ChatLogprobs(_Answer):
     refusal: None
 
 
+class CalledFunction(_Answer):
+    """What the model calls; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall):
+    """A call; it comes whole."""
+
+    index: int
+
+
 class AssistantMessage(_Answer):
-    """The model's turn."""
+    """The model's turn. `content` is null where there are only calls; reasoning has two names."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(_Answer):
@@ -110,7 +142,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletion(_Answer):
@@ -125,10 +157,13 @@ class ChatCompletion(_Answer):
 
 
 class ChatDelta(_Answer):
-    """What the model's turn gains."""
+    """What the model's turn gains; empty while it is not certain what the tokens so far mean."""
 
-    content: str
+    content: str | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(_Answer):
@@ -137,7 +172,7 @@ class ChatChunkChoice(_Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(_Answer):
@@ -149,6 +184,59 @@ class ChatChunk(_Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class AnthropicUsage(_Answer):
+    """Token counts; tokens from the cache are not among those of the input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(_Answer):
+    """Answer of POST /v1/messages, unless it is streamed. Blocks are `text`, `thinking` or `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class CachedTokens(_Answer):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class ResponseUsage(_Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class Response(msgspec.Struct):
+    """Answer of POST /v1/responses, unless it is streamed; it also repeats fields of the request. Items are `message`,
+    `reasoning` or `function_call`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
 
 
 class Candidate(_Answer):
@@ -202,6 +290,12 @@ class Tokenized(_Answer):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class CountedTokens(_Answer):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 class Detokenized(_Answer):

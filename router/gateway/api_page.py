@@ -11,12 +11,17 @@ import msgspec.inspect as mi
 
 from common.types import SamplingParams
 from common.types.parameters import ParameterField, parameters_of
+from router.gateway.anthropic_bodies import MessagesBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
+    IGNORED_BY_MESSAGES,
+    IGNORED_BY_RESPONSES,
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
+    REFUSED_BY_MESSAGES,
+    REFUSED_BY_RESPONSES,
     REFUSED_BY_TOKENIZED_CHATS,
     Ignored,
     Refused,
@@ -24,6 +29,7 @@ from router.gateway.fields import (
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
 from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
+from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
@@ -109,6 +115,23 @@ _OPERATION_ROWS = (
         ),
     ),
 )
+_MESSAGES_API = """\
+`POST /v1/messages` takes the requests of Anthropic's clients, and `POST /v1/messages/count_tokens` says how many tokens
+such a prompt has. Both become chats, with the same limits, quotas and [tools](tools.md); errors have Anthropic's form.
+Blocks of a message are `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` is dropped, and others are
+refused. Thinking blocks of answers have an empty signature. `input_tokens` does not count tokens that came from the
+prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams cannot be resumed.
+Refused: {refused}.
+"""
+
+
+_RESPONSES_API = """\
+`POST /v1/responses` takes those requests of OpenAI's Responses API that need no state at the server: `store` is without
+effect, the answer says `store: false`, and nothing can be retrieved later. They become chats, with the same limits,
+quotas and [tools](tools.md), which must be functions. Items of `input` are messages, `function_call`,
+`function_call_output` and `reasoning`; others are refused, also `item_reference`. Reasoning in answers is text, never a
+summary. Events have sequence numbers, from 0 on; streams cannot be resumed. Refused: {refused}.
+"""
 
 
 def page() -> str:
@@ -129,11 +152,17 @@ def page() -> str:
         _table(("header", "what it says"), _header_rows()),
         _REQUEST_IDS,
         "## Tokens\n",
-        _TOKENS.format(refused=", ".join(f"`{row.name}`" for row in REFUSED_BY_TOKENIZED_CHATS)),
+        _TOKENS.format(refused=_names(REFUSED_BY_TOKENIZED_CHATS)),
         _table(("field", "type", "of", "what it does"), _token_rows()),
         "## Operation\n",
         _OPERATION,
         _table(("endpoint", "what it does"), iter(_OPERATION_ROWS)),
+        "## Anthropic's Messages\n",
+        _MESSAGES_API.format(refused=_names(REFUSED_BY_MESSAGES)),
+        _table(("field", "type", "what it does"), _struct_rows(MessagesBody)),
+        "## OpenAI's Responses\n",
+        _RESPONSES_API.format(refused=_names(REFUSED_BY_RESPONSES)),
+        _table(("field", "type", "what it does"), _struct_rows(ResponsesBody)),
         "## Accepted without effect\n",
         _table(("field", "of", "why"), _ignored_rows()),
         "## Refused, unless they ask for nothing\n",
@@ -181,6 +210,10 @@ def _struct_rows(struct: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", kind, text
 
 
+def _names(rows: tuple[Refused, ...]) -> str:
+    return ", ".join(f"`{row.name}`" for row in rows)
+
+
 def _header_rows() -> Iterator[tuple[str, ...]]:
     for header in header_parameters(resumes=True):
         yield f"`{header['name']}`", header["description"]
@@ -197,7 +230,12 @@ def _token_rows() -> Iterator[tuple[str, ...]]:
 
 
 def _ignored_rows() -> Iterator[tuple[str, ...]]:
-    groups: list[tuple[str, tuple[Ignored, ...]]] = [("both", IGNORED_BY_BOTH), ("chats", IGNORED_BY_CHATS)]
+    groups: list[tuple[str, tuple[Ignored, ...]]] = [
+        ("both", IGNORED_BY_BOTH),
+        ("chats", IGNORED_BY_CHATS),
+        ("Messages", IGNORED_BY_MESSAGES),
+        ("Responses", IGNORED_BY_RESPONSES),
+    ]
     for api, rows in groups:
         for row in rows:
             yield f"`{row.name}`", api, row.why
@@ -208,6 +246,8 @@ def _refused_rows() -> Iterator[tuple[str, ...]]:
         ("both", REFUSED_BY_BOTH),
         ("completions", REFUSED_BY_COMPLETIONS),
         ("chats", REFUSED_BY_CHATS),
+        ("Messages", REFUSED_BY_MESSAGES),
+        ("Responses", REFUSED_BY_RESPONSES),
     ]
     for api, rows in groups:
         for row in rows:

@@ -19,11 +19,12 @@ from starlette.routing import Route
 from common import __version__
 from common.errors import BatonError
 from router.gateway.administration import AdministrationEndpoints
-from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, CompletionsEndpoint
-from router.gateway.errors import error_headers, error_json, route_error
+from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
+from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
-from router.gateway.tokens import DetokenizeEndpoint, TokenizeEndpoint
+from router.gateway.reply import ReplyParsing
+from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
@@ -37,19 +38,28 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _JSON = "application/json"
 
 
-def create_app(service: InferenceService, access: AccessControl, open_paths: frozenset[str] = OPEN_PATHS) -> App:
+def create_app(
+    service: InferenceService,
+    access: AccessControl,
+    parsing: Mapping[str, ReplyParsing],
+    open_paths: frozenset[str] = OPEN_PATHS,
+) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
     status, ids = _Status(service, access), RunningIds()
+    explain = CompletionsEndpoint(EXPLAIN, service, access, ids, parsing)
     endpoints: dict[str, App] = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids, parsing),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids, parsing),
+        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids, parsing),
+        f"{MESSAGES_PATH}/count_tokens": CountTokensEndpoint(service, access),
+        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids, parsing),
         "/tokenize": TokenizeEndpoint(service, access),
         "/detokenize": DetokenizeEndpoint(service, access),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [
-        Route("/v1/route/explain", CompletionsEndpoint(EXPLAIN, service, access, ids), methods=["GET", "POST"]),
+        Route("/v1/route/explain", explain, methods=["GET", "POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/health", status.health, methods=["GET"]),

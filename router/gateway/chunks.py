@@ -8,11 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
+from common.errors import BatonError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.gateway.errors import OPENAI_DONE, openai_error_events
 from router.gateway.one_line import encode_line
+from router.gateway.reply import Call, Part, Reasoning, Text
 
 # What ends a choice in a chunk.
 _FINISH: Mapping[FinishReason | None, bytes] = {
@@ -27,8 +31,10 @@ class Answer:
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.parts: list[Part] = []  # of an answer that is parsed; their text is in `text` as well
         self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
-        self.finish_reason: FinishReason | None = None
+        self.finish_label: str | None = None
+        self.stop_reason: str | None = None  # see TextDelta
 
 
 class AnswerFormat(ABC):
@@ -36,6 +42,7 @@ class AnswerFormat(ABC):
 
     object_name: str
     chunk_object_name: str
+    is_always_parsed = False  # chunks are made by `parts_chunk` alone
     _before_text: bytes  # of a choice's field that holds the text
     _after_text: bytes
     _logprob_fields: tuple[str, ...]  # lists, with a value for each token
@@ -50,11 +57,14 @@ class AnswerFormat(ABC):
         *,
         wants_logprobs: bool,
         has_usage_chunk: bool,
+        echoed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
-        they have counts of their own."""
+        they have counts of their own. `echoed`: fields of the request, for answers that repeat them."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
+        self._has_usage_chunk = has_usage_chunk
+        self._echoed = echoed
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
@@ -84,16 +94,35 @@ class AnswerFormat(ABC):
         text = encode_line(prefix + delta.text)
         if delta.finish_reason is None and not self._wants_logprobs and usage is None:
             return head + text + self._plain_tail
-        logprobs = b"null"
-        if self._wants_logprobs and delta.token_ids:
-            values = zip(self._logprob_fields, self.logprobs(delta, len(prefix)), strict=True)
-            logprobs = encode_line({**dict(values), **self._no_logprobs})
+        logprobs = self._logprobs_of(delta, len(prefix))
         finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
         return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """Event with the token counts."""
-        return self._usage_head + encode_line(usage) + b"}\n\n"
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Events that end a stream; `usage`: the token counts."""
+        last = self._usage_head + encode_line(usage) + b"}\n\n" if self._has_usage_chunk else b""
+        return last + OPENAI_DONE
+
+    def error_events(self, error: BatonError) -> bytes:
+        """Events that end a stream with an error."""
+        return openai_error_events(error)
+
+    def parts_chunk(
+        self,
+        index: int,
+        delta: TextDelta,
+        parts: Sequence[Part],
+        finish_label: str | None,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
+        """As `chunk`, for a parsed answer: `parts` are what it gains."""
+        raise NotImplementedError
+
+    def _logprobs_of(self, delta: TextDelta, offset: int) -> bytes:
+        if not (self._wants_logprobs and delta.token_ids):
+            return b"null"
+        values = zip(self._logprob_fields, self.logprobs(delta, offset), strict=True)
+        return encode_line({**dict(values), **self._no_logprobs})
 
     def _end_with(self, usage: dict[str, Any] | None) -> bytes:
         """What ends a chunk that carries these token counts; None: none of its own."""
@@ -103,7 +132,17 @@ class AnswerFormat(ABC):
         """Takes the next delta of an answer that is sent whole. What takes long to encode is encoded now, so that the
         end of a long answer holds up no others."""
         answer.text.append(delta.text)
-        answer.finish_reason = delta.finish_reason
+        answer.finish_label = None if delta.finish_reason is None else delta.finish_reason.label
+        self._add_logprobs(answer, delta, echo)
+
+    def add_parts(self, answer: Answer, delta: TextDelta, parts: Sequence[Part], finish_label: str | None) -> None:
+        """As `add`, for a parsed answer: `parts` are what it gains."""
+        answer.parts += parts
+        answer.text += [part.text for part in parts if isinstance(part, Text)]
+        answer.finish_label, answer.stop_reason = finish_label, delta.stop_reason
+        self._add_logprobs(answer, delta, "")
+
+    def _add_logprobs(self, answer: Answer, delta: TextDelta, echo: str) -> None:
         if delta.logprobs:
             for name, values in zip(self._logprob_fields, self.logprobs(delta, len(echo)), strict=True):
                 answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
@@ -117,7 +156,7 @@ class AnswerFormat(ABC):
         return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
 
     def _joined(self, logprobs: Mapping[str, list[bytes]]) -> dict[str, Any]:
-        values = {name: msgspec.Raw(b"[%b]" % b",".join(logprobs.get(name, []))) for name in self._logprob_fields}
+        values = {name: Raw(b"[%b]" % b",".join(logprobs.get(name, []))) for name in self._logprob_fields}
         return {**values, **self._no_logprobs}
 
 
@@ -147,7 +186,7 @@ class CompletionFormat(AnswerFormat):
 
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See AnswerFormat."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _label(answer)}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_label}
 
 
 class ChatFormat(AnswerFormat):
@@ -175,27 +214,65 @@ class ChatFormat(AnswerFormat):
 
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """See AnswerFormat."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _label(answer)}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := "".join([part.text for part in answer.parts if isinstance(part, Reasoning)]):
+            message |= _both_names(reasoning)
+        if calls := [part for part in answer.parts if isinstance(part, Call)]:
+            message |= {"content": text or None, "tool_calls": [_tool_call(call) for call in calls]}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_label}
+
+    def parts_chunk(
+        self,
+        index: int,
+        delta: TextDelta,
+        parts: Sequence[Part],
+        finish_label: str | None,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
+        """See AnswerFormat."""
+        gained: dict[str, Any] = {}
+        if text := "".join([part.text for part in parts if isinstance(part, Text)]):
+            gained["content"] = text
+        if reasoning := "".join([part.text for part in parts if isinstance(part, Reasoning)]):
+            gained |= _both_names(reasoning)
+        if calls := [part for part in parts if isinstance(part, Call)]:
+            gained["tool_calls"] = [{"index": call.number, **_tool_call(call)} for call in calls]
+        choice = {"delta": gained, "logprobs": Raw(self._logprobs_of(delta, 0)), "finish_reason": finish_label}
+        head = self._chunk_head + str(index).encode() + b","
+        return head + encode_line(choice)[1:] + b"]" + self._end_with(usage)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)
         return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts as OpenAI names them."""
-    return {
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """Token counts as OpenAI names them; without those of reasoning, answers are not searched for it."""
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
+
+
+def _both_names(reasoning: str) -> dict[str, str]:
+    """Clients read either."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def _tool_call(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, _NO_LOGPROB)
-
-
-def _label(answer: Answer) -> str | None:
-    return answer.finish_reason.label if answer.finish_reason is not None else None

@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/route/explain.
+"""POST /v1/completions, /v1/chat/completions, /v1/messages, /v1/responses and /v1/route/explain.
 
 The status is known before the first byte is sent: a stream begins with the first delta of any choice, and a failure
 before that is an ordinary error response.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from common.errors import InvalidRequestError
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
+from router.gateway.anthropic_answers import MessagesFormat
+from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.choices import check_num_logprobs, num_choices, together
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
@@ -30,7 +32,19 @@ from router.gateway.protocol import (
     parse_chat,
     parse_completion,
 )
-from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
+from router.gateway.reply import ReplyParser, ReplyParsing
+from router.gateway.responses_answers import ResponsesFormat
+from router.gateway.responses_bodies import parse_responses
+from router.gateway.resume import (
+    RESUMABLE_HEADER,
+    ResumeOptions,
+    Stream,
+    begin,
+    digest_of,
+    new_seed,
+    read_resume_options,
+)
+from router.gateway.structured import STRUCTURED
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
@@ -41,16 +55,19 @@ from router.service import InferenceService
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What distinguishes the two endpoints."""
+    """What distinguishes the endpoints."""
 
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
     format: type[AnswerFormat]
     explains: bool = False  # answers with the route that the request would take
+    resumes: bool = True  # streams may have event ids
 
 
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
+MESSAGES = Api("msg_", parse_messages, MessagesFormat, resumes=False)
+RESPONSES = Api("resp_", parse_responses, ResponsesFormat, resumes=False)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
 
 
@@ -67,21 +84,31 @@ class _Job:
 
     choices: list[GenerationRequest]
     echoes: list[str]  # what precedes the text of each choice
+    parsers: list[ReplyParser | None]  # of each choice; None: it is all text
     num_prompt_tokens: int  # of all prompts, each counted once
     format: AnswerFormat
     is_stream: bool  # answered by events; else by one body
     event_ids: Stream | None  # of a stream that may be resumed
     usage_reports: UsageReports
+    constraint_name: str  # what the client calls the field that constrains the answer
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     """An ASGI application for one of the APIs."""
 
-    def __init__(self, api: Api, service: InferenceService, access: AccessControl, ids: RunningIds) -> None:
-        """`ids` are those of all endpoints that generate."""
+    def __init__(
+        self,
+        api: Api,
+        service: InferenceService,
+        access: AccessControl,
+        ids: RunningIds,
+        parsing: Mapping[str, ReplyParsing],
+    ) -> None:
+        """`ids` are those of all endpoints that generate, `parsing` has the first name of every model."""
         super().__init__(api.id_prefix, service, access)
         self._api = api
         self._ids = ids
+        self._parsing = parsing
 
     def _parse(self, body: bytes) -> CompletionBody | ChatBody:
         return self._api.parse(body)
@@ -92,6 +119,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
         resume = read_resume_options(exchange.header, parsed)
+        if resume.has_ids and not self._api.resumes:
+            problem = "only streams of completions and chats have event ids"
+            raise InvalidRequestError(f"{RESUMABLE_HEADER}: {problem}", param=RESUMABLE_HEADER)
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
         with (
             self._named(parsed, resume, exchange) as request_id,
@@ -105,7 +135,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._service.count_prompts([prompt.request for prompt in prompts])
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
-            with self._resumable(job, terms.tenant) as resumable:
+            with self._resumable(job, terms.tenant) as resumable, _errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
@@ -138,12 +168,16 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
         n, limit = _n(body), self._service.max_request_tokens
+        parsing = self._parsing[self._service.model(body.model).name]
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
-            request = await self._service.prepare(replace(draft, seed=seed_of_prompt))
+            options = body.reply_options(draft.prompt)
+            parsing.check(options)
+            spelled_ids = parsing.spelled_ids(options)
+            request = await self._service.prepare(replace(draft, seed=seed_of_prompt, spelled_ids=spelled_ids))
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
@@ -174,9 +208,25 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             model.tokenizer,
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            echoed=body.echoed,
         )
+        options = body.reply_options(prompts[0].draft.prompt)
+        is_always_parsed = self._api.format.is_always_parsed
+        parsing = self._parsing[model.name]
+        parsers = [parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
+        is_stream, reports = bool(body.stream), body.usage_reports
+        return _Job(
+            choices,
+            echoes,
+            parsers,
+            num_prompt_tokens,
+            answer_format,
+            is_stream,
+            event_ids,
+            reports,
+            prompts[0].draft.names[STRUCTURED],
+        )
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -188,37 +238,61 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.model(body.model).tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
-        async def collect(generation: TextGeneration, echo: str) -> Answer:
+        async def collect(generation: TextGeneration, echo: str, parser: ReplyParser | None) -> Answer:
             answer = Answer()
             async for delta in generation:
-                job.format.add(answer, delta, echo)
+                if parser is None:
+                    job.format.add(answer, delta, echo)
+                else:
+                    parts = parser.take(delta)
+                    job.format.add_parts(answer, delta, parts, parser.finish_label(delta.finish_reason))
             return answer
 
-        pairs = zip(generations, job.echoes, strict=True)
-        answers = await together([collect(generation, echo) for generation, echo in pairs])
+        choices = zip(generations, job.echoes, job.parsers, strict=True)
+        answers = await together([collect(*choice) for choice in choices])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
+        exchange.error_events = job.format.error_events
 
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo = b"", ""
-            if ids is None or not ids.has_begun(index):
-                opening = job.format.opening(index, _usage_of(generation) if has_counts else None)
+            opening, echo, parser = b"", "", job.parsers[index]
+            has_begun = ids is not None and ids.has_begun(index)
+            if not has_begun:
+                opening = job.format.opening(index, _usage_of(generation, parser) if has_counts else None)
                 echo = job.echoes[index]
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
-                usage = _usage_of(generation) if has_counts else None
+                if parser is not None and has_begun:
+                    parser.replay(generation.replayed_text, generation.replayed_offsets)
+                    has_begun = False
+                parts = None if parser is None else parser.take(delta)
+                usage = _usage_of(generation, parser) if has_counts else None
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.
-                await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
+                if parser is None or parts is None:
+                    chunk = job.format.chunk(index, delta, echo, usage)
+                else:
+                    label = parser.finish_label(delta.finish_reason)
+                    chunk = job.format.parts_chunk(index, delta, parts, label, usage)
+                await exchange.send_events(opening + event_id + chunk)
                 opening, echo = b"", ""
 
         await together([pump(index, generation) for index, generation in enumerate(generations)])
-        has_last = job.usage_reports is not UsageReports.NONE
-        last = job.format.usage_chunk(_usage(job, generations)) if has_last else b""
-        await exchange.end_events(last)
+        await exchange.end_events(job.format.end(_usage(job, generations)))
+
+
+@contextmanager
+def _errors_of_constraint(name: str) -> Iterator[None]:
+    """Pods name the constraint that they cannot keep to; the client may have given it as another field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != STRUCTURED:
+            raise
+        raise InvalidRequestError(error.message, param=name) from error
 
 
 def _n(body: CompletionBody | ChatBody) -> int:
@@ -226,19 +300,22 @@ def _n(body: CompletionBody | ChatBody) -> int:
     return 1 if body.n is None else body.n
 
 
-def _usage_of(generation: TextGeneration) -> dict[str, Any]:
+def _usage_of(generation: TextGeneration, parser: ReplyParser | None) -> dict[str, Any]:
     """Token counts of one choice so far."""
     return usage_of(
         prompt_tokens=len(generation.generation.request.prompt_token_ids),
         completion_tokens=generation.num_tokens,
         cached_tokens=generation.generation.num_cached_tokens,
+        reasoning_tokens=None if parser is None else parser.num_reasoning_tokens,
     )
 
 
 def _usage(job: _Job, generations: list[TextGeneration]) -> dict[str, Any]:
     """Token counts of the whole answer."""
+    reasoning = [num for parser in job.parsers if parser and (num := parser.num_reasoning_tokens) is not None]
     return usage_of(
         prompt_tokens=job.num_prompt_tokens,
         completion_tokens=sum(generation.num_tokens for generation in generations),
         cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
+        reasoning_tokens=sum(reasoning) if reasoning else None,
     )

@@ -1,8 +1,10 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}; and as Anthropic's do."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +20,8 @@ from common.errors import (
 )
 from router.gateway.one_line import encode_line
 
+MESSAGES_PATH = "/v1/messages"
+OPENAI_DONE = b"data: [DONE]\n\n"  # the last event of a stream
 _UNAVAILABLE_RETRY_AFTER_S = 1.0
 
 
@@ -36,10 +40,63 @@ class ErrorBody(msgspec.Struct):
     error: ErrorObject
 
 
+class AnthropicErrorBody(msgspec.Struct):
+    """The same as Anthropic's clients expect it."""
+
+    type: str
+    error: ErrorObject
+
+
 def error_json(error: BatonError) -> bytes:
     """The body for this error, or an event's data: one line."""
     code = error.code
     return encode_line(ErrorBody(ErrorObject(error.message, code.value.openai_type, error.param, code.label)))
+
+
+def openai_error_events(error: BatonError) -> bytes:
+    """What ends a stream of OpenAI's with this error."""
+    return b"data: " + error_json(error) + b"\n\n" + OPENAI_DONE
+
+
+_ANTHROPIC_TYPES = {
+    ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
+    ErrorCode.UNPROCESSABLE: "invalid_request_error",
+    ErrorCode.NOT_FOUND: "not_found_error",
+    ErrorCode.TOO_LARGE: "request_too_large",
+    ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.PERMISSION_DENIED: "permission_error",
+    ErrorCode.RESOURCE_EXHAUSTED: "rate_limit_error",
+    ErrorCode.UNAVAILABLE: "overloaded_error",
+    ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
+}
+
+
+def anthropic_error_json(error: BatonError) -> bytes:
+    """The body for this error as Anthropic's clients expect it, with `param` and `code` beside."""
+    kind = _ANTHROPIC_TYPES.get(error.code, "api_error")
+    detail = ErrorObject(error.message, kind, error.param, error.code.label)
+    return encode_line(AnthropicErrorBody("error", detail))
+
+
+def anthropic_error_events(error: BatonError) -> bytes:
+    """What ends a stream of Anthropic's with this error."""
+    return b"event: error\ndata: " + anthropic_error_json(error) + b"\n\n"
+
+
+class Dialect(NamedTuple):
+    """How one API writes errors."""
+
+    error_body: Callable[[BatonError], bytes]
+    error_events: Callable[[BatonError], bytes]
+
+
+_OPENAI = Dialect(error_json, openai_error_events)
+ANTHROPIC = Dialect(anthropic_error_json, anthropic_error_events)
+
+
+def dialect_of(path: str) -> Dialect:
+    """How errors of this path are written."""
+    return ANTHROPIC if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else _OPENAI
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:

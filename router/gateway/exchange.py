@@ -18,7 +18,7 @@ from common.errors import (
     RequestCancelledError,
     quoted,
 )
-from router.gateway.errors import error_headers, error_json
+from router.gateway.errors import dialect_of, error_headers
 from router.requests.ids import REQUEST_ID_HEADER, check_request_id, new_request_id
 from router.requests.terms import Tenant
 
@@ -28,8 +28,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 TENANT = "baton.tenant"  # key of a scope under which the guard puts whose request it is
-
-_DONE = b"data: [DONE]\n\n"
 
 
 class Exchange:
@@ -42,6 +40,8 @@ class Exchange:
         self._send = send
         self._streaming = False
         self._added: list[tuple[bytes, bytes]] = []  # headers of a success
+        self._dialect = dialect_of(scope.get("path", ""))
+        self.error_events = self._dialect.error_events  # what ends a stream with an error
         self.request_id = ""  # told in a header of every response; must be valid
 
     @property
@@ -149,17 +149,18 @@ class Exchange:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end_events(self, last: bytes = b"") -> None:
+    async def end_events(self, last: bytes) -> None:
         """End the stream, after `last`."""
-        await self.send_events(last + _DONE)
+        await self.send_events(last)
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: BatonError) -> None:
         """As status and body while nothing was sent, else as the stream's last event."""
         if self._streaming:
-            await self.end_events(b"data: " + error_json(error) + b"\n\n")
+            await self.end_events(self.error_events(error))
         else:
-            await self.send_json(error_json(error), status=error.code.value.http_status, headers=error_headers(error))
+            body = self._dialect.error_body(error)
+            await self.send_json(body, status=error.code.value.http_status, headers=error_headers(error))
 
     def _identification(self) -> list[tuple[bytes, bytes]]:
         return [(REQUEST_ID_HEADER.encode(), self.request_id.encode())] if self.request_id else []

@@ -35,11 +35,10 @@ class Refused(NamedTuple):
 
 
 _USE_STRUCTURED = "constrain answers with structured_outputs"
-_NO_TOOLS = "tool calls are not parsed out of answers"
 _NO_TRANSFER = "the router arranges transfers between pods itself"
 _NO_ADAPTERS = "adapters are not loaded"
 _ONLY_TEXT = "only text goes in and out"
-_NO_REASONING = "reasoning is not told apart from the rest of an answer"
+_NO_BUDGET = "reasoning is not cut short"
 _NO_TRACE = "answers have no such field"
 _FEWER_STOPS = "a stop text is never part of the answer"
 _ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"
@@ -76,7 +75,7 @@ REFUSED_BY_BOTH = (
     Refused("ec_transfer_params", _NO_TRANSFER, ({},)),
     Refused("vllm_xargs", "there are no custom extensions", ({},)),
     Refused("repetition_detection", "answers are not searched for repetition", ({},)),
-    Refused("thinking_token_budget", _NO_REASONING, (-1,)),
+    Refused("thinking_token_budget", _NO_BUDGET, (-1,)),
     Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),
     # SGLang
     Refused("regex", _USE_STRUCTURED, ("",)),
@@ -103,8 +102,8 @@ REFUSED_BY_COMPLETIONS = (
     # Fields of chats, which some clients send everywhere.
     Refused("max_completion_tokens", "it is a field of chats; use max_tokens"),
     Refused("top_logprobs", "it is a field of chats; use logprobs", (0,)),
-    Refused("tools", _NO_TOOLS, ([],)),
-    Refused("tool_choice", _NO_TOOLS, ("none", "auto")),
+    Refused("tools", "it is a field of chats", ([],)),
+    Refused("tool_choice", "it is a field of chats", ("none", "auto")),
     Refused("reasoning_effort", "it is a field of chats"),
     Refused("chat_template_kwargs", "it is a field of chats", ({},)),
     Refused("documents", "it is a field of chats", ([],)),
@@ -112,10 +111,8 @@ REFUSED_BY_COMPLETIONS = (
 )
 REFUSED_BY_CHATS = (
     # OpenAI
-    Refused("tools", _NO_TOOLS, ([],)),
-    Refused("tool_choice", _NO_TOOLS, ("none", "auto")),
-    Refused("functions", _NO_TOOLS, ([],)),
-    Refused("function_call", _NO_TOOLS, ("none", "auto")),
+    Refused("functions", "use tools", ([],)),
+    Refused("function_call", "use tool_choice", ("none", "auto")),
     Refused("modalities", _ONLY_TEXT, (["text"], [])),
     Refused("audio", _ONLY_TEXT),
     Refused("prediction", "answers are not predicted by the client"),
@@ -127,15 +124,28 @@ REFUSED_BY_CHATS = (
     Refused("suffix", "it is a field of completions", ("",)),
     Refused("continue_final_message", "an answer begins a new turn", (False,)),
     Refused("chat_template", "the template is the model's", ("",)),
-    Refused("include_reasoning", _NO_REASONING, (True,)),
     Refused("mm_processor_kwargs", _ONLY_TEXT, ({},)),
     Refused("media_io_kwargs", _ONLY_TEXT, ({},)),
 )
 
-_OF_TOKENIZED_CHATS = {"tools", "continue_final_message", "chat_template", "mm_processor_kwargs", "media_io_kwargs"}
+_ELSEWHERE = "tools run at the client"
+REFUSED_BY_MESSAGES = (
+    Refused("container", _ELSEWHERE),
+    Refused("mcp_servers", _ELSEWHERE, ([],)),
+)
+REFUSED_BY_RESPONSES = (
+    Refused("previous_response_id", "nothing is stored: send the conversation as `input`"),
+    Refused("conversation", "nothing is stored: send the conversation as `input`"),
+    Refused("background", "an answer is sent on the connection of its request", (False,)),
+    Refused("prompt", "there are no stored prompts"),
+    Refused("moderation", "texts are not moderated"),
+    Refused("truncation", "a prompt that is too long is refused, never cut", ("disabled",)),
+    Refused("top_logprobs", "log probabilities are a field of chats", (0,)),
+)
+
+_OF_TOKENIZED_CHATS = {"continue_final_message", "chat_template", "mm_processor_kwargs", "media_io_kwargs"}
 REFUSED_BY_TOKENIZED_CHATS = tuple(row for row in REFUSED_BY_CHATS if row.name in _OF_TOKENIZED_CHATS)
 
-_NO_PARSER = "without a parser of reasoning it has nothing to act on"
 IGNORED_BY_BOTH = (
     Ignored("user", str, "says who asks; requests that belong together are named by `session_id` or `x-session-id`"),
     Ignored("metadata", dict, "for stored answers; nothing is stored"),
@@ -145,10 +155,25 @@ IGNORED_BY_BOTH = (
     Ignored("prompt_cache_retention", str, "blocks stay cached while there is room"),
     Ignored("return_mm_kwargs", bool, "vLLM's render endpoints alone know it"),
 )
-IGNORED_BY_CHATS = (
-    Ignored("parallel_tool_calls", bool, "without tools it has nothing to act on"),
-    Ignored("separate_reasoning", bool, _NO_PARSER),
-    Ignored("stream_reasoning", bool, _NO_PARSER),
+IGNORED_BY_CHATS = (Ignored("stream_reasoning", bool, "reasoning is streamed as it comes"),)
+IGNORED_BY_MESSAGES = (
+    Ignored("cache_control", dict, "blocks stay cached while there is room"),
+    Ignored("context_management", dict, "the conversation is used as it is sent"),
+    Ignored("metadata", dict, "says who asks"),
+    Ignored("service_tier", str, "`priority` of chats orders requests"),
+    Ignored("inference_geo", str, "there is one place"),
+)
+IGNORED_BY_RESPONSES = (
+    Ignored("store", bool, "nothing is stored; the answer says `store: false`"),
+    Ignored("include", list, "nothing beside the answer is kept"),
+    Ignored("max_tool_calls", int, "it is for tools that run at the server"),
+    Ignored("stream_options", dict, "nothing is obfuscated"),
+    Ignored("metadata", dict, "for stored answers; it is repeated in the answer"),
+    Ignored("user", str, "says who asks"),
+    Ignored("safety_identifier", str, "says who asks"),
+    Ignored("service_tier", str, "`priority` of chats orders requests"),
+    Ignored("prompt_cache_retention", str, "blocks stay cached while there is room"),
+    Ignored("context_management", list, "the conversation is used as it is sent"),
 )
 
 

@@ -9,8 +9,10 @@ import msgspec
 from common.errors import ErrorCode
 from router.gateway import answers
 from router.gateway.administration import POD_PATH, RESET_PATH
-from router.gateway.errors import ErrorBody
+from router.gateway.anthropic_bodies import CountBody, MessagesBody
+from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.resume import RESUMABLE_HEADER
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from router.requests.ids import REQUEST_ID_HEADER
@@ -28,7 +30,14 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     TokenizeTextBody,
     TokenizeChatBody,
     DetokenizeBody,
+    MessagesBody,
+    CountBody,
+    ResponsesBody,
     ErrorBody,
+    AnthropicErrorBody,
+    answers.AnthropicMessage,
+    answers.CountedTokens,
+    answers.Response,
     answers.Completion,
     answers.CompletionChunk,
     answers.ChatCompletion,
@@ -87,6 +96,9 @@ def describe(document: dict[str, Any], *, needs_key: bool, open_paths: frozenset
     """Write paths and components into an OpenAPI document. `needs_key`: but for `open_paths`."""
     document["components"] = {"schemas": _schemas()}
     document["paths"] = _paths()
+    for path, item in document["paths"].items():
+        if dialect_of(path) is ANTHROPIC:
+            _with_errors_of_anthropic(item["post"])
     for operation, path in ((each, path) for path, item in document["paths"].items() for each in item.values()):
         if path in open_paths or not needs_key:
             for status in ("401", "403"):
@@ -109,6 +121,9 @@ def _paths() -> dict[str, Any]:
     return {
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
         "/v1/chat/completions": {"post": _answered_generation(ChatBody, answers.ChatCompletion, answers.ChatChunk)},
+        MESSAGES_PATH: {"post": _typed_generation(MessagesBody, answers.AnthropicMessage)},
+        f"{MESSAGES_PATH}/count_tokens": {"post": _tokens("Tokens of a prompt.", [CountBody], answers.CountedTokens)},
+        "/v1/responses": {"post": _typed_generation(ResponsesBody, answers.Response)},
         "/v1/route/explain": {"post": explained, "get": explained},
         "/tokenize": {
             "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
@@ -187,6 +202,15 @@ def _answered_generation(
     return operation
 
 
+def _typed_generation(body: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of an API whose events have types."""
+    operation = _generation("The answer; events if `stream` is true.", [body])
+    operation["parameters"] = header_parameters(resumes=False)
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+    operation["responses"]["200"]["content"] = {**_json(answer), _EVENTS: {"schema": event}}
+    return operation
+
+
 def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
     """Of each event; OpenAPI 3.1 has no word for the stream as a whole."""
     chunk_as_json = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]}}
@@ -206,6 +230,12 @@ def _generation(description: str, bodies: list[type[msgspec.Struct]]) -> dict[st
     for response in responses.values():
         response["headers"] = {**response.get("headers", {}), **_REQUEST_ID}
     return {"requestBody": {"required": True, "content": {_JSON: {"schema": schema}}}, "responses": responses}
+
+
+def _with_errors_of_anthropic(operation: dict[str, Any]) -> None:
+    for status, response in operation["responses"].items():
+        if status != "200":
+            response["content"] = _json(AnthropicErrorBody)
 
 
 def _page(description: str, content: dict[str, Any], errors: tuple[ErrorCode, ...]) -> dict[str, Any]:

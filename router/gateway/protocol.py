@@ -32,6 +32,7 @@ from router.gateway.fields import (
     with_fields,
 )
 from router.gateway.messages import Message, Name
+from router.gateway.reply import ReplyOptions
 from router.gateway.structured import (
     FORMAT,
     STRUCTURED,
@@ -41,6 +42,8 @@ from router.gateway.structured import (
     constraint_of_format,
     constraint_of_structured,
 )
+from router.gateway.tools.forced import forced_calls
+from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
@@ -66,6 +69,7 @@ _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 _Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 _Tag = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
+Metadata = Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)]
 
 
 class UsageReports(enum.Enum):
@@ -178,12 +182,17 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
 
     # Without effect, see IGNORED_BY_BOTH.
     user: _Session | None = None
-    metadata: Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_retention: Name | None = None
     return_mm_kwargs: bool | None = None
+
+    @property
+    def echoed(self) -> Mapping[str, Any]:
+        """Fields for an answer that repeats them."""
+        return {}
 
     @property
     def usage_reports(self) -> UsageReports:
@@ -208,6 +217,11 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def give(self, **parameters: Any) -> None:
+        """Sets sampling parameters; None: they are not given."""
+        for name, value in parameters.items():
+            setattr(self, name, value)
 
     def parameters(self, num_logprobs: int | None) -> dict[str, Any]:
         """The fields of SamplingParams that are given. Ranges are not checked here."""
@@ -272,6 +286,10 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
     ] = None
+
+    def reply_options(self, prompt: Prompt) -> ReplyOptions:
+        """An answer is all text."""
+        return ReplyOptions(separates_reasoning=False)
 
     @property
     def num_prompts(self) -> int:
@@ -364,31 +382,53 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Variable of the template, with `enable_thinking`, which is false if it is `none`."),
     ] = None
 
+    tools: Annotated[Raw, Meta(description="Functions that the model may call, see [tools.md](tools.md).")] = field(
+        default_factory=Raw
+    )
+    tool_choice: Annotated[
+        Raw, Meta(description="`auto`, `none`, `required`, or the function that must be called; default `auto`.")
+    ] = field(default_factory=Raw)
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="false: at most one call per answer; default true.")
+    ] = None
+    include_reasoning: Annotated[bool | None, Meta(description="false: reasoning is left out; default true.")] = None
+    separate_reasoning: Annotated[
+        bool | None, Meta(description="false: reasoning stays in the text with its tags; default true.")
+    ] = None
+
     # Without effect, see IGNORED_BY_CHATS.
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
+    prompt_field: ClassVar[str] = "messages"  # what the client calls it, for errors
+    limit_field: ClassVar[str] = "max_tokens"
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
+        tools = read_tools(self.tools)
+        choice = read_tool_choice(self.tool_choice, tools)
         prompt = chat_prompt(
             self.messages,
+            tools=tools if choice.may_call else [],
+            num_tool_chars=len(bytes(self.tools)),
             add_generation_prompt=self.add_generation_prompt is not False,
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
         )
         given = self.parameters(self._num_logprobs())
+        if choice.must_call:
+            if STRUCTURED in given:
+                raise InvalidRequestError(f"give {self.constraint_name} or force calls, not both", param="tool_choice")
+            given[STRUCTURED] = forced_calls(tools, choice, is_single=self.parallel_tool_calls is False)
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
-        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        limit_name = self.limit_field if self.max_completion_tokens is None else "max_completion_tokens"
         return [
             Draft(
                 request_id=request_id,
                 model=self.model,
                 prompt=prompt,
-                prompt_param="messages",
+                prompt_param=self.prompt_field,
                 sampling=given,
                 max_tokens=max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 default_max_tokens=None,
@@ -402,11 +442,25 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 names={
                     "num_logprobs": "top_logprobs",
                     "max_tokens": limit_name,
-                    STRUCTURED: self.constraint_name,
+                    STRUCTURED: "tools" if choice.must_call else self.constraint_name,
                 },
                 arrived_at=arrived_at,
             )
         ]
+
+    def reply_options(self, prompt: Prompt) -> ReplyOptions:
+        """How answers to the prompt of its draft are parsed."""
+        assert isinstance(prompt, ChatPrompt)
+        is_constrained = _is_sent(self.structured_outputs) or _is_sent(self.response_format)
+        must_call = read_tool_choice(self.tool_choice, prompt.tools).must_call if prompt.tools else False
+        return ReplyOptions(
+            tools=frozenset(map(name_of, prompt.tools)),
+            must_call=must_call,
+            max_calls=1 if self.parallel_tool_calls is False else None,
+            # A grammar begins with the first token, so there is no reasoning before it.
+            separates_reasoning=not (self.separate_reasoning is False or must_call or is_constrained),
+            shows_reasoning=self.include_reasoning is not False,
+        )
 
     def _num_logprobs(self) -> int | None:
         if self.logprobs:
@@ -429,6 +483,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
 def chat_prompt(
     messages: Sequence[Message],
     *,
+    tools: Sequence[Tool] = (),
+    num_tool_chars: int = 0,
     add_generation_prompt: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
@@ -442,7 +498,8 @@ def chat_prompt(
         raise InvalidRequestError(problem, param="messages")
     return ChatPrompt(
         [message.as_template_input(index) for index, message in enumerate(messages)],
-        num_chars=sum(message.size for message in messages),
+        tools=tools,
+        num_chars=sum(message.size for message in messages) + num_tool_chars,
         add_generation_prompt=add_generation_prompt,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,

@@ -10,6 +10,7 @@ from msgspec import Meta, Raw, field
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
 from router.gateway.messages import Message
 from router.gateway.protocol import ModelName, chat_prompt, decode_variables, has_messages, request_errors
+from router.gateway.tools.request import read_tools
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt
 
@@ -62,6 +63,7 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
     ] = None
     chat_template_kwargs: Annotated[Raw, Meta(description="Variables of the template.")] = field(default_factory=Raw)
+    tools: Annotated[Raw, Meta(description="Functions that the model may call.")] = field(default_factory=Raw)
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents, for templates that take them.")] = (
         None
     )
@@ -72,6 +74,8 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         documents = {} if self.documents is None else {"documents": self.documents}
         return chat_prompt(
             self.messages,
+            tools=read_tools(self.tools),
+            num_tool_chars=len(bytes(self.tools)),
             add_generation_prompt=self.add_generation_prompt is not False,
             add_special_tokens=self.add_special_tokens is True,
             template_variables=documents | decode_variables(self.chat_template_kwargs),

@@ -105,6 +105,7 @@ class Preprocessor:
             priority=priority,
             kv_failure_policy=kv_failure_policy,
             skip_special_tokens=draft.skip_special_tokens,
+            spelled_ids=draft.spelled_ids,
             terms=draft.terms,
             continues_prompt=not isinstance(draft.prompt, ChatPrompt),
             arrived_at=draft.arrived_at,
@@ -196,7 +197,7 @@ class Preprocessor:
         return self._tokenizer.render_chat(
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
-            variables=prompt.template_variables,
+            variables={**prompt.template_variables, **({"tools": prompt.tools} if prompt.tools else {})},
         )
 
     async def _hash(self, token_ids: Sequence[int], block_size: int, cache_salt: str) -> bytes:

@@ -46,6 +46,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # beside those that the template writes
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
 
     @property
     def size(self) -> int:
@@ -73,6 +74,7 @@ class Draft:
     priority: int = 0
     kv_failure_policy: str | None = None  # None: the router's setting
     skip_special_tokens: bool = True
+    spelled_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
     terms: Terms = field(default_factory=Terms)
     names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
     arrived_at: float  # time.monotonic()
@@ -108,6 +110,7 @@ class GenerationRequest:
     arrived_at: float  # time.monotonic()
     deadline: float  # time.monotonic()
     resumption: Resumption | None = None  # None: it begins at the beginning
+    spelled_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
 
     @property
     def tenant_name(self) -> str:

@@ -10,14 +10,27 @@ from dataclasses import dataclass
 import msgspec
 from hypothesis import strategies as st
 
+from router.gateway.anthropic_bodies import MessagesBody
 from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/route/explain", "/tokenize", "/detokenize"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/route/explain",
+    "/tokenize",
+    "/detokenize",
+]
 MAX_BODY_BYTES = 4096  # of the router that gets them
 API_KEY = "key-of-fuzzed-requests-0123456789"  # where there are keys
 
-_BODIES = (CompletionBody, ChatBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_BODIES = (
+    CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody,
+)  # fmt: skip
 _FIELDS = sorted({field.encode_name for body in _BODIES for field in msgspec.structs.fields(body)})
 _ODD_JSON = [
     b"NaN",
@@ -120,11 +133,59 @@ good_chats = st.fixed_dictionaries(
         "add_generation_prompt": st.booleans(),
         "documents": st.lists(st.dictionaries(st.text(max_size=3), _json_values, max_size=2), max_size=2),
         "reasoning_effort": st.sampled_from(["none", "low", ""]),
+        "tools": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": _function}), max_size=3),
+        "tool_choice": st.sampled_from(["none", "auto", "required"]) | _json_values,
+        "parallel_tool_calls": st.booleans(),
         "chat_template_kwargs": st.dictionaries(
             st.sampled_from(["messages", "bos_token", "raise_exception", "x", "add_generation_prompt", "namespace"]),
             _json_values,
             max_size=2,
         ),
+    },
+)
+
+_block = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"])},
+    optional={
+        "text": st.text(max_size=5), "thinking": st.text(max_size=5), "id": st.text(max_size=5),
+        "name": st.text(max_size=5), "input": _json_values, "tool_use_id": st.text(max_size=5),
+        "content": st.text(max_size=5),
+    },
+)  # fmt: skip
+_turns = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": st.text(max_size=5) | st.lists(_block, max_size=3)}
+)
+good_messages = st.fixed_dictionaries(
+    {"messages": st.lists(_turns, max_size=3), "max_tokens": st.integers(1, 12)},
+    optional={
+        "stream": st.booleans(),
+        "system": st.text(max_size=5) | st.lists(_block, max_size=2),
+        "tools": st.lists(st.fixed_dictionaries({"name": st.text(max_size=5)}), max_size=2),
+        "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool", "none"])}),
+        "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "adaptive"])}),
+        "stop_sequences": st.lists(st.text(max_size=3), max_size=2),
+    },
+)
+_item = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "item_reference"])},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=5) | _parts,
+        "call_id": st.text(max_size=5), "name": st.text(max_size=5), "arguments": st.sampled_from(["{}", "["]),
+        "output": st.text(max_size=5), "summary": _parts,
+    },
+)  # fmt: skip
+good_responses = st.fixed_dictionaries(
+    {"input": st.text(max_size=5) | st.lists(_item, max_size=4)},
+    optional={
+        "stream": st.booleans(),
+        "max_output_tokens": st.integers(1, 12),
+        "instructions": st.text(max_size=5),
+        "tools": st.lists(
+            st.fixed_dictionaries({"type": st.just("function"), "name": st.text(max_size=5)}), max_size=2
+        ),
+        "tool_choice": st.sampled_from(["none", "auto", "required"]) | _json_values,
+        "text": st.fixed_dictionaries({}, optional={"format": _json_values}),
+        "metadata": st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
     },
 )
 
@@ -143,7 +204,7 @@ def _with_members(good: dict[str, object], extra: Sequence[tuple[str, bytes]], f
     return _object([*extra, *members] if first else [*members, *extra])
 
 
-_good_bodies = good_completions | good_chats | good_tokens
+_good_bodies = good_completions | good_chats | good_messages | good_responses | good_tokens
 bodies = (
     _good_bodies.map(lambda body: json.dumps(body).encode())
     | st.builds(_with_members, _good_bodies, st.lists(_members, min_size=1, max_size=3), st.booleans())

@@ -84,7 +84,7 @@ def check_answer(answer: RawAnswer) -> None:
 def check_error(answer: RawAnswer) -> None:
     assert answer.headers["content-type"] == "application/json", answer
     error = answer.json["error"]
-    assert set(answer.json) == {"error"}
+    assert set(answer.json) == {"error"} or (answer.json["type"], len(answer.json)) == ("error", 2)  # Anthropic's form
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert "\n" not in error["message"], error
@@ -94,5 +94,7 @@ def check_error(answer: RawAnswer) -> None:
 
 
 def check_events(body: bytes) -> None:
-    assert body.endswith(b"data: [DONE]\n\n"), body
+    last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
+    assert body.endswith(b"\n\n"), body
+    assert last.startswith((b"data: [DONE]", b"event: message_stop", b"event: error", b"event: response.")), body
     assert b"internal error" not in body

@@ -30,6 +30,9 @@ _CHECKS = [
 _OPERATIONS = [
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
     "POST /v1/route/explain",
     "GET /v1/route/explain",
     "POST /tokenize",

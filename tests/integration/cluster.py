@@ -101,6 +101,7 @@ async def running_cluster(
     security: SecurityConfig | None = None,
     connector: str = "shared-storage",
     connector_options: dict[str, str] | None = None,
+    chat_template: str = "",
     **scheduler: float | None,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
@@ -108,6 +109,8 @@ async def running_cluster(
     `scheduler`: fields of SchedulerConfig.
     """
     directory = _with_tokenizer(tiny_model_dir(model), path / "model")
+    if chat_template:
+        (directory / "chat_template.jinja").write_text(chat_template)
     settings = {
         "model": ModelConfig(model=str(directory), num_threads=1),
         "scheduler": SchedulerConfig(**{"max_num_batched_tokens": CHUNK, **scheduler}),  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from common.engine.config import GrammarConfig
 from common.engine.grammar.base import CompiledGrammar, GrammarBackend, Vocabulary
 from common.engine.grammar.registry import create_backend
-from common.engine.grammar.trial import Settings
+from common.engine.grammar.trial import NICENESS, Settings
 from common.engine.grammar.trial_process import TrialProcess
 from common.engine.grammar.vocabulary import load_vocabulary
 from common.engine.scheduler.grammars import GrammarAnswer
@@ -81,6 +83,12 @@ class GrammarCache:
             self.num_bytes -= dropped_bytes
 
 
+def _yield_to_steps() -> None:
+    """Lowers the priority of this thread, where threads have one of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class GrammarCompiler:
     """See common.engine.scheduler.grammars.Grammars. All but `_compile` runs on the step loop's thread."""
 
@@ -92,7 +100,9 @@ class GrammarCompiler:
         self._cache = GrammarCache(config.grammar_cache_entries, config.grammar_cache_bytes)
         self._jobs: dict[Constraint, _Job] = {}
         self._settled: deque[tuple[_Job, _Result]] = deque()
-        self._threads = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(
+            config.grammar_threads, thread_name_prefix="grammar", initializer=_yield_to_steps
+        )
         self._trials: queue.SimpleQueue[TrialProcess] = queue.SimpleQueue()  # that no thread uses
         self._all_trials: list[TrialProcess] = []
         self._lock = threading.Lock()  # of the next three

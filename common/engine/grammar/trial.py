@@ -30,7 +30,10 @@ from common.engine.grammar.vocabulary import load_vocabulary
 from common.errors import InvalidRequestError
 from common.types import Constraint
 
+NICENESS = 10  # of what compiles: steps come first
 _LENGTH = struct.Struct("!I")
+_BAD_ALLOC = "std::bad_alloc"  # as C++ says it
+_TOO_LARGE = "it takes too much memory to compile"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +83,10 @@ def _verdict(backend: GrammarBackend, constraint: Constraint) -> Verdict:
     try:
         backend.compile(constraint)
     except InvalidRequestError as error:
-        return Verdict(error.message or "it is invalid")
+        problem = error.message or "it is invalid"
+        return Verdict(_TOO_LARGE if _BAD_ALLOC in problem else problem)
     except MemoryError:
-        return Verdict("it takes too much memory to compile")
+        return Verdict(_TOO_LARGE)
     return Verdict()
 
 
@@ -143,6 +147,7 @@ def _leave_out_torch() -> None:
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    os.nice(NICENESS)
     stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between the frames
     _leave_out_torch()

@@ -101,7 +101,7 @@ class Constraints:
             entry.matcher.fill(words[number])
             if entry.params.ignore_eos or entry.num_output_tokens < entry.params.min_tokens:
                 words[number] &= ~self._eos
-            if not words[number].any():
-                dead_ends[position] = DeadEnd.COMPLETE
-                words[number] = -1  # its token is not used
+        for number in np.flatnonzero(~words.any(axis=1)).tolist():
+            dead_ends[constrained[number][0]] = DeadEnd.COMPLETE
+            words[number] = -1  # its token is not used
         return TokenMask([position for position, _ in constrained], words), dead_ends

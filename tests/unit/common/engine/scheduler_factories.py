@@ -35,6 +35,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.scheduler.grammars import Grammars
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.messages import Announce, End, Message, Note
@@ -125,6 +126,7 @@ def create_scheduler(
     measured_steps: Sequence[tuple[int, float]] = (),
     watermark: float = 0.0,
     min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+    grammars: Grammars | None = None,
     **settings: Any,
 ) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
@@ -139,6 +141,7 @@ def create_scheduler(
         measured_steps=measured_steps,
         watermark=watermark,
         min_prefill_tokens=min_prefill_tokens,
+        grammars=grammars,
     )
 
 

@@ -250,7 +250,7 @@ class Scripted:
     ):
         self.request = SimpleNamespace(
             prompt_token_ids=[600], continues_prompt=True, skip_special_tokens=True, stops=stops,
-            sampling=SamplingParams(min_tokens=0), resumption=resumption,
+            spelled_ids=frozenset(), sampling=SamplingParams(min_tokens=0), resumption=resumption,
         )  # fmt: skip
         known = list(resumption.known_token_ids) if resumption else []
         ends = [len(known)] if known and not (merged and len(known) < len(tokens)) else []

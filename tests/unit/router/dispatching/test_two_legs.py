@@ -19,6 +19,7 @@ from router.dispatching.generation import Generation
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
 from router.gateway.exchange import TENANT
+from router.gateway.reply import ReplyParsing
 from router.pods import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
@@ -368,8 +369,11 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
 async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
     monkeypatch.setattr(endpoint_module, "_LAST_CHUNK_S", 0.1)
     cluster = await start_cluster(request_timeout_s=0.2)
+    service = cluster.router.service
+    model = service.model(None)
+    parsing = {model.name: ReplyParsing(model.tokenizer, tool_parser="auto", reasoning_parser="auto")}
     endpoint = completions.CompletionsEndpoint(
-        completions.COMPLETIONS, cluster.router.service, cluster.router.security.access, RunningIds()
+        completions.COMPLETIONS, service, cluster.router.security.access, RunningIds(), parsing
     )
     messages = [{"type": "http.request", "body": json.dumps({**BODY, "stream": True}).encode()}]
 

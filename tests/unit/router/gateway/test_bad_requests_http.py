@@ -100,7 +100,7 @@ async def test_invalid_json(cluster, path, body):
         (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools[0]"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

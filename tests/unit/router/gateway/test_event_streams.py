@@ -160,7 +160,7 @@ def encoded(tokenizer, api, texts) -> bytes:
     answer_format = api("id", 1, "model", tokenizer, wants_logprobs=False, has_usage_chunk=True)
     deltas = [TextDelta(text, index, [5], [], [], None) for index, text in enumerate(texts)]
     chunks = [answer_format.opening(0), *(answer_format.chunk(0, delta) for delta in deltas)]
-    return b"".join([*chunks, answer_format.usage_chunk({}), b"data: [DONE]\n\n"])
+    return b"".join([*chunks, answer_format.end({})])
 
 
 def by_blocks(body: bytes) -> str:

@@ -94,7 +94,7 @@ async def test_what_cannot_be_rendered_is_refused_by_name(pair, message, param):
 
 async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
     """Long conversations are rendered beside the event loop, whatever makes them long."""
-    calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "y" * 5000})}}]
+    calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "city " * 1000})}}]
     threads = pair.router.service.model(None).preprocessor._threads
     submitted = []
     submit = threads.submit

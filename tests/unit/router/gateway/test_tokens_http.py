@@ -64,7 +64,7 @@ async def test_what_was_tokenized_can_be_read_again(pair, text):
         ("/tokenize", {"prompt": "a", "add_special_token": True}, "add_special_token", "did you mean add_special"),
         ("/tokenize", {"messages": MESSAGES, "document": []}, "document", "did you mean documents?"),
         ("/tokenize", {"messages": []}, "messages", "empty"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "not supported"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools[0]", "missing required field `type`"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": 5}, "chat_template_kwargs", "expected"),
         ("/tokenize", {"prompt": "ab " * 65}, "prompt", "more than the limit of 64"),
         ("/tokenize", {"prompt": "a" * 100_000}, "prompt", "more than a context of 64 tokens holds"),

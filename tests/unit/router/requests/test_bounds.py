@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.types import validation
+from common.types import constraint, validation
 from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
@@ -56,6 +56,18 @@ def chat(**fields):
     return {"messages": [{"role": "user", "content": "Hi"}], **fields}
 
 
+def nested(depth):
+    """A schema that is so deep."""
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+def schema_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 def message(**fields):
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
@@ -75,7 +87,18 @@ def message(**fields):
         (chat(service_tier="t" * (bounds.MAX_NAME_CHARS + 1)), "service_tier"),
         (chat(chat_template_kwargs={"k": "v" * bounds.MAX_TEMPLATE_BYTES}), "chat_template_kwargs"),
         (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
-        (chat(tools=[None] * 100), "tools"),
+        (chat(tools=[None] * (bounds.MAX_TOOLS + 1)), "tools"),
+        (chat(tools=["t" * bounds.MAX_TOOLS_BYTES]), "tools"),
+        (chat(structured_outputs={"json": {"enum": ["x" * 10**6]}}), "structured_outputs"),
+        (chat(structured_outputs={"json": nested(80)}), "structured_outputs"),
+        (
+            chat(structured_outputs={"json": {"enum": [0] * (constraint.MAX_CONSTRAINT_VALUES + 1)}}),
+            "structured_outputs",
+        ),
+        (chat(structured_outputs={"regex": "a" * (constraint.MAX_CONSTRAINT_BYTES + 1)}), "structured_outputs"),
+        (chat(structured_outputs={"choice": ["a"] * (constraint.MAX_CHOICES + 1)}), "structured_outputs.choice"),
+        (chat(response_format=schema_format(nested(80))), "response_format"),
+        (chat(response_format=schema_format({"enum": ["é" * 70_000]})), "response_format"),
         (chat(logit_bias={str(token): 1 for token in range(100)}), "logit_bias"),
         (message(role="r" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].role"),
         (message(name="n" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].name"),
@@ -92,6 +115,15 @@ async def test_what_is_over_a_bound_is_refused_by_name(pair, body, param):
     assert len(response.content) < 1000
 
 
+async def test_a_schema_of_any_depth_is_refused(pair):
+    """Also one that is deeper than a JSON decoder recurses."""
+    for depth in (200, 10_000, 100_000):
+        schema = b'{"not":' * depth + b"{}" + b"}" * depth
+        body = b'{"prompt": "x", "structured_outputs": {"json": ' + schema + b"}}"
+        response = await pair.client.post("/v1/completions", content=body)
+        assert response.status_code == 400, depth
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -100,6 +132,11 @@ async def test_what_is_over_a_bound_is_refused_by_name(pair, body, param):
         ({"chat": {"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}}, "chat"),
         ({"model": "m" * (bounds.MAX_MODEL_CHARS + 1)}, "model"),
         ({"cache_salt": "s" * (bounds.MAX_SALT_CHARS + 1)}, "cache_salt"),
+        (
+            {"options": {"structured_outputs": {"kind": 3, "text": "a" * (constraint.MAX_CONSTRAINT_BYTES + 1)}}},
+            "structured_outputs",
+        ),
+        ({"options": {"structured_outputs": {"kind": 9, "text": "a"}}}, "structured_outputs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -137,6 +174,19 @@ async def test_a_route_is_asked_for_within_the_same_bounds(pair, path):
 
 MIB = 2**20
 TEXT = "The sun is a star. " * 4
+CHAT = [{"role": "user", "content": "x"}]
+PATHS = {
+    "system": "/v1/messages",
+    "input": "/v1/responses",
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+}
+
+
+def tool(name, num_values):
+    return {"type": "function", "function": {"name": name, "parameters": {"enum": list(range(num_values))}}}
+
+
 BODIES = {
     "token ids": {"prompt": [5] * 300_000},
     "many prompts": {"prompt": [[600] * 200] * 128, "max_tokens": 1},
@@ -152,15 +202,28 @@ BODIES = {
     "messages": {"messages": [{"role": "user", "content": "x"}] * bounds.MAX_MESSAGES},
     "too many messages": {"messages": [{"role": "u"}] * 120_000},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}]},
+    "tools": {"messages": CHAT, "tools": [tool(str(number), 20) for number in range(bounds.MAX_TOOLS)]},
+    "too many tools": {"messages": CHAT, "tools": [{}] * 120_000},
+    "a tool of many values": {"messages": CHAT, "tools": [tool("f", 120_000)]},
+    "forced calls": {"messages": CHAT, "tools": [tool("f", 19_000)], "tool_choice": "required"},
+    "blocks": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}],
+        "max_tokens": 1,
+        "system": "",
+    },
+    "items": {"input": [{"content": [{"type": "input_text", "text": "x"}] * 20}] * 3_000},
     "unknown field": {"prompt": "x", "unknown": [[]] * 120_000},
     "many values": {"prompt": [5] * 3_000_000},
+    "a schema": {"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 10**6]}}},
+    "values of a schema": {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": [[]] * 100_000}},
+    "a choice": {"prompt": "x", "structured_outputs": {"choice": ["a" * 20] * 4000}},
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(warm, name):
     body = BODIES[name]
-    paths = ["/v1/chat/completions"] if "messages" in body else ["/v1/completions"]
+    paths = [path for field, path in PATHS.items() if field in body][:1]
     content = json.dumps(body, separators=(",", ":")).encode()
     for path in [*paths, "/v1/route/explain"]:
         with lag_probe() as spans:
@@ -264,6 +327,7 @@ def test_the_documentation_names_every_bound():
     limits = text[text.index("## What a client may send") :].replace(",", "")
     values = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
     values["MAX_STOP_TOKEN_IDS"] = validation.MAX_STOP_TOKEN_IDS
+    values |= {name: value for name, value in vars(constraint).items() if name.startswith("MAX_")}
     for name, value in values.items():
         shown = f"{value // 1024} KiB" if name.endswith("_BYTES") else str(value)
         assert re.search(rf"\b{shown}\b", limits), name

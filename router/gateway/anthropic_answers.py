@@ -1,0 +1,156 @@
+"""Answers of POST /v1/messages, whole and as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from common.errors import BatonError
+from router.dispatching.text_generation import TextDelta
+from router.gateway.chunks import Answer, AnswerFormat
+from router.gateway.errors import anthropic_error_events
+from router.gateway.one_line import encode_line
+from router.gateway.part_runs import Run, runs_of
+from router.gateway.reply import Call, Part, Reasoning, Text
+
+_STOP_REASONS: Mapping[str | None, str | None] = {
+    None: None,
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "end_turn",
+}
+
+
+class MessagesFormat(AnswerFormat):
+    """/v1/messages. Its answers have one choice."""
+
+    object_name = "message"
+    chunk_object_name = "message"
+    is_always_parsed = True
+    _before_text = b""
+    _after_text = b""
+    _logprob_fields = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_blocks = 0  # of the stream so far
+        self._open: type[Part] | None = None  # kind of the block that is being streamed
+
+    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
+        """None."""
+        return ()
+
+    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Not used: `whole` has another form."""
+        raise NotImplementedError
+
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+        """See AnswerFormat."""
+        (answer,) = answers
+        content = [_block(run) for run in runs_of(answer.parts)]
+        ending = _ending(answer.finish_label, answer.stop_reason)
+        return msgspec.json.encode({**self._message, "content": content, **ending, "usage": _usage(usage)})
+
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+        """See AnswerFormat."""
+        assert usage is not None
+        message = {**self._message, "content": [], **_ending(None, None), "usage": _usage(usage)}
+        return _event("message_start", message=message)
+
+    def parts_chunk(
+        self,
+        index: int,
+        delta: TextDelta,
+        parts: Sequence[Part],
+        finish_label: str | None,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
+        """See AnswerFormat."""
+        events = [event for part in parts for event in self._events_of(part)]
+        if finish_label is not None:
+            assert usage is not None
+            events += [*self._close(), self._delta(finish_label, delta.stop_reason, usage)]
+        return b"".join(events)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """See AnswerFormat."""
+        return _event("message_stop")
+
+    def error_events(self, error: BatonError) -> bytes:
+        """See AnswerFormat."""
+        return anthropic_error_events(error)
+
+    @property
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self._identity["id"], "type": "message", "role": "assistant", "model": self._identity["model"],
+        }  # fmt: skip
+
+    def _events_of(self, part: Part) -> Iterator[bytes]:
+        if self._open is not type(part) or isinstance(part, Call):
+            yield from self._close()
+            self._open = type(part)
+            yield _event("content_block_start", index=self._num_blocks, content_block=_empty_block(part))
+        match part:
+            case Text():
+                delta = {"type": "text_delta", "text": part.text}
+            case Reasoning():
+                delta = {"type": "thinking_delta", "thinking": part.text}
+            case Call():
+                delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        yield _event("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._num_blocks)
+            self._num_blocks += 1
+            self._open = None
+
+    def _delta(self, finish_label: str, stop_reason: str | None, usage: dict[str, Any]) -> bytes:
+        return _event("message_delta", delta=_ending(finish_label, stop_reason), usage=_usage(usage))
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_line({"type": kind, **fields}))
+
+
+def _empty_block(part: Part) -> dict[str, Any]:
+    match part:
+        case Text():
+            return _block(Text(""))
+        case Reasoning():
+            return _block(Reasoning(""))
+        case Call():
+            return _block(part._replace(arguments="{}"))
+
+
+def _block(run: Run) -> dict[str, Any]:
+    match run:
+        case Text():
+            return {"type": "text", "text": run.text}
+        case Reasoning():
+            return {"type": "thinking", "thinking": run.text, "signature": ""}
+        case Call():
+            return {"type": "tool_use", "id": run.call_id, "name": run.name, "input": Raw(run.arguments.encode())}
+
+
+def _ending(finish_label: str | None, stop: str | None) -> dict[str, Any]:
+    reason = _STOP_REASONS[finish_label]
+    if stop is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """As Anthropic counts: tokens from the cache are not among those of the input."""
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": usage["completion_tokens"],
+    }

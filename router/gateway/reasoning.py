@@ -1,0 +1,144 @@
+"""Tells a model's reasoning from its answer proper: the text between two tags at the beginning.
+
+Families differ in who writes the opening tag. Many templates put it at the end of the prompt, so that the answer begins
+within the reasoning; some also close it there, where the client has turned reasoning off. Where the prompt ends with
+neither tag, the answer itself, or the family, decides.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from common.errors import ConfigError
+from router.gateway.markers import SPACES, overlap_of
+
+AUTO, NONE = "auto", "none"
+_MAX_SPACES = 64  # before the opening tag
+
+
+class ReasoningStyle(NamedTuple):
+    """How a family marks its reasoning."""
+
+    opening: str
+    closing: str
+    is_assumed: bool = False  # an answer begins with reasoning even if no tag opens it
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Both tags, which are special tokens in some vocabularies."""
+        return self.opening, self.closing
+
+
+_STYLES = {
+    "deepseek_r1": ReasoningStyle("<think>", "</think>", is_assumed=True),
+    "qwen3": ReasoningStyle("<think>", "</think>"),
+    "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
+}
+
+
+def find_reasoning_style(setting: str, chat_template: str) -> tuple[str, ReasoningStyle | None]:
+    """Name and style that --reasoning-parser says; none: reasoning is not told apart. Raises ConfigError."""
+    name = _detect(chat_template) if setting == AUTO else setting
+    if name == NONE:
+        return NONE, None
+    if name not in _STYLES:
+        known = ", ".join((AUTO, NONE, *_STYLES))
+        raise ConfigError(f"--reasoning-parser: there is no {name!r}; there are {known}", param="reasoning_parser")
+    return name, _STYLES[name]
+
+
+def _detect(chat_template: str) -> str:
+    if "[/THINK]" in chat_template:
+        return "mistral"
+    if "</think>" not in chat_template:
+        return NONE
+    return "deepseek_r1" if "<\uff5cAssistant\uff5c>" in chat_template else "qwen3"
+
+
+class Split(NamedTuple):
+    """What a piece of an answer adds."""
+
+    reasoning: str
+    rest: str
+
+
+class _Place(enum.Enum):
+    START = enum.auto()  # the opening tag may come
+    WITHIN = enum.auto()
+    AFTER = enum.auto()
+
+
+class ReasoningSplitter:
+    """Splits one answer as its text comes. Where the text is cut makes no difference."""
+
+    def __init__(self, style: ReasoningStyle, prompt_end: str) -> None:
+        """`prompt_end`: text with which the prompt ends."""
+        self._style = style
+        self._place = _Place.START
+        self._held = ""  # text that is not certain
+        self._num_chars = 0  # of the answer so far
+        self.end: int | None = None  # characters of the answer up to the end of its reasoning; None: not known yet
+        end = prompt_end.rstrip(SPACES)
+        if end.endswith(style.opening):
+            self._place = _Place.WITHIN
+        elif end.endswith(style.closing):
+            self._leave(0)
+
+    @property
+    def is_within(self) -> bool:
+        """The text so far ends within the reasoning."""
+        return self._place is _Place.WITHIN
+
+    def push(self, text: str) -> Split:
+        """Takes the next piece."""
+        self._num_chars += len(text)
+        text, self._held = self._held + text, ""
+        if self._place is _Place.START:
+            text = self._look_for_opening(text)
+        if self._place is _Place.WITHIN:
+            return self._look_for_closing(text)
+        return Split("", text)
+
+    def finish(self) -> Split:
+        """The answer has ended. Returns the rest."""
+        held, self._held = self._held, ""
+        if self._place is _Place.START:
+            self._begin()
+        if self._place is _Place.WITHIN:
+            self._leave(self._num_chars)
+            return Split(held, "")
+        return Split("", held)
+
+    def _look_for_opening(self, text: str) -> str:
+        """Returns what follows the tag, or all if it does not come, or nothing while it may come."""
+        start, opening = text.lstrip(SPACES), self._style.opening
+        if start.startswith(opening):
+            self._place = _Place.WITHIN
+            return start[len(opening) :]
+        if opening.startswith(start) and len(text) - len(start) <= _MAX_SPACES:
+            self._held = text
+            return ""
+        self._begin()
+        return text
+
+    def _look_for_closing(self, text: str) -> Split:
+        closing = self._style.closing
+        found = text.find(closing)
+        if found < 0:
+            num_certain = len(text) - overlap_of(text, closing)
+            self._held = text[num_certain:]
+            return Split(text[:num_certain], "")
+        rest = text[found + len(closing) :]
+        self._leave(self._num_chars - len(rest))
+        return Split(text[:found], rest)
+
+    def _begin(self) -> None:
+        """Without an opening tag."""
+        if self._style.is_assumed:
+            self._place = _Place.WITHIN
+        else:
+            self._leave(0)
+
+    def _leave(self, end: int) -> None:
+        self._place, self.end = _Place.AFTER, end

@@ -1,0 +1,251 @@
+"""What an answer to a chat consists of: reasoning, text, tool calls."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from common.errors import InvalidRequestError
+from common.tokenization import Tokenizer
+from common.types import FinishReason
+from router.dispatching.text_generation import TextDelta
+from router.gateway.markers import SPACES
+from router.gateway.reasoning import ReasoningSplitter, Split, find_reasoning_style
+from router.gateway.tools.base import ToolCall, ToolParser
+from router.gateway.tools.json_array import JsonArrayParser
+from router.gateway.tools.registry import find_tool_parser
+from router.requests.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+_NUM_END_TOKENS = 16  # of a prompt, enough for a tag
+
+
+class Text(NamedTuple):
+    """Text of the answer proper."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """A complete tool call."""
+
+    number: int  # within the answer, from 0 on
+    call_id: str
+    name: str
+    arguments: str  # a JSON object
+
+
+Part = Text | Reasoning | Call
+
+
+class ReplyOptions(NamedTuple):
+    """What a request says of how its answers are parsed."""
+
+    tools: frozenset[str] = frozenset()  # names of those that may be called
+    must_call: bool = False  # the answer is a JSON array of calls
+    max_calls: int | None = None
+    separates_reasoning: bool = True
+    shows_reasoning: bool = True
+
+
+class ReplyParsing:
+    """How the served model's answers are parsed."""
+
+    def __init__(self, tokenizer: Tokenizer, *, tool_parser: str, reasoning_parser: str) -> None:
+        """The settings of these names. Raises ConfigError."""
+        template = tokenizer.chat_template_source
+        tool_name, self._tool_parser = find_tool_parser(tool_parser, template)
+        reasoning_name, self._reasoning = find_reasoning_style(reasoning_parser, template)
+        self._tokenizer = tokenizer
+        chosen = tool_name, tool_parser, reasoning_name, reasoning_parser
+        logger.info(
+            "parsers of answers: tool calls %s (--tool-parser %s), reasoning %s (--reasoning-parser %s)", *chosen
+        )
+
+    def check(self, options: ReplyOptions) -> None:
+        """Raises InvalidRequestError for tools where calls are not parsed."""
+        if options.tools and not options.must_call and self._tool_parser is None:
+            problem = "the model's chat template has no calls that the router can parse, or --tool-parser is none"
+            raise InvalidRequestError(f"tools is not supported: {problem}", param="tools")
+
+    def spelled_ids(self, options: ReplyOptions) -> frozenset[int]:
+        """Special tokens that the parsers must see."""
+        markers: list[str] = []
+        if options.tools and not options.must_call and self._tool_parser is not None:
+            markers += self._tool_parser.markers
+        if options.separates_reasoning and self._reasoning is not None:
+            markers += self._reasoning.markers
+        return self._tokenizer.special_ids_of(markers) if markers else frozenset()
+
+    def parser_for(
+        self, request: GenerationRequest, options: ReplyOptions, *, always: bool = False
+    ) -> ReplyParser | None:
+        """For one answer to this request; None, unless there must `always` be one: its text is all content."""
+        family = self._tool_parser or ToolParser
+        finder = JsonArrayParser if options.must_call else self._tool_parser
+        tools = finder(options.tools) if options.tools and finder is not None else None
+        splitter = None
+        if options.separates_reasoning and self._reasoning is not None:
+            end = self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+            splitter = ReasoningSplitter(self._reasoning, end)
+        if tools is None and splitter is None and not always:
+            return None
+        return ReplyParser(tools, splitter, options, family.call_id, _id_seed(request))
+
+
+class ReplyParser:
+    """Parses one answer. What it returns for the text up to some token does not depend on how that text was cut, so a
+    stream that is resumed goes on exactly."""
+
+    def __init__(
+        self,
+        tools: ToolParser | None,
+        splitter: ReasoningSplitter | None,
+        options: ReplyOptions,
+        call_id: Callable[[str], str],
+        id_seed: bytes,
+    ) -> None:
+        """`call_id`: see ToolParser; `id_seed`: makes the calls' ids differ."""
+        self._tools = tools
+        self._splitter = splitter
+        self._options = options
+        self._call_id = call_id
+        self._id_seed = id_seed
+        self._reasoning = _Trimmed(drops_start=True)
+        self._text = _Trimmed()
+        self._num_chars = 0
+        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
+        self.num_calls = 0
+        self._num_reasoning_tokens = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far; None: it is not told apart."""
+        return None if self._splitter is None else self._num_reasoning_tokens
+
+    def replay(self, text: str, offsets: Sequence[int]) -> None:
+        """Takes what the client has already."""
+        self._parse(text)
+        self._count(offsets)
+
+    def take(self, delta: TextDelta) -> list[Part]:
+        """Takes the next delta. Returns what the answer gains."""
+        parts = self._parse(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._finish()
+        self._count(delta.text_offsets)
+        return parts
+
+    def finish_label(self, reason: FinishReason | None) -> str | None:
+        """`finish_reason` of the answer."""
+        if reason is FinishReason.STOP and self.num_calls:
+            return "tool_calls"
+        return None if reason is None else reason.label
+
+    def _parse(self, text: str) -> list[Part]:
+        self._num_chars += len(text)
+        if self._splitter is None:
+            return self._parse_rest(text)
+        was_open = self._splitter.end is None
+        split = self._splitter.push(text)
+        parts = self._reasoned(split)
+        if was_open and self._splitter.end:
+            self._text.cut()
+        return parts + self._parse_rest(split.rest)
+
+    def _parse_rest(self, text: str) -> list[Part]:
+        """Text of the answer proper, and calls in it."""
+        if not text:
+            return []
+        return self._named([text] if self._tools is None else self._tools.push(text))
+
+    def _finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._splitter is not None:
+            split = self._splitter.finish()
+            parts += self._reasoned(split) + self._parse_rest(split.rest)
+        if self._tools is not None:
+            parts += self._named(self._tools.finish())
+        return parts + _text_of(self._text.finish())
+
+    def _reasoned(self, split: Split) -> list[Part]:
+        text = self._reasoning.push(split.reasoning) if split.reasoning else ""
+        return [Reasoning(text)] if text and self._options.shows_reasoning else []
+
+    def _named(self, found: Sequence[str | ToolCall]) -> list[Part]:
+        parts: list[Part] = []
+        for part in found:
+            if self.num_calls == self._options.max_calls:
+                break  # what follows is dropped
+            if isinstance(part, str):
+                parts += _text_of(self._text.push(part))
+                continue
+            self._text.cut()
+            parts.append(Call(self.num_calls, self._new_id(), part.name, part.arguments))
+            self.num_calls += 1
+        return parts
+
+    def _new_id(self) -> str:
+        return self._call_id(hashlib.sha256(self._id_seed + b"%d" % self.num_calls).hexdigest())
+
+    def _count(self, offsets: Sequence[int]) -> None:
+        """Counts tokens of the reasoning as soon as it is certain of them."""
+        if self._splitter is None:
+            return
+        end = self._splitter.end
+        waiting = [*self._unsettled, *offsets] if self._unsettled else offsets
+        if end is None:  # what has come is reasoning, unless its opening tag may still come
+            end = self._num_chars if self._splitter.is_within else 0
+            self._unsettled = [offset for offset in waiting if offset >= end]
+        elif self._unsettled:
+            self._unsettled = []
+        self._num_reasoning_tokens += sum(offset < end for offset in waiting)
+
+
+class _Trimmed:
+    """Text without white space beside tags and calls."""
+
+    def __init__(self, *, drops_start: bool = False) -> None:
+        self._drops_start = drops_start
+        self._held: list[str] = []  # white space that may stand before a tag
+
+    def push(self, text: str) -> str:
+        """Takes text. Returns what is certain."""
+        if self._drops_start:
+            text = text.lstrip(SPACES)
+            self._drops_start = not text
+        certain = text.rstrip(SPACES)
+        if not certain:
+            if text:
+                self._held.append(text)
+            return ""
+        certain_with_spaces = "".join([*self._held, certain])
+        self._held = [text[len(certain) :]]
+        return certain_with_spaces
+
+    def cut(self) -> None:
+        """A tag or a call stands here."""
+        self._held.clear()
+        self._drops_start = True
+
+    def finish(self) -> str:
+        """The text has ended. Returns the rest."""
+        return "".join(self._held)
+
+
+def _text_of(text: str) -> list[Part]:
+    return [Text(text)] if text else []
+
+
+def _id_seed(request: GenerationRequest) -> bytes:
+    """The same if the request is resumed; differs from turn to turn, whatever ids and seeds the client gives."""
+    return b"%b %d %b " % (request.identity(), request.sampling.settled_seed, request.request_id.encode())

@@ -1,0 +1,34 @@
+"""Calls of Hermes, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from router.gateway.tools.base import ReadingParser, ToolCall, read_call
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+
+
+class HermesParser(ReadingParser):
+    """See ToolParser."""
+
+    markers = (_OPEN, _CLOSE)  # special tokens in some vocabularies
+
+    def _read(self) -> Generator[None, None, None]:
+        while (yield from self._take_text_until(_OPEN)):
+            call = yield from self._take_call()
+            if call is None:
+                self._give_back()
+            else:
+                self._add(call)
+                self._drop()
+
+    def _take_call(self) -> Generator[None, None, ToolCall | None]:
+        yield from self._skip_spaces()
+        text = yield from self._take_object()
+        call = None if text is None else read_call(text)
+        if call is None:
+            return None
+        yield from self._skip_spaces()
+        return call if (yield from self._takes(_CLOSE)) else None

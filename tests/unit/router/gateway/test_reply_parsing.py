@@ -1,0 +1,268 @@
+"""Tool calls and reasoning in the texts of each family of models, wherever these are cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.types import FinishReason
+from router.dispatching.text_generation import TextDelta
+from router.gateway.reasoning import ReasoningSplitter, find_reasoning_style
+from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
+from router.gateway.tools import registry
+from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
+from router.gateway.tools.json_array import JsonArrayParser
+from router.gateway.tools.registry import load_tool_parser
+
+NAMES = ["weather", "add"]
+OSLO, ARGUMENTS = '{"name": "weather", "arguments": {"city": "Oslo"}}', '{"city": "Oslo"}'
+CALL = ToolCall("weather", ARGUMENTS)
+FAMILIES = {name: load_tool_parser(name) for name in ("hermes", "llama3_json", "mistral", "pythonic")}
+FAMILIES["json_array"] = JsonArrayParser
+
+# What each text is: texts and calls, in order. White space beside calls counts as text here.
+EXAMPLES = {
+    "hermes": [
+        (f"<tool_call>\n{OSLO}\n</tool_call>", [CALL]),
+        (f"I look.\n<tool_call>{OSLO}</tool_call>\n<tool_call>{OSLO}</tool_call> Done",
+         ["I look.\n", CALL, "\n", CALL, " Done"]),
+        ('<tool_call>{"name": "add", "arguments": {"s": "</tool_call>}{\\"\\u00e9", "x": [-2e3, null]}}</tool_call>',
+         [ToolCall("add", '{"s": "</tool_call>}{\\"\\u00e9", "x": [-2e3, null]}')]),
+        ('<tool_call>{"name": "add"}</tool_call>', [ToolCall("add", "{}")]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("add", '{"a": 1}')]),
+        (f"<tool_call>{OSLO[:-1]}</tool_call><tool_call>{OSLO}</tool_call>",
+         [f"<tool_call>{OSLO[:-1]}</tool_call>", CALL]),
+        (f"<tool_<tool_call>{OSLO}</tool<tool_call>{OSLO}</tool_call>",
+         [f"<tool_<tool_call>{OSLO}</tool", CALL]),
+    ],
+    "llama3_json": [
+        ('{"name": "weather", "parameters": {"city": "Oslo"}}', [CALL]),
+        (f"<|python_tag|>{OSLO}; {OSLO}", [CALL, CALL]),
+        (f"{OSLO}\nand so on", [CALL, "\nand so on"]),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{OSLO}]", [CALL]),
+        (f"Let me see.[TOOL_CALLS] [{OSLO}, {OSLO}]", ["Let me see.", CALL, CALL]),
+        (f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]add[ARGS]{{}}", [CALL, ToolCall("add", "{}")]),
+        (f"[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{ARGUMENTS}", [CALL]),
+        (f"[TOOL_CALLS][{OSLO}, {{}}]", [CALL, ", {}]"]),
+    ],
+    "pythonic": [
+        ("[weather(city='Oslo')]", [ToolCall("weather", '{"city":"Oslo"}')]),
+        ("[add(a=-1, b=[1.5, True, null], c={'k': (None,)}), weather(city=\"O)sl\\\"o\")]",
+         [ToolCall("add", '{"a":-1,"b":[1.5,true,null],"c":{"k":[null]}}'),
+          ToolCall("weather", '{"city":"O)sl\\"o"}')]),
+        ("<|python_start|>[add()]<|python_end|>", [ToolCall("add", "{}")]),
+        ("[add(a=1), weather(city=", [ToolCall("add", '{"a":1}'), ", weather(city="]),
+    ],
+    "json_array": [(f" [{OSLO},\n{OSLO}] ", [CALL, CALL, " "])],
+}  # fmt: skip
+# What looks like a call and is none, or never ends.
+NO_CALLS = {
+    "hermes": [
+        "", "plain", "<tool_call>", "a <tool_call>{", f"<tool_call>{OSLO}", f"<tool_call>{OSLO}</tool_cal",
+        '<tool_call>{"name": 7, "arguments": {}}</tool_call>', '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": 01}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": tru}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "[" }</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\n"}}</tool_call>', "<tool_call>" + '{"a":' * 100,
+    ],
+    "llama3_json": [
+        f"So: {OSLO}", '{"name": "other", "parameters": {}}', '{"city": "Oslo"}', "<|python_ta", "{}", " {", "[1]",
+    ],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][]", "[TOOL_CALLS][[", "[TOOL_CALLS]add[ARGS]", "[TOOL_CALLS]add[x]{}"],
+    "pythonic": [
+        "[", "[1] As was said", "[other()]", "[add(1)]", "[add(a=b)]", "[add(**{})]", "[add(a=1]", "[add(a=1e999)]",
+        "[add(a='\n')]", "[add(a=1, a=2)]", "[add(a=" + "[" * 100 + ")]", "[add(a={1: 2})]", "[add(a=\\)]", "add(a=1)",
+        "[add(a=" + "-" * 5000 + "1)]", "[add(a=9" + "9" * 5000 + ")]", '[add(a="\\ud800")]', "[add(a=" + "1," * 9000,
+    ],
+    "json_array": ["[", "[]", "{}", '[{"name": "add"', "x"],
+}  # fmt: skip
+KNOWN = [(family, text) for family, cases in EXAMPLES.items() for text, _ in cases]
+KNOWN += [(family, text) for family, texts in NO_CALLS.items() for text in texts]
+
+
+def parsed(family, pieces):
+    parser = FAMILIES[family](NAMES)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    joined = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+def cut(text, places):
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), [(name, *case) for name in EXAMPLES for case in EXAMPLES[name]])
+def test_calls_of_each_family(family, text, parts):
+    assert parsed(family, [text]) == parts
+    assert parsed(family, text) == parts  # character by character
+    assert all(json.loads(part.arguments) is not None for part in parts if isinstance(part, ToolCall))
+
+
+@pytest.mark.parametrize(("family", "text"), [(name, text) for name in NO_CALLS for text in NO_CALLS[name]])
+def test_what_is_no_call_is_text(family, text):
+    assert parsed(family, [text]) == ([text] if text else [])
+    assert parsed(family, text) == ([text] if text else [])
+
+
+_SCRAPS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", OSLO, ARGUMENTS, "add(", "weather",
+    "a=1", ")", "{", "}", '"', "'", "\\", " ", "\n", "<|python_tag|>", "<think>", "</think>",
+]  # fmt: skip
+_scraps = st.lists(st.sampled_from(_SCRAPS) | st.text(max_size=4), max_size=12).map("".join)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(KNOWN) | st.tuples(st.sampled_from(sorted(FAMILIES)), _scraps),
+    st.lists(st.integers(0, 10**6), max_size=12),
+)
+def test_where_a_text_is_cut_makes_no_difference(case, places):
+    family, text = case
+    assert parsed(family, cut(text, places)) == parsed(family, [text])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [("hermes", "<tool_call>{"), ("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]["), ("hermes", "<")],
+)
+def test_text_is_given_back_as_soon_as_it_is_certain(family, text):
+    """However often what begins as a call turns out to be none, little is held."""
+    parser = FAMILIES[family](NAMES)
+    num_returned = 0
+    for num_pushed in range(1, 2000):
+        num_returned += sum(len(part) for part in parser.push(text))
+        assert num_pushed * len(text) - num_returned <= 2 * len(text)
+
+
+def test_a_call_that_never_ends_is_held_up_to_a_bound():
+    parser = FAMILIES["hermes"](NAMES)
+    piece = "x" * 2**15
+    parser.push('<tool_call>{"name": "')
+    num_pieces = next(number for number in range(1, 100) if parser.push(piece))
+    assert num_pieces <= MAX_CALL_CHARS // len(piece) + 1
+
+
+def test_every_name_has_a_parser_and_another_is_refused():
+    with pytest.raises(Exception, match="--tool-parser: there is no 'nonsense'; there are auto, none, hermes"):
+        load_tool_parser("nonsense")
+
+
+def test_a_package_adds_a_parser(monkeypatch):
+    point = EntryPoint("mine", "router.gateway.tools.json_array:JsonArrayParser", registry.GROUP)
+    no_parser = EntryPoint("none_such", "router.gateway.tools.base:ToolCall", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point, no_parser])
+    assert load_tool_parser("mine") is JsonArrayParser
+    with pytest.raises(ConfigError, match="not a subclass of ToolParser"):
+        load_tool_parser("none_such")
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser", "reasoning_parser"),
+    [
+        ("{{ messages }}", "none", "none"),
+        ("<tool_call> {{ tools }} </think>", "hermes", "qwen3"),
+        ("<tool_call> <function=", "none", "none"),
+        ("[TOOL_CALLS] [/THINK]", "mistral", "mistral"),
+        ("<|python_tag|>", "llama3_json", "none"),
+        ("<|python_start|>", "pythonic", "none"),
+        ("<\uff5cAssistant\uff5c> </think>", "none", "deepseek_r1"),
+    ],
+)
+def test_what_auto_chooses(template, tool_parser, reasoning_parser):
+    assert registry.find_tool_parser("auto", template)[0] == tool_parser
+    assert find_reasoning_style("auto", template)[0] == reasoning_parser
+
+
+STYLES = {name: find_reasoning_style(name, "")[1] for name in ("qwen3", "deepseek_r1", "mistral")}
+REASONED = [
+    ("qwen3", "<|im_start|>assistant\n", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+    ("qwen3", "<|im_start|>assistant\n<think>\n", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+    ("qwen3", "<think>\n\n</think>\n\n", "Yes </think>", "", "Yes </think>"),
+    ("qwen3", "", "No <think>Hm.</think>", "", "No <think>Hm.</think>"),
+    ("qwen3", "", "<think>cut short", "cut short", ""),
+    ("qwen3", "", "<thi", "", "<thi"),
+    ("deepseek_r1", "<\uff5cAssistant\uff5c>", "Hm.</think>Yes.", "Hm.", "Yes."),
+    ("deepseek_r1", "<think>\n", "Hm. </thin", "Hm. </thin", ""),
+    ("deepseek_r1", "", "<think>Hm.</think> a </think>", "Hm.", "a </think>"),
+    ("deepseek_r1", "</think>", "Yes.", "", "Yes."),
+    ("mistral", "[/INST]", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+]
+
+
+def replies(parser, pieces, *, start=0, ended=True):
+    """What a parser of replies makes of one token per piece; `start`: characters before."""
+    parts = []
+    for number, piece in enumerate(pieces):
+        reason = FinishReason.STOP if ended and number == len(pieces) - 1 else None
+        parts += parser.take(TextDelta(piece, number, [7], [], [start], reason))
+        start += len(piece)
+    return parts
+
+
+def reply_parser(style=None, prompt_end="", family=None, **options):
+    splitter = None if style is None else ReasoningSplitter(STYLES[style], prompt_end)
+    tools = None if family is None else FAMILIES[family](NAMES)
+    return ReplyParser(tools, splitter, ReplyOptions(frozenset(NAMES), **options), ToolParser.call_id, b"seed")
+
+
+def text_of(parts, kind):
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+@pytest.mark.parametrize(("style", "prompt_end", "text", "reasoning", "rest"), REASONED)
+@pytest.mark.parametrize("as_pieces", [lambda text: [text], list])
+def test_reasoning_of_each_family(style, prompt_end, text, reasoning, rest, as_pieces):
+    parts = replies(reply_parser(style, prompt_end), as_pieces(text))
+    assert (text_of(parts, Reasoning), text_of(parts, Text)) == (reasoning, rest)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(STYLES)), st.sampled_from(["", "<think>\n", "</think>"]), _scraps, st.data())
+@example("qwen3", "", "<think> </think> x", None)
+def test_where_a_reply_is_cut_makes_no_difference(style, prompt_end, text, data):
+    places = data.draw(st.lists(st.integers(0, 10**6), max_size=12)) if data else range(len(text))
+    cuts = [text], cut(text, places)
+    whole, cut_up = (replies(reply_parser(style, prompt_end, "hermes"), pieces) for pieces in cuts)
+    for kind in (Reasoning, Text):
+        assert text_of(cut_up, kind) == text_of(whole, kind)
+    assert [part for part in cut_up if isinstance(part, Call)] == [part for part in whole if isinstance(part, Call)]
+
+
+def test_reasoning_then_text_then_calls():
+    text = f"<think>\nHm.\n</think>\n\nI look.\n<tool_call>{OSLO}</tool_call>\n<tool_call>{OSLO}</tool_call>\n"
+    parser = reply_parser("qwen3", "", "hermes")
+    parts = replies(parser, list(text))
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert (text_of(parts, Reasoning), text_of(parts, Text)) == ("Hm.", "I look.")
+    assert [(call.number, call.name, call.arguments) for call in calls] == [(0, *CALL), (1, *CALL)]
+    assert len({call.call_id for call in calls}) == 2
+    assert parser.num_reasoning_tokens == len("<think>\nHm.\n</think>")
+    assert parser.finish_label(FinishReason.STOP) == "tool_calls"
+    assert parser.finish_label(FinishReason.LENGTH) == "length"
+
+
+@pytest.mark.parametrize("num_replayed", range(0, 120, 7))
+def test_a_resumed_reply_goes_on_where_it_was(num_replayed):
+    text = f"<think>Hm. Hm.</think>\n\nI look.\n<tool_call>{OSLO}</tool_call> <tool_call>{OSLO}</tool_call>\n"
+    whole, first, second = (reply_parser("qwen3", "", "hermes") for _ in range(3))
+    expected = replies(whole, list(text))
+    parts = replies(first, text[:num_replayed], ended=False)
+    second.replay(text[:num_replayed], range(num_replayed))
+    parts += replies(second, text[num_replayed:], start=num_replayed)
+    assert parts == expected
+    assert second.num_reasoning_tokens == whole.num_reasoning_tokens
