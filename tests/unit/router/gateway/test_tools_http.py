@@ -39,7 +39,7 @@ def start(start_cluster, tmp_path, says):
         (directory / "chat_template.jinja").write_text(template)
         reply = says(answer)
         pods = [FakePrefillPod(reply)], [FakeDecodePod(reply)]
-        return await start_cluster(*pods, model=str(directory), served_model_name="baton-demo", **settings)
+        return await start_cluster(*pods, model=str(directory), served_model_name=["baton-demo"], **settings)
 
     return with_template
 
