@@ -106,9 +106,8 @@ class ModelPods:
         pod.load.step_times = self.table(pod.role_name).step_times
 
     def remove(self, pod: Pod) -> None:
-        """The pod has left, or serves another model by now."""
+        """The pod has left, or serves another model by now. It was not ready in between."""
         self.of_role(pod.role_name).remove(pod)
-        self.leave_table(pod)
 
     def enter_table(self, pod: Pod) -> None:
         """The pod may be chosen. Idempotent."""

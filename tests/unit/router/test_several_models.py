@@ -147,6 +147,12 @@ async def test_a_pod_of_no_known_model_is_refused_until_it_serves_one(cluster):
     assert [len(each.submits) for each in cluster.decode] == [2, 2]
 
 
+async def test_the_last_decode_pod_of_a_model_is_not_ejected_whatever_others_have(cluster):
+    pods = cluster.router.cluster
+    for fake in cluster.decode:
+        assert not pods.may_eject(pods.by_address[fake.address], is_certain=True)
+
+
 async def test_figures_are_of_each_model(cluster):
     for name in ("a", "alpha", "beta", "gamma"):
         await ask(cluster, name)
