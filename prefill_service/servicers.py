@@ -255,6 +255,7 @@ def _response(first: FirstToken) -> pods_pb2.PrefillResponse:
         first_token_id=first.token.token_id,
         finish_reason=finish_reason_to_pb(first.finish_reason),
         num_cached_tokens=first.num_cached_tokens,
+        prompt_logprobs=[logprobs_to_pb(entry) for entry in first.prompt_logprobs],
         timing=pods_pb2.PrefillTiming(queue_s=first.queue_s, compute_s=first.compute_s),
     )
     if first.token.logprobs is not None:

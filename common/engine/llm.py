@@ -54,6 +54,8 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[Logprobs] | None  # one per token, if asked for
     num_cached_tokens: int  # prompt tokens found in the prefix cache
+    prompt_logprobs: list[Logprobs | None] | None = None  # one per prompt token, if asked for; None: of the first
+    stop_reason: str | int | None = None  # the stop text, or the one of stop_token_ids, that ended the answer
 
 
 class LLM:
@@ -194,9 +196,18 @@ class LLM:
             sampling = self.get_default_sampling_params()
             room = self.spec.max_model_len - len(prompt.token_ids)
             sampling = msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+        has_no_output = sampling.max_tokens == 0 and sampling.prompt_logprobs is not None
+        if has_no_output:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1)
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.randrange(SEED_LIMIT))
         validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        if sampling.bad_words:
+            spellings = self._require_tokenizer("bad_words").spellings
+            words = tuple(token_ids for word in sampling.bad_words for token_ids in spellings(word))
+            sampling = msgspec.structs.replace(sampling, bad_word_token_ids=words)
+            validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        prompt = self._cut(prompt, sampling)
         validate_prompt(
             prompt.token_ids,
             vocab_size=self.spec.vocab_size,
@@ -210,13 +221,26 @@ class LLM:
                 continued=prompt.token_ids if prompt.is_continued else (),
                 stops=stops,
                 min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+                spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+                include_stop=sampling.include_stop_str_in_output,
             )
         return _Generation(
             request_id=RequestId(f"llm-{next(self._request_ids)}"),
             prompt=prompt,
             sampling=sampling,
             processor=processor,
+            has_no_output=has_no_output,
         )
+
+    def _cut(self, prompt: _Prompt, sampling: SamplingParams) -> _Prompt:
+        """The end of the prompt that `truncate_prompt_tokens` leaves."""
+        limit = sampling.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        if limit < 0:
+            limit = max(1, self.spec.max_model_len - sampling.max_tokens)
+        return _Prompt(prompt.text, prompt.token_ids[-limit:], prompt.is_continued)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -283,6 +307,9 @@ class _Generation:
     prompt: _Prompt
     sampling: SamplingParams
     processor: OutputProcessor | None  # None: the model has no tokenizer
+    has_no_output: bool = False  # the one token that the engine computes is dropped
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -301,13 +328,18 @@ class _Generation:
         for event in output.events:
             if isinstance(event, RequestStarted):
                 self.num_cached_tokens = event.num_cached_tokens
-        token_ids = [token.token_id for token in output.tokens]
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
+        if self.has_no_output:
+            return
+        token_ids = [token.token_id for token in output.tokens]
+        if output.finish_reason is FinishReason.STOP and token_ids[-1] in self.sampling.stop_token_ids:
+            self.stop_reason = token_ids[-1]
         if self.processor is not None:
             piece = self.processor.push(token_ids, output.finish_reason)
             self.pieces.append(piece.text)
             if piece.is_stopped:
-                self.finish_reason = FinishReason.STOP
+                self.finish_reason, self.stop_reason = FinishReason.STOP, piece.stop
                 del token_ids[len(piece.offsets) :]
         self.token_ids += token_ids
         self.logprobs += [token.logprobs for token in output.tokens[: len(token_ids)] if token.logprobs is not None]
@@ -322,6 +354,8 @@ class _Generation:
             finish_reason=self.finish_reason,
             logprobs=None if self.sampling.num_logprobs is None else self.logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=None if self.sampling.prompt_logprobs is None else self.prompt_logprobs,
+            stop_reason=self.stop_reason,
         )
 
 

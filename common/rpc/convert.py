@@ -5,34 +5,60 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.pb import common_pb2
+from common.pb import common_pb2, inference_pb2
 from common.types import FinishReason, Logprobs, SamplingParams
+from common.types.parameters import BIASES, TOKEN_SEQUENCES, parameters_of
+
+_SCALARS = (int, float, bool)
+
+
+_FIELDS = parameters_of(SamplingParams)
+_OF_PODS = [field.name for field in _FIELDS.values() if field.parameter.tag is not None and field.name != "seed"]
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The parameters as a message, whose fields bear the same names. All are set but those that are None."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
-    return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
+    """The parameters as a message, whose fields bear the same names. All are set but those that are None or empty, and
+    those for which pods have no use."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in _OF_PODS}
+    if params.bad_word_token_ids:
+        values["bad_word_token_ids"] = [common_pb2.TokenIds(token_ids=each) for each in params.bad_word_token_ids]
+    return common_pb2.SamplingParams(**values, seed=params.settled_seed)
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default."""
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    given["stop_token_ids"] = tuple(message.stop_token_ids)
-    return SamplingParams(**given)
+    return SamplingParams(**parameters_from_pb(message))
+
+
+def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.GenerateOptions) -> dict[str, Any]:
+    """The fields that are set, by name; lists of parameters as SamplingParams has them, others as they are."""
+    given: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        field = _FIELDS.get(descriptor.name)
+        if field is None or field.kind in _SCALARS:
+            given[descriptor.name] = value
+        elif field.kind == BIASES:
+            given[descriptor.name] = dict(value)
+        elif field.kind == TOKEN_SEQUENCES:
+            given[descriptor.name] = tuple(tuple(each.token_ids) for each in value)
+        else:
+            given[descriptor.name] = tuple(value)
+    return given
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
     """One position's log probabilities as a message."""
     return common_pb2.PositionLogprobs(
         sampled=logprobs.sampled,
+        rank=logprobs.rank,
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
     )
 
 
 def logprobs_from_pb(message: common_pb2.PositionLogprobs) -> Logprobs:
     """One position's log probabilities of a message."""
-    return Logprobs(sampled=message.sampled, top=[(each.token_id, each.logprob) for each in message.top])
+    top = [(each.token_id, each.logprob) for each in message.top]
+    return Logprobs(sampled=message.sampled, top=top, rank=message.rank)
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:

@@ -10,7 +10,7 @@ import msgspec
 import msgspec.inspect as mi
 
 from common.types import SamplingParams
-from common.types.parameters import ParameterField, parameters_of
+from common.types.parameters import BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -107,15 +107,27 @@ def page() -> str:
 
 
 def _parameters() -> list[ParameterField]:
-    return [field for field in parameters_of(SamplingParams).values() if field.name != "num_logprobs"]
+    """Those that clients give under these names."""
+    fields = parameters_of(SamplingParams).values()
+    return [field for field in fields if field.parameter.option_tag is not None and field.name != "num_logprobs"]
 
 
 def _parameter_row(field: ParameterField) -> tuple[str, ...]:
-    kind = {float: "number", int: "integer", bool: "boolean", tuple: "list of integers"}[field.kind]
+    names = {
+        float: "number",
+        int: "integer",
+        bool: "boolean",
+        TOKEN_IDS: "list of integers",
+        TEXTS: "list of strings",
+        BIASES: "object of numbers",
+    }
+    kind = names[field.kind]
     allowed = field.parameter.allowed
     bounds = ""
     if allowed is not None:
         bounds = f", at least {allowed.low}" if allowed.high == float("inf") else f" in {allowed.interval}"
+    if field.parameter.max_entries is not None:
+        bounds += f", at most {field.parameter.max_entries}"
     if field.name == "max_tokens":
         default = "16; of chats what is left of the context"
     else:

@@ -21,6 +21,7 @@ from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFo
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
+from router.gateway.prompt_logprobs import by_token_id, echoed
 from router.gateway.protocol import (
     ChatBody,
     CompletionBody,
@@ -32,7 +33,7 @@ from router.gateway.protocol import (
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
 from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.preprocess import choices_of
+from router.requests.preprocess import check_prompt_logprobs, choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -72,6 +73,8 @@ class _Job:
     is_stream: bool  # answered by events; else by one body
     event_ids: Stream | None  # of a stream that may be resumed
     usage_reports: UsageReports
+    echoes_logprobs: bool  # those of the prompt's tokens precede those of each choice
+    prompt_fields: frozenset[str]  # what else is said of prompts: their token ids, log probabilities
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
@@ -163,7 +166,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         """Raises InvalidRequestError if more are asked for than one answer may hold; one choice may always fill the
         context."""
         sampling = prompts[0].request.sampling  # all have the same num_logprobs
-        if sampling.num_logprobs is None or n * len(prompts) == 1:
+        if n * len(prompts) == 1:
+            return
+        num_prompt_tokens = n * sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
+        check_prompt_logprobs(sampling, num_prompt_tokens, prompts[0].draft.names)
+        if sampling.num_logprobs is None:
             return
         num_tokens = n * sum(prompt.request.sampling.max_tokens or 0 for prompt in prompts)
         if num_tokens * (sampling.num_logprobs + 1) > MAX_LOGPROB_VALUES:
@@ -194,9 +201,21 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._service.tokenizer,
             wants_logprobs=choices[0].sampling.num_logprobs is not None,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            wants_token_ids=bool(body.return_token_ids),
         )
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
+        asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
+        return _Job(
+            choices,
+            echoes,
+            num_prompt_tokens,
+            answer_format,
+            bool(body.stream),
+            event_ids,
+            body.usage_reports,
+            echoes_logprobs=isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None,
+            prompt_fields=frozenset(name for name, is_asked in asked.items() if is_asked),
+        )
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -211,6 +230,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         async def collect(generation: TextGeneration, echo: str) -> Answer:
             answer = Answer()
             async for delta in generation:
+                if delta.start_index == 0:
+                    await self._describe_prompt(job, generation, answer)
                 job.format.add(answer, delta, echo)
             return answer
 
@@ -218,22 +239,44 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         answers = await _together([collect(generation, echo) for generation, echo in pairs])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
+    async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
+        """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""
+        token_ids = generation.generation.request.prompt_token_ids
+        logprobs = generation.generation.prompt_logprobs
+        if job.echoes_logprobs and not answer.logprobs:
+            answer.logprobs = await echoed(self._service.tokenizer, token_ids, logprobs)
+        if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
+            answer.prompt_fields["prompt_logprobs"] = await by_token_id(self._service.tokenizer, token_ids, logprobs)
+        if "prompt_token_ids" in job.prompt_fields:
+            answer.prompt_fields["prompt_token_ids"] = token_ids
+
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
 
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo = b"", ""
+            opening, echo, offset = b"", "", len(job.echoes[index])
+            echoes_logprobs = False
+            prompt = generation.generation.request.prompt_token_ids if "prompt_token_ids" in job.prompt_fields else None
             if ids is None or not ids.has_begun(index):
-                opening = job.format.opening(index, _usage_of(generation) if has_counts else None)
-                echo = job.echoes[index]
+                opening = job.format.opening(index, _usage_of(generation) if has_counts else None, prompt)
+                echo, echoes_logprobs = job.echoes[index], job.echoes_logprobs
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
                 usage = _usage_of(generation) if has_counts else None
+                if echoes_logprobs:
+                    logprobs = await echoed(
+                        self._service.tokenizer,
+                        generation.generation.request.prompt_token_ids,
+                        generation.generation.prompt_logprobs,
+                    )
+                    opening, echo = opening + job.format.echo_chunk(index, echo, logprobs), ""
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.
-                await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
-                opening, echo = b"", ""
+                await exchange.send_events(
+                    opening + event_id + job.format.chunk(index, delta, echo, usage, offset=offset)
+                )
+                opening, echo, echoes_logprobs = b"", "", False
 
         await _together([pump(index, generation) for index, generation in enumerate(generations)])
         has_last = job.usage_reports is not UsageReports.NONE

@@ -8,15 +8,16 @@ import uuid
 from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import grpc
 
 from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
-from common.rpc.convert import finish_reason_to_pb
+from common.rpc.convert import finish_reason_to_pb, parameters_from_pb
 from common.rpc.errors import rpc_errors
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from common.types import SamplingParams
+from common.types.parameters import parameters_of
+from common.types.validation import check_num_entries
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
 from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
@@ -26,6 +27,12 @@ from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
 
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
+
+_COLLECTIONS = [
+    field
+    for field in parameters_of(SamplingParams).values()
+    if field.parameter.max_entries is not None and field.parameter.option_tag is not None
+]
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _StreamContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateChunk]
@@ -58,6 +65,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 response.token_ids.extend(delta.token_ids)
                 response.logprobs.extend(delta.logprobs)
                 response.finish_reason = finish_reason_to_pb(delta.finish_reason)
+                _set_stop_reason(response, delta)
+            response.prompt_logprobs.extend(generation.generation.prompt_logprobs)
             response.text = "".join(text)
             response.usage.CopyFrom(_usage(generation))
         return response
@@ -118,12 +127,11 @@ def _draft(message: inference_pb2.GenerateRequest) -> Draft:
     """Raises InvalidRequestError if there is no prompt, or a list is too long to be looked at."""
     options = message.options
     _check_length(options.stop, MAX_STOPS, "stop")
-    _check_length(options.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
     _check_length(message.chat.messages, MAX_MESSAGES, "chat")
-    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}  # zeros that were set included
+    for field in _COLLECTIONS:
+        check_num_entries(field, getattr(options, field.name), field.name)
+    given = parameters_from_pb(options)  # zeros that were set included
     stops = tuple(given.pop("stop", ()))
-    if token_ids := given.get("stop_token_ids"):
-        given["stop_token_ids"] = tuple(token_ids)
     prompt, param = _prompt(message)
     return Draft(
         request_id=message.request_id or f"gen-{uuid.uuid4().hex}",
@@ -174,7 +182,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
 
 
 def _chunk(generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
-    return inference_pb2.GenerateChunk(
+    chunk = inference_pb2.GenerateChunk(
         request_id=generation.generation.request.request_id,
         text=delta.text,
         token_ids=delta.token_ids,
@@ -182,7 +190,17 @@ def _chunk(generation: TextGeneration, delta: TextDelta) -> inference_pb2.Genera
         logprobs=delta.logprobs,
         finish_reason=finish_reason_to_pb(delta.finish_reason),
         usage=_usage(generation) if delta.finish_reason is not None else None,
+        prompt_logprobs=generation.generation.prompt_logprobs if delta.start_index == 0 else (),
     )
+    _set_stop_reason(chunk, delta)
+    return chunk
+
+
+def _set_stop_reason(message: inference_pb2.GenerateResponse | inference_pb2.GenerateChunk, delta: TextDelta) -> None:
+    if isinstance(delta.stop_reason, str):
+        message.stop_text = delta.stop_reason
+    elif delta.stop_reason is not None:
+        message.stop_token_id = delta.stop_reason
 
 
 def _usage(generation: TextGeneration) -> inference_pb2.Usage:

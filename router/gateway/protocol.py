@@ -15,15 +15,14 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import SamplingParams
-from common.types.parameters import ParameterField, parameters_of
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
@@ -49,7 +48,7 @@ from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
-_ANY_SEED = -1  # as vLLM has it: no seed
+_ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
 _SEPARATORS = b",[{"  # each begins another JSON value
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
@@ -87,17 +86,28 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def _http_type(field: ParameterField) -> Any:
     """null is the same as to leave it out."""
-    kind = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] if field.kind is tuple else field.kind
+    kind = field.kind
+    if kind in (TOKEN_IDS, TEXTS):
+        kind = list[int] if kind == TOKEN_IDS else list[str]
+    if field.parameter.max_entries is not None:
+        kind = Annotated[kind, Meta(max_length=field.parameter.max_entries)]
     return Annotated[kind | None, Meta(description=field.parameter.doc)]
 
 
-# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
-_PARAMETERS = {name: field for name, field in parameters_of(SamplingParams).items() if name != "num_logprobs"}
+# num_logprobs not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
+_PARAMETERS = {
+    name: field
+    for name, field in parameters_of(SamplingParams).items()
+    if field.parameter.option_tag is not None and name != "num_logprobs"
+}
+_LISTS = [name for name, field in _PARAMETERS.items() if field.kind in (TOKEN_IDS, TEXTS)]
 
 _values_of_parameters = operator.attrgetter(*_PARAMETERS)
 
 if TYPE_CHECKING:
-    _BothFields = msgspec.Struct
+
+    class _BothFields(msgspec.Struct, kw_only=True):
+        prompt_logprobs: int | None = None  # those that are used by name
 else:
     _BothFields = with_fields(
         msgspec.defstruct(
@@ -123,8 +133,8 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
     # Beyond OpenAI's API, with the names that vLLM gave them.
-    skip_special_tokens: Annotated[
-        bool | None, Meta(description="Leave special tokens out of the text; default true.")
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Answer with the token ids of the prompt and of each choice, too.")
     ] = None
     request_id: Annotated[Name | None, Meta(description="Id of the answer; default: a random one.")] = None
     priority: Annotated[int | None, Meta(description="Lower goes first while requests wait; default 0.")] = None
@@ -184,8 +194,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             given["top_k"] = 0
         if given.get("seed") == _ANY_SEED:
             del given["seed"]
-        if "stop_token_ids" in given:
-            given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        for name in _LISTS:
+            if name in given:
+                given[name] = tuple(given[name])
         if num_logprobs is not None:
             given["num_logprobs"] = num_logprobs
         return given
@@ -193,6 +204,8 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
         refused.check(self)
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
@@ -212,7 +225,10 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         str | list[str | int | list[int]],
         Meta(description="A text, token ids, or a list of either: one answer each, or n."),
     ]
-    echo: Annotated[bool | None, Meta(description="Put the prompt before the answer; not with logprobs.")] = None
+    echo: Annotated[
+        bool | None,
+        Meta(description="Put the prompt before the answer, and log probabilities of its tokens before the answer's."),
+    ] = None
     logprobs: Annotated[int | None, Meta(description="Log probabilities of so many most likely tokens.")] = None
     best_of: Annotated[int | None, Meta(description="Must equal n: other answers are not ranked.")] = None
     add_special_tokens: Annotated[
@@ -247,10 +263,12 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         self.check(_REFUSED_FIELDS)
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("logprobs of the prompt are not computed; use echo or logprobs", param="logprobs")
         prompts = self.prompts()
         given = self.parameters(self.logprobs)
+        names = {"num_logprobs": "logprobs"}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            given["prompt_logprobs"] = self.logprobs
+            names["prompt_logprobs"] = "logprobs"
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         return [
             Draft(
@@ -267,8 +285,8 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "logprobs"},
+                has_echo=bool(self.echo),
+                names=names,
                 arrived_at=arrived_at,
             )
             for index, prompt in enumerate(prompts)
@@ -298,6 +316,10 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[
         bool | None, Meta(description="Have the template open the assistant's turn; default true.")
     ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(description="The answer goes on where the last message ends; then add_generation_prompt is false."),
+    ] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
     ] = None
@@ -320,9 +342,11 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
+        check_continuation(self)
         prompt = chat_prompt(
             self.messages,
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
         )
@@ -344,7 +368,6 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
                 names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
                 arrived_at=arrived_at,
             )
@@ -368,10 +391,25 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         return variables | decode_variables(self.chat_template_kwargs)
 
 
+class Continuing(Protocol):
+    """A chat that may go on with its last message."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def check_continuation(body: Continuing) -> None:
+    """Raises InvalidRequestError if a chat both opens a turn and goes on with one."""
+    if body.continue_final_message and body.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt cannot both be true"
+        raise InvalidRequestError(problem, param="continue_final_message")
+
+
 def chat_prompt(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
 ) -> ChatPrompt:
@@ -386,6 +424,7 @@ def chat_prompt(
         [message.as_template_input(index) for index, message in enumerate(messages)],
         num_chars=sum(message.size for message in messages),
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,
     )
@@ -410,7 +449,7 @@ def check_num_values(body: bytes, limit: int) -> None:
         raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
 
 
-_AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
+_AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 

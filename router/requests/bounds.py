@@ -13,4 +13,6 @@ MAX_SESSION_CHARS = 1024
 MAX_TEMPLATE_BYTES = 64 * 2**10  # chat_template_kwargs, as JSON
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
-MAX_LOGPROB_VALUES = 2**19  # of all choices of a request that has several; JSON has up to 80 bytes for each
+MAX_LOGPROB_VALUES = (
+    2**19
+)  # of prompts, or of all choices of a request that has several; JSON has up to 80 bytes for each

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.engine.kv_connector import Fence
-from common.types import RequestId, SampledToken, SamplingParams
+from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,14 @@ class NewRequest:
     sampling: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
+    wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
+
+
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of a run of prompt tokens."""
+
+    start: int  # index in the prompt of the first, from 1 on: there are none of the first token
+    entries: list[Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +51,6 @@ class ModelRunnerOutput:
     """The results of a step."""
 
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
+    masked: frozenset[RequestId] = frozenset()  # requests without a token because every one is masked
+    prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written

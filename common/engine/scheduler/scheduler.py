@@ -55,6 +55,7 @@ from common.types import RequestId
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
 # Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
+MAX_PROMPT_LOGITS = 2**25  # of a step, for log probabilities of prompts: 128 MiB in float32
 WATERMARK = 0.01
 
 
@@ -90,6 +91,7 @@ class Scheduler:
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
+        self._max_prompt_logits = max(1, MAX_PROMPT_LOGITS // vocab_size)
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
         self._lifecycle = Lifecycle(kv, self._transfers)
@@ -140,7 +142,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = StepPlan(self._config.max_num_batched_tokens)
+        plan = StepPlan(self._config.max_num_batched_tokens, self._max_prompt_logits)
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
@@ -237,7 +239,7 @@ class Scheduler:
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
         if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
             return  # preempted in this step, and perhaps admitted again
-        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.budget)
+        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.room_for(request))
         if num_tokens and self._grow(request, num_tokens, plan):
             room.take(num_tokens, request.num_computed_tokens)
             plan.give(request, num_tokens)
@@ -262,7 +264,8 @@ class Scheduler:
         prefix = self._kv.find_cached_prefix(request)
         num_cached = len(prefix) * self._block_size
         is_kept = request.num_kept_blocks > len(prefix)
-        num_tokens = min(room.chunk(request.num_tokens - num_cached, num_cached), plan.budget) if has_slot else 0
+        chunk = room.chunk(request.num_tokens - num_cached, num_cached)
+        num_tokens = min(chunk, plan.room_for(request)) if has_slot else 0
         if not num_tokens and not is_kept:
             return False
         if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
@@ -322,6 +325,7 @@ class Scheduler:
             sampling=request.sampling,
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=request.num_computed_tokens,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
@@ -332,7 +336,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled)
+        self._lifecycle.step_ended(step.num_scheduled_tokens, result)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.sampling.sampler import SamplingRow, ending_tokens, is_plain
+from common.engine.sampling.rules import NO_RULES, rules_of
+from common.engine.sampling.sampler import SamplingRow, is_plain
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.types import RequestId, SamplingParams
 
@@ -39,7 +40,8 @@ class RequestTable:
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = [0] * max_num_seqs
         self._params = [SamplingParams()] * max_num_seqs
-        self._ending_token_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
+        self._rules = [NO_RULES] * max_num_seqs
+        self.num_prompt_logits = np.zeros(max_num_seqs, dtype=np.int64)  # leading tokens whose logits are wanted
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -71,8 +73,12 @@ class RequestTable:
             self._params[row],
             self.token_ids[row, : self.num_tokens[row]],
             self._num_prompt_tokens[row],
-            self._ending_token_ids[row],
+            self._rules[row],
         )
+
+    def num_top_of_prompt(self, row: int) -> int:
+        """How many most likely tokens are reported at each position of the prompt."""
+        return self._params[row].prompt_logprobs or 0
 
     def _add(self, new: NewRequest) -> None:
         self._drop(new.request_id)
@@ -85,7 +91,8 @@ class RequestTable:
         self.plain[row] = is_plain(new.sampling)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._params[row] = new.sampling
-        self._ending_token_ids[row] = ending_tokens(new.sampling, self._eos_token_ids, self._vocab_size)
+        self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
+        self.num_prompt_logits[row] = new.num_prompt_tokens - 1 if new.wants_prompt_logprobs else 0
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -97,7 +98,7 @@ class Worker:
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
-        return ModelRunnerOutput(sampled=self._runner.run(step.num_scheduled_tokens), fence=self._fence())
+        return replace(self._runner.run(step.num_scheduled_tokens), fence=self._fence())
 
     def close(self) -> None:
         """See Executor.close."""
