@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -44,7 +45,7 @@ class FirstToken:
     num_cached_tokens: int
     queue_s: float
     compute_s: float
-    prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first
+    prompt_logprobs: Sequence[Logprobs] = ()  # if asked for, of each prompt token but the first
 
 
 class Producer:
@@ -196,7 +197,7 @@ class Producer:
             num_cached_tokens=started.num_cached_tokens,
             queue_s=started.queue_s,
             compute_s=max(0.0, elapsed - started.queue_s),
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
         if not self.first_token.done():
             self.first_token.set_result(first)

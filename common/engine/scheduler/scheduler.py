@@ -264,6 +264,8 @@ class Scheduler:
         prefix = self._kv.find_cached_prefix(request)
         num_cached = len(prefix) * self._block_size
         is_kept = request.num_kept_blocks > len(prefix)
+        if not is_kept and self._is_being_computed(request, len(prefix), plan):
+            return False
         chunk = room.chunk(request.num_tokens - num_cached, num_cached)
         num_tokens = min(chunk, plan.room_for(request)) if has_slot else 0
         if not num_tokens and not is_kept:
@@ -281,6 +283,23 @@ class Scheduler:
             room.take(num_tokens, num_cached)
             plan.give(request, num_tokens)
         return True
+
+    def _is_being_computed(self, request: Request, num_cached: int, plan: StepPlan) -> bool:
+        """Whether this step computes, for another request, at least half of what `request` lacks, as where one prompt
+        has several answers. A step later it is cached."""
+        if not (self._kv.enable_prefix_caching and request.reads_cache):
+            return False
+        wanted = request.block_hashes[: self._kv.num_shareable_blocks(request)]
+        if len(wanted) <= num_cached:
+            return False
+        least = num_cached + (request.num_tokens - num_cached * self._block_size) // (2 * self._block_size)
+        shared = wanted[: max(least, num_cached + 1)]  # hashes are chained: equal ends are equal blocks
+        return any(
+            num_tokens > 1
+            and other.block_hashes[len(shared) - 1 : len(shared)] == shared[-1:]
+            and other.num_computed_tokens <= num_cached * self._block_size
+            for other, num_tokens in plan.scheduled.items()
+        )
 
     @property
     def _num_held_back(self) -> int:
