@@ -25,6 +25,7 @@ from typing import Any, Self, cast
 import msgspec
 from tqdm import tqdm
 
+from common.beam_search import BeamSearch, EarlyStopping, Hypothesis
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -35,6 +36,7 @@ from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, I
 from common.generation_config import AUTO, read_sampling_defaults
 from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
+from common.types.generation import MAX_LOGPROBS
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -130,6 +132,47 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self._encode_chat(conversation) for conversation in cast("Sequence[Conversation]", conversations)]
         return self._generate(prompts, params, stop, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+    ) -> list[list[Completion]]:
+        """The `width` most likely answers to each prompt, best first, as `transformers`' beam search finds them; see
+        common.beam_search. Each token is a step of one request per beam. Raises InvalidRequestError."""
+        ending = () if ignore_eos else self.spec.eos_token_ids
+        most = MAX_LOGPROBS - len(ending)
+        if not 1 <= width <= most:
+            raise InvalidRequestError(f"width must be an integer in [1, {most}], got {width}", param="width")
+        answers = []
+        for prompt in [self._encode(each) for each in _as_list(prompts)]:
+            search = BeamSearch(width, max_tokens, ending, length_penalty=length_penalty, early_stopping=early_stopping)
+            params = SamplingParams(temperature=0.0, max_tokens=1, num_logprobs=search.num_candidates)
+            validate_prompt(
+                prompt.token_ids,
+                vocab_size=self.spec.vocab_size,
+                max_model_len=self.spec.max_model_len,
+                max_tokens=max_tokens,
+            )
+            while not search.is_done:
+                beams = [[*prompt.token_ids, *beam.token_ids] for beam in search.beams]
+                steps = self.generate(beams, params, use_tqdm=False)
+                search.advance([step.logprobs[0].top if step.logprobs else [] for step in steps])
+            answers.append([self._spelled(prompt, result) for result in search.results])
+        return answers
+
+    def _spelled(self, prompt: _Prompt, result: Hypothesis) -> Completion:
+        token_ids = list(result.token_ids)
+        reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
+        text = ""
+        if self.tokenizer is not None:
+            text = OutputProcessor(self.tokenizer, continued=prompt.token_ids).push(token_ids, reason).text
+        return Completion(prompt.text, prompt.token_ids, text, token_ids, reason, logprobs=None, num_cached_tokens=0)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of generation_config.json and `override_generation_config`, else OpenAI's; `DEFAULT_MAX_TOKENS` unless

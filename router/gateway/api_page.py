@@ -61,6 +61,14 @@ request of the same client has, such as one that a service passes on with severa
 malformed request line, has none.
 """
 
+_BEAMS = """\
+`use_beam_search` answers with the `n` best of `best_of` beams (default: `n`), the same that `transformers` finds with
+`num_beams`, `length_penalty` and `early_stopping`. There are at most 16 beams, and at most 20 beams and tokens that end
+an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
+log probabilities and streams are refused with it. Each token costs a request of one token for each beam, of which the
+prefix cache has all but the last block, so a search takes far longer than an answer.
+"""
+
 _MESSAGES = """\
 All of these reach the model's chat template; other fields of messages are dropped. Where the template loops over the
 parts of a content, it gets parts; else texts are joined by line feeds. The arguments of `tool_calls` are objects to the
@@ -89,6 +97,8 @@ def page() -> str:
         "### stream_options\n",
         _STREAMS,
         _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
+        "### Beam search\n",
+        _BEAMS,
         "### messages\n",
         _MESSAGES,
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),

@@ -13,10 +13,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
+from common.tokenization import OutputProcessor
+from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
+from router.gateway.beams import BeamOptions, search_beams
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -37,6 +41,7 @@ from router.requests.preprocess import check_prompt_logprobs, choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
+from router.security.quotas import Account
 from router.service import InferenceService
 
 
@@ -103,6 +108,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))
                 return
             self._service.count_prompts([prompt.request for prompt in prompts])
+            if (beams := parsed.beams()) is not None:
+                await self._answer_beams(parsed, request_id, prompts, beams, account, exchange)
+                return
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
             with self._resumable(job, terms.tenant) as resumable:
@@ -138,6 +146,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
         n, limit = _n(body), self._service.config.max_choices
+        beams = body.beams()
+        if beams is not None and n >= 1:
+            n = beams.width
         if not 1 <= n <= limit:
             raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
         if n * body.num_prompts > limit:
@@ -194,15 +205,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             model = self._service.cluster.model
             digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
-        answer_format = self._api.format(
-            request_id,
-            int(time.time()),
-            self._service.model_name,
-            self._service.tokenizer,
-            wants_logprobs=choices[0].sampling.num_logprobs is not None,
-            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
-            wants_token_ids=bool(body.return_token_ids),
-        )
+        wants_logprobs = choices[0].sampling.num_logprobs is not None
+        answer_format = self._format(body, request_id, wants_logprobs=wants_logprobs)
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
@@ -238,6 +242,57 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         pairs = zip(generations, job.echoes, strict=True)
         answers = await _together([collect(generation, echo) for generation, echo in pairs])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
+
+    async def _answer_beams(
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        prompts: Sequence[_Prompt],
+        options: BeamOptions,
+        account: Account,
+        exchange: Exchange,
+    ) -> None:
+        """The n best answers to each prompt, one prompt after the other."""
+        answer_format = self._format(body, request_id, wants_logprobs=False)
+        answers: list[Answer] = []
+        num_tokens = 0
+        for prompt in prompts:
+            results = await search_beams(self._service, prompt.request, options, account.spend)
+            for result in results[: _n(body)]:
+                num_tokens += len(result.token_ids)
+                answers.append(self._spelled(prompt.request, result))
+                if body.return_token_ids:
+                    answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
+        num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
+        usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
+        await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
+
+    def _spelled(self, request: GenerationRequest, result: Hypothesis) -> Answer:
+        answer, sampling, token_ids = Answer(), request.sampling, list(result.token_ids)
+        answer.finish_reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
+        if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
+            answer.stop_reason = token_ids[-1]
+        processor = OutputProcessor(
+            self._service.tokenizer,
+            continued=request.prompt_token_ids if request.continues_prompt else (),
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
+        )
+        answer.text.append(processor.push(token_ids, answer.finish_reason).text)
+        answer.token_ids = token_ids
+        return answer
+
+    def _format(self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool) -> AnswerFormat:
+        return self._api.format(
+            request_id,
+            int(time.time()),
+            self._service.model_name,
+            self._service.tokenizer,
+            wants_logprobs=wants_logprobs,
+            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            wants_token_ids=bool(body.return_token_ids),
+        )
 
     async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
         """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""

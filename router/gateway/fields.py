@@ -47,8 +47,6 @@ REFUSED_BY_BOTH = (
     # OpenAI
     Refused("response_format", _NO_STRUCTURED, ({"type": "text"},)),
     # vLLM
-    Refused("use_beam_search", "there is no beam search", (False,)),
-    Refused("length_penalty", "it is a parameter of beam search", (1.0, 0)),
     Refused("watermarking", "answers are not watermarked", (False,)),
     Refused("truncation_side", "truncate_prompt_tokens keeps the end of the prompt", ("left",)),
     Refused("logprob_token_ids", "log probabilities are those of the most likely tokens", ([],)),
@@ -116,7 +114,6 @@ REFUSED_BY_CHATS = (
     Refused("web_search_options", "the web is not searched"),
     # vLLM
     Refused("echo", "it is a field of completions", (False,)),
-    Refused("best_of", "it is a field of completions", (1,)),
     Refused("suffix", "it is a field of completions", ("",)),
     Refused("chat_template", "the template is the model's", ("",)),
     Refused("include_reasoning", _NO_REASONING, (True,)),

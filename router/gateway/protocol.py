@@ -22,7 +22,8 @@ from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import SamplingParams
-from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, parameters_of
+from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, Range, parameters_of
+from router.gateway.beams import BeamOptions
 from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
@@ -32,6 +33,7 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message, Name
 from router.requests.bounds import (
+    MAX_BEAMS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
@@ -49,6 +51,21 @@ from router.requests.terms import Terms
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
 _ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
+_LENGTH_PENALTIES = Range(-10, 10)
+_NOT_WITH_BEAMS = (
+    "stream",
+    "echo",
+    "logprobs",
+    "stop",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+)
 _SEPARATORS = b",[{"  # each begins another JSON value
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
@@ -132,7 +149,18 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Texts that end the answer and are not part of it."),
     ] = None
 
+    best_of: Annotated[
+        int | None, Meta(description="Beams that are followed, of which n are the answer; else it must equal n.")
+    ] = None
+
     # Beyond OpenAI's API, with the names that vLLM gave them.
+    use_beam_search: Annotated[bool | None, Meta(description="Search for the n most likely answers; see below.")] = None
+    length_penalty: Annotated[
+        float | None, Meta(description="Of beam search: scores are divided by length to this power; default 1.")
+    ] = None
+    early_stopping: Annotated[
+        bool | Name | None, Meta(description="Of beam search: true, false or `never`, as of `transformers`.")
+    ] = None
     return_token_ids: Annotated[
         bool | None, Meta(description="Answer with the token ids of the prompt and of each choice, too.")
     ] = None
@@ -175,6 +203,32 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """True if the body asks for a stream that can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
+    def _check_no_beams(self) -> None:
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        if self.length_penalty not in (None, 1.0, 0) or self.early_stopping not in (None, False):
+            name = "early_stopping" if self.length_penalty in (None, 1.0, 0) else "length_penalty"
+            raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
+
+    def beams(self) -> BeamOptions | None:
+        """How to search; None: answers are sampled. Raises InvalidRequestError for what cannot be searched for."""
+        if not self.use_beam_search:
+            return None
+        for name in _NOT_WITH_BEAMS:
+            if _asks(name, getattr(self, name, None)):
+                raise InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+        n = 1 if self.n is None else self.n
+        width = n if self.best_of is None else self.best_of
+        if not n <= width <= MAX_BEAMS:
+            raise InvalidRequestError(f"best_of must be in [n, {MAX_BEAMS}], got {width}", param="best_of")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        if penalty not in _LENGTH_PENALTIES:
+            problem = f"length_penalty must be {_LENGTH_PENALTIES}, got {quoted(penalty)}"
+            raise InvalidRequestError(problem, param="length_penalty")
+        if self.early_stopping not in (None, True, False, "never"):
+            raise InvalidRequestError("early_stopping must be true, false or never", param="early_stopping")
+        return BeamOptions(width, penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
+
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
         return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or "")
@@ -204,10 +258,21 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
         refused.check(self)
+        if not self.use_beam_search:
+            self._check_no_beams()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether the value of a field asks for something."""
+    if value is None or value is False:
+        return False
+    if name in {"logprobs", "prompt_logprobs"}:
+        return True
+    return value != 1.0 if name == "repetition_penalty" else bool(value)
 
 
 if TYPE_CHECKING:
@@ -230,7 +295,6 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         Meta(description="Put the prompt before the answer, and log probabilities of its tokens before the answer's."),
     ] = None
     logprobs: Annotated[int | None, Meta(description="Log probabilities of so many most likely tokens.")] = None
-    best_of: Annotated[int | None, Meta(description="Must equal n: other answers are not ranked.")] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
     ] = None
@@ -261,8 +325,6 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
         self.check(_REFUSED_FIELDS)
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
         prompts = self.prompts()
         given = self.parameters(self.logprobs)
         names = {"num_logprobs": "logprobs"}

@@ -7,6 +7,7 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 8192  # of all messages together
 MAX_NAME_CHARS = 256  # role and name of a message
 MAX_STOPS = 16
+MAX_BEAMS = 16  # of a beam search
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 1024

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 import torch
 
 from common.engine.llm import LLM
 from common.errors import BatonError
 from common.types import SamplingParams
-from tests.integration.cluster import running_cluster
+from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
 from tests.tiny_models import prompt_of, reference_generate, reference_model, tiny_model_dir
 
 MODEL = "llama"
@@ -16,13 +17,15 @@ MAX_TOKENS = 10
 PROMPT = prompt_of(21)
 
 
-def reference(**how: object) -> list[int]:
+def reference(*, every: bool = False, **how: object) -> list:
     prompt = torch.tensor([PROMPT])
     with torch.inference_mode():
         output = reference_model(tiny_model_dir(MODEL)).generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0,
             **how,
         )  # fmt: skip
+    if every:  # without the padding
+        return [[token for token in row if token] for row in output[:, len(PROMPT) :].tolist()]
     return output[0, len(PROMPT) :].tolist()
 
 
@@ -52,6 +55,9 @@ def test_offline():
         for given, expected in rules():
             params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, **given)
             assert llm.generate([PROMPT], params, use_tqdm=False)[0].token_ids == expected
+        expected = reference(num_beams=4, num_return_sequences=4, every=True)
+        (beams,) = llm.beam_search([PROMPT], 4, MAX_TOKENS)
+        assert [beam.token_ids for beam in beams] == expected
         nothing_left = SamplingParams(allowed_token_ids=(5,), bad_word_token_ids=((5, 5),))
         with pytest.raises(BatonError, match="leave no token"):
             llm.generate([PROMPT], nothing_left, use_tqdm=False)
@@ -78,3 +84,20 @@ async def test_through_a_prefill_pod(tmp_path):
         cut = await cluster.generate(PROMPT, truncate_prompt_tokens=7, max_tokens=MAX_TOKENS)
         assert list(cut.token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
         assert cut.usage.prompt_tokens == 7
+        await check_beams(cluster)
+
+
+async def check_beams(cluster: Cluster):
+    ending = [7, 40, 90]
+    beams = {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True}
+    expected = reference(**beams, num_return_sequences=3, eos_token_id=ending, every=True)
+    body = {
+        "prompt": PROMPT, "max_tokens": MAX_TOKENS, "n": 3, "best_of": 4, "stop_token_ids": ending,
+        "use_beam_search": True, "length_penalty": 1.5, "early_stopping": True, "return_token_ids": True,
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        for refused in ({"stream": True}, {"logprobs": 0}, {"best_of": 17}, {"best_of": 2}, {"length_penalty": 11}):
+            response = await client.post("/v1/completions", json={**body, **refused})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(refused)))
