@@ -245,6 +245,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
         eos_token_ids=tuple(sorted(facts.eos_token_ids)),
+        logits_processors=tuple(config.model.logits_processors),
     )
 
 

@@ -250,6 +250,8 @@ class LLM:
             words = tuple(token_ids for word in sampling.bad_words for token_ids in spellings(word))
             sampling = msgspec.structs.replace(sampling, bad_word_token_ids=words)
             validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        if sampling.vllm_xargs and not self.spec.logits_processors:
+            raise InvalidRequestError("vllm_xargs: there are no logits processors", param="vllm_xargs")
         prompt = self._cut(prompt, sampling)
         validate_prompt(
             prompt.token_ids,

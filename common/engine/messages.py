@@ -180,6 +180,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
     eos_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[str, ...] = ()  # that are loaded
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

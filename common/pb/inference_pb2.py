@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xfd\x07\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12<\n\nlogit_bias\x18\x14 \x03(\x0b\x32(.baton.v1.GenerateOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x15 \x03(\r\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x18 \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x19 \x01(\x08H\x0e\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1a \x01(\x08H\x0f\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\x05H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x19\n\x17_truncate_prompt_tokens\"\xa5\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicyB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb6\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x42\r\n\x0bstop_reason\"\xc8\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bstart_index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\t \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\n \x01(\rH\x00\x42\r\n\x0bstop_reason\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard2\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xed\x08\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12<\n\nlogit_bias\x18\x14 \x03(\x0b\x32(.baton.v1.GenerateOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x15 \x03(\r\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x18 \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x19 \x01(\x08H\x0e\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1a \x01(\x08H\x0f\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\x05H\x10\x88\x01\x01\x12<\n\nvllm_xargs\x18\x1c \x03(\x0b\x32(.baton.v1.GenerateOptions.VllmXargsEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eVllmXargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x19\n\x17_truncate_prompt_tokens\"\xa5\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicyB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb6\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x42\r\n\x0bstop_reason\"\xc8\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bstart_index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\t \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\n \x01(\rH\x00\x42\r\n\x0bstop_reason\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard2\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._loaded_options = None
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_options = b'8\001'
   _globals['_CHATMESSAGE']._serialized_start=61
   _globals['_CHATMESSAGE']._serialized_end=105
   _globals['_CHATPROMPT']._serialized_start=107
@@ -41,27 +43,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENPROMPT']._serialized_start=162
   _globals['_TOKENPROMPT']._serialized_end=194
   _globals['_GENERATEOPTIONS']._serialized_start=197
-  _globals['_GENERATEOPTIONS']._serialized_end=1218
-  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_start=851
-  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_end=899
-  _globals['_GENERATEREQUEST']._serialized_start=1221
-  _globals['_GENERATEREQUEST']._serialized_end=1514
-  _globals['_USAGE']._serialized_start=1516
-  _globals['_USAGE']._serialized_end=1596
-  _globals['_GENERATERESPONSE']._serialized_start=1599
-  _globals['_GENERATERESPONSE']._serialized_end=1909
-  _globals['_GENERATECHUNK']._serialized_start=1912
-  _globals['_GENERATECHUNK']._serialized_end=2240
-  _globals['_ABORTREQUEST']._serialized_start=2242
-  _globals['_ABORTREQUEST']._serialized_end=2276
-  _globals['_ABORTRESPONSE']._serialized_start=2278
-  _globals['_ABORTRESPONSE']._serialized_end=2308
-  _globals['_LISTMODELSREQUEST']._serialized_start=2310
-  _globals['_LISTMODELSREQUEST']._serialized_end=2329
-  _globals['_MODELCARD']._serialized_start=2331
-  _globals['_MODELCARD']._serialized_end=2379
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2381
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2438
-  _globals['_INFERENCE']._serialized_start=2441
-  _globals['_INFERENCE']._serialized_end=2722
+  _globals['_GENERATEOPTIONS']._serialized_end=1330
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_start=913
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_end=961
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_start=963
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_end=1011
+  _globals['_GENERATEREQUEST']._serialized_start=1333
+  _globals['_GENERATEREQUEST']._serialized_end=1626
+  _globals['_USAGE']._serialized_start=1628
+  _globals['_USAGE']._serialized_end=1708
+  _globals['_GENERATERESPONSE']._serialized_start=1711
+  _globals['_GENERATERESPONSE']._serialized_end=2021
+  _globals['_GENERATECHUNK']._serialized_start=2024
+  _globals['_GENERATECHUNK']._serialized_end=2352
+  _globals['_ABORTREQUEST']._serialized_start=2354
+  _globals['_ABORTREQUEST']._serialized_end=2388
+  _globals['_ABORTRESPONSE']._serialized_start=2390
+  _globals['_ABORTRESPONSE']._serialized_end=2420
+  _globals['_LISTMODELSREQUEST']._serialized_start=2422
+  _globals['_LISTMODELSREQUEST']._serialized_end=2441
+  _globals['_MODELCARD']._serialized_start=2443
+  _globals['_MODELCARD']._serialized_end=2491
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2493
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2550
+  _globals['_INFERENCE']._serialized_start=2553
+  _globals['_INFERENCE']._serialized_end=2834
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from common.types import SamplingParams
-from common.types.parameters import BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROTO_ROOT = REPOSITORY / "proto"
@@ -89,8 +89,8 @@ def _line(field: ParameterField, tag: int) -> str:
 
 def _proto_type(field: ParameterField) -> str:
     kind = field.parameter.proto_type
-    if field.kind == BIASES:
-        return f"map<uint32, {kind}>"
+    if field.kind in (BIASES, ARGUMENTS):
+        return f"map<{'uint32' if field.kind == BIASES else 'string'}, {kind}>"
     return f"{'repeated' if field.kind in (TOKEN_IDS, TOKEN_SEQUENCES, TEXTS) else 'optional'} {kind}"
 
 

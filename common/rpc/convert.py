@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from common.errors import InvalidRequestError, quoted
 from common.pb import common_pb2, inference_pb2
 from common.types import FinishReason, Logprobs, SamplingParams
-from common.types.parameters import BIASES, TOKEN_SEQUENCES, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TOKEN_SEQUENCES, parameters_of
 
+_argument_decoder = msgspec.json.Decoder(str | int | float | bool)
 _SCALARS = (int, float, bool)
 
 
@@ -22,6 +26,8 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     values: dict[str, Any] = {name: getattr(params, name) for name in _OF_PODS}
     if params.bad_word_token_ids:
         values["bad_word_token_ids"] = [common_pb2.TokenIds(token_ids=each) for each in params.bad_word_token_ids]
+    if params.vllm_xargs:
+        values["vllm_xargs"] = {name: msgspec.json.encode(each).decode() for name, each in params.vllm_xargs.items()}
     return common_pb2.SamplingParams(**values, seed=params.settled_seed)
 
 
@@ -39,11 +45,22 @@ def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.Genera
             given[descriptor.name] = value
         elif field.kind == BIASES:
             given[descriptor.name] = dict(value)
+        elif field.kind == ARGUMENTS:
+            given[descriptor.name] = {name: _argument(name, each) for name, each in value.items()}
         elif field.kind == TOKEN_SEQUENCES:
             given[descriptor.name] = tuple(tuple(each.token_ids) for each in value)
         else:
             given[descriptor.name] = tuple(value)
     return given
+
+
+def _argument(name: str, text: str) -> str | int | float | bool:
+    try:
+        value: str | int | float | bool = _argument_decoder.decode(text)
+    except msgspec.DecodeError as error:
+        problem = f"vllm_xargs: the value of {quoted(name)} must be JSON of a text, number or boolean"
+        raise InvalidRequestError(problem, param="vllm_xargs") from error
+    return value
 
 
 def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:

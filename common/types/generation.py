@@ -133,6 +133,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0, MAX_LOGPROBS, integer=True), 23, 23, "uint32",
         ),
     ] = None  # fmt: skip
+    vllm_xargs: Annotated[
+        dict[str, str | int | float | bool] | None,
+        Parameter(
+            "Arguments of logits processors, which the operator installs; over gRPC, values are JSON.",
+            None, 24, 28, "string", max_entries=16, max_chars=256,
+        ),
+    ] = None  # fmt: skip
     skip_special_tokens: Annotated[
         bool, Parameter("Special tokens are left out of the text.", None, None, 24, "bool")
     ] = True

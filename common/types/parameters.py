@@ -46,6 +46,7 @@ TOKEN_IDS = tuple[int, ...]
 TOKEN_SEQUENCES = tuple[tuple[int, ...], ...]
 TEXTS = tuple[str, ...]
 BIASES = dict[int, float]  # by token id
+ARGUMENTS = dict[str, str | int | float | bool]
 
 
 class Parameter(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
 from common.types.generation import SamplingParams
-from common.types.parameters import BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
 
 SEED_LIMIT = 2**64  # the generator's key is an unsigned 64-bit integer, [0, SEED_LIMIT)
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
@@ -23,8 +23,11 @@ RANGES = {
     if field.parameter.allowed is not None and field.kind != BIASES
 }
 _OPTIONAL = frozenset(field.name for field in _FIELDS.values() if field.is_optional)
-_COLLECTIONS = [field for field in _FIELDS.values() if field.kind in (BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES)]
+_COLLECTIONS = [
+    field for field in _FIELDS.values() if field.kind in (ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES)
+]
 _ENTRIES: Mapping[object, str] = {
+    ARGUMENTS: "entries",
     BIASES: "entries",
     TEXTS: "texts",
     TOKEN_IDS: "token ids",
@@ -64,6 +67,12 @@ def _validate_collection(field: ParameterField, value: Any, vocab_size: int | No
             if not all(isinstance(text, str) and text.strip() and len(text) <= longest for text in value):
                 problem = f"{name} must hold texts of 1 to {longest} characters that are not blank"
                 raise InvalidRequestError(problem, param=name)
+        case kind if kind == ARGUMENTS:
+            longest = field.parameter.max_chars or 0
+            if any(len(text) > longest for pair in value.items() for text in map(str, pair)):
+                raise InvalidRequestError(
+                    f"{name} must hold names and values of at most {longest} characters", param=name
+                )
         case kind if kind == TOKEN_SEQUENCES:
             for token_ids in value:
                 if not token_ids:

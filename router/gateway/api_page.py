@@ -10,7 +10,7 @@ import msgspec
 import msgspec.inspect as mi
 
 from common.types import SamplingParams
-from common.types.parameters import BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -69,6 +69,19 @@ log probabilities and streams are refused with it. Each token costs a request of
 prefix cache has all but the last block, so a search takes far longer than an answer.
 """
 
+_PROCESSORS = """\
+Pods load code that changes logits: `--logits-processors` of pods names entry points of the group
+`baton.logits_processors`, in the order in which they work; by default there are none. The interface is in
+[processors.py](../common/engine/sampling/processors.py). All pods of a cluster must load the same. A processor says
+from a request's parameters whether it applies to it; `vllm_xargs` are for its arguments, and are refused where no
+processor is loaded. If one raises, the requests that it works for end with an error, and others go on.
+
+```toml
+[project.entry-points."baton.logits_processors"]
+no_digits = "my_package:NoDigits"
+```
+"""
+
 _MESSAGES = """\
 All of these reach the model's chat template; other fields of messages are dropped. Where the template loops over the
 parts of a content, it gets parts; else texts are joined by line feeds. The arguments of `tool_calls` are objects to the
@@ -99,6 +112,8 @@ def page() -> str:
         _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
         "### Beam search\n",
         _BEAMS,
+        "### Logits processors\n",
+        _PROCESSORS,
         "### messages\n",
         _MESSAGES,
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
@@ -130,6 +145,7 @@ def _parameter_row(field: ParameterField) -> tuple[str, ...]:
         TOKEN_IDS: "list of integers",
         TEXTS: "list of strings",
         BIASES: "object of numbers",
+        ARGUMENTS: "object",
     }
     kind = names[field.kind]
     allowed = field.parameter.allowed

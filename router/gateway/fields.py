@@ -65,7 +65,6 @@ REFUSED_BY_BOTH = (
     Refused("routed_experts_prompt_start", _NO_TRACE, (0,)),
     Refused("kv_transfer_params", _NO_TRANSFER, ({},)),
     Refused("ec_transfer_params", _NO_TRANSFER, ({},)),
-    Refused("vllm_xargs", "there are no custom extensions", ({},)),
     Refused("repetition_detection", "answers are not searched for repetition", ({},)),
     Refused("thinking_token_budget", _NO_REASONING, (-1,)),
     Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),

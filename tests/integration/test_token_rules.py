@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import httpx
 import pytest
 import torch
@@ -85,6 +86,10 @@ async def test_through_a_prefill_pod(tmp_path):
         assert list(cut.token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
         assert cut.usage.prompt_tokens == 7
         await check_beams(cluster)
+        with pytest.raises(grpc.aio.AioRpcError, match="the pods have no logits processors"):
+            await cluster.generate(PROMPT, vllm_xargs={"a": "1"})
+        with pytest.raises(grpc.aio.AioRpcError, match="must be JSON"):
+            await cluster.generate(PROMPT, vllm_xargs={"a": "b"})
 
 
 async def check_beams(cluster: Cluster):

@@ -1,7 +1,8 @@
 """The sampler: logits -> tokens.
 
 1. log probabilities, if asked for           3. penalties over the tokens so far
-2. biases                                    4. masks: allowed tokens, bad words, stop tokens up to `min_tokens`
+2. biases                                    4. logits processors; then masks: allowed tokens, bad words, stop tokens
+                                                up to `min_tokens`
                                              5. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
 
 Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.processors import LogitsProcessor, apply_processors
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
 
@@ -39,6 +41,7 @@ class SamplingRow:
     token_ids: npt.NDArray[np.int64]  # prompt and output so far
     num_prompt_tokens: int
     rules: TokenRules = NO_RULES
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def output_position(self) -> int:
@@ -70,10 +73,13 @@ class Sampler:
         asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
         computed = logits[_index(asking, logits)] if asking else None  # a copy: what follows changes logits
         ruled = [(logits[i], row) for i, row in enumerate(rows) if row.rules is not NO_RULES]
+        processed = any(row.processors for row in rows)
         for row_logits, row in ruled:
             row.rules.add_biases(row_logits)
         self._penalise(logits, rows)
-        is_computed = _is_finite(logits, logits.argmax(dim=-1)) if ruled else None
+        is_computed = _is_finite(logits, logits.argmax(dim=-1)) if ruled or processed else None
+        if processed:
+            apply_processors(logits, rows)
         for row_logits, row in ruled:
             row.rules.mask(row_logits, row.token_ids[row.num_prompt_tokens :], row.params.min_tokens)
         token_ids = logits.argmax(dim=-1)
@@ -88,7 +94,8 @@ class Sampler:
                 logprobs[i] = entry
         tokens = _tokens(token_ids, is_finite, logprobs)
         if is_computed is not None and not is_finite.all():
-            masked = (is_computed & ~is_finite).tolist()
+            # NaN is what a processor leaves that has failed.
+            masked = (is_computed & (logits.amax(dim=-1) == -torch.inf)).tolist()
             tokens = [MASKED if is_masked else token for token, is_masked in zip(tokens, masked, strict=True)]
         return tokens
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.config import AttentionBackendName
 from common.engine.model.loader import LoadedModel
+from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
 from common.engine.worker.batch import PackedBatch, pack_batch
@@ -28,6 +31,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         attention_backend: AttentionBackendName,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.max_model_len = max_model_len
         self._loaded = loaded
@@ -42,6 +46,7 @@ class ModelRunner:
             self._block_size,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
+            processors=processors,
         )
 
     def update_requests(self, step: SchedulerOutput) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
@@ -28,9 +29,12 @@ class RequestTable:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._processors = processors
+        self._processors_of: list[tuple[LogitsProcessor, ...]] = [()] * max_num_seqs
         # One token more than the longest request: the last one sampled is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
@@ -74,6 +78,7 @@ class RequestTable:
             self.token_ids[row, : self.num_tokens[row]],
             self._num_prompt_tokens[row],
             self._rules[row],
+            self._processors_of[row],
         )
 
     def num_top_of_prompt(self, row: int) -> int:
@@ -88,7 +93,9 @@ class RequestTable:
         self.token_ids[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        self.plain[row] = is_plain(new.sampling)
+        processors = tuple(each for each in self._processors if each.applies_to(new.sampling))
+        self._processors_of[row] = processors
+        self.plain[row] = is_plain(new.sampling) and not processors
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
