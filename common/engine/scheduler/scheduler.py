@@ -297,7 +297,7 @@ class Scheduler:
         return any(
             num_tokens > 1
             and other.block_hashes[len(shared) - 1 : len(shared)] == shared[-1:]
-            and other.num_computed_tokens <= num_cached * self._block_size
+            and other.num_computed_tokens < (num_cached + 1) * self._block_size
             for other, num_tokens in plan.scheduled.items()
         )
 

@@ -139,6 +139,15 @@ class TestPrefixCache:
         assert_answered(engine, a, *others)
         engine.assert_idle()
 
+    def test_equal_prompts_wait_through_chunks_that_end_within_blocks(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=7))
+        a = create_request("a", 26)
+        b = create_request("b", a.prompt_token_ids)
+        engine.add(a, b)
+        engine.run()
+        assert_answered(engine, a, b)
+        assert engine.scheduler.stats().num_prompt_tokens == 26 + 2
+
     def test_a_prompt_does_not_wait_for_a_few_shared_blocks(self):
         engine = FakeEngine()
         a = create_request("a", 14)
