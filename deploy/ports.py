@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 
 from common.errors import ConfigError
 
@@ -11,21 +12,40 @@ from common.errors import ConfigError
 # between its choice and its use, nor between a death and the restart.
 _FIRST, _LAST = 20000, 32000
 _ATTEMPTS = 200
+_kept: list[socket.socket] = []
 
 
 def pick_ports(host: str, count: int) -> list[int]:
-    """`count` different ports that are free on `host` now. Raises ConfigError if there are none."""
+    """`count` different ports that are free on `host` now. Raises ConfigError if there are none.
+
+    On Linux they stay with this process until it ends: only a server that asks for one by its number gets it, and the
+    launcher of another cluster does not pick it. Elsewhere a bound port could not be listened on.
+    """
     if problem := _bind_problem(host, 0):
         raise ConfigError(f"--host: cannot listen on {host}: {problem}", param="host")
     chosen: list[int] = []
     for port in random.sample(range(_FIRST, _LAST), _ATTEMPTS + count):
         if len(chosen) == count:
             break
-        if _bind_problem(host, port) is None:
+        if _keep(host, port):
             chosen.append(port)
     if len(chosen) < count:
         raise ConfigError(f"--host: {count} free ports are not to be had on {host}", param="host")
     return chosen
+
+
+def _keep(host: str, port: int) -> bool:
+    """Binds a socket that never listens. False if another socket has the port, or keeps it likewise."""
+    try:
+        keeper = _bound(host, port, shared=False)
+    except OSError:
+        return False
+    if sys.platform == "linux":
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now a server may bind it, too
+        _kept.append(keeper)
+    else:
+        keeper.close()
+    return True
 
 
 def check_free(host: str, port: int, option: str) -> None:
@@ -37,10 +57,20 @@ def check_free(host: str, port: int, option: str) -> None:
 
 def _bind_problem(host: str, port: int) -> str | None:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        _bound(host, port, shared=True).close()
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A socket on host:port; `shared` with bound ones that do not listen. Raises OSError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,6 +1,6 @@
 """Offline generation: prompts in, completions out, no server.
 
-from common.engine.llm import LLM
+from baton import LLM
 
 with LLM() as llm:  # the demo model
     print(llm.generate("The capital of France is")[0].text)

@@ -124,7 +124,7 @@ class KVReceived(msgspec.Struct, frozen=True, tag=True):
 RequestEvent = RequestStarted | KVSaved | KVReceived
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The output of one request in one step. After `finish_reason` only KVSaved events may follow, and a
     producer's last KVSaved has either all prompt tokens or a failure."""
 

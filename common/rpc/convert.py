@@ -3,6 +3,7 @@ converted in `common.pod.convert`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -52,6 +53,22 @@ def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.Genera
         else:
             given[descriptor.name] = tuple(value)
     return given
+
+
+def set_options(message: inference_pb2.GenerateOptions, given: Mapping[str, Any]) -> None:
+    """Sets fields of `message` to parameters as SamplingParams has them; None is left out. Raises TypeError or
+    ValueError for a value that does not fit its field."""
+    for name, value in given.items():
+        if name == "vllm_xargs" and value:
+            message.vllm_xargs.update({key: msgspec.json.encode(each).decode() for key, each in value.items()})
+        elif name == "seed" and value is not None:
+            message.seed = value % 2**64
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            getattr(message, name).extend(value)
+        elif value is not None:
+            setattr(message, name, value)
 
 
 def _argument(name: str, text: str) -> str | int | float | bool:

@@ -21,6 +21,7 @@ from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.beams import BeamOptions, search_beams
+from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -35,9 +36,8 @@ from router.gateway.protocol import (
     parse_completion,
 )
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
-from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.preprocess import check_prompt_logprobs, choices_of
+from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -101,7 +101,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._access.check_operator(terms.tenant)
         resume = read_resume_options(exchange.header, parsed)
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
-        with self._named(parsed, resume, exchange) as request_id, account.admit(self._num_choices(parsed)):
+        with (
+            self._named(parsed, resume, exchange) as request_id,
+            account.admit(self._num_choices(parsed)),
+        ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
             if self._api.explains or parsed.dry_run:
@@ -144,17 +147,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
-        """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
-        n, limit = _n(body), self._service.config.max_choices
+        """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
         beams = body.beams()
-        if beams is not None and n >= 1:
-            n = beams.width
-        if not 1 <= n <= limit:
-            raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
-        if n * body.num_prompts > limit:
-            problem = f"n times the number of prompts must be at most {limit}, got {n} times {body.num_prompts}"
-            raise InvalidRequestError(problem, param="n")
-        return n * max(1, body.num_prompts)
+        n = _n(body) if beams is None or _n(body) < 1 else beams.width
+        return num_choices(n, body.num_prompts, self._service.config.max_choices)
 
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
@@ -170,24 +166,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
                 raise InvalidRequestError(problem, param=draft.prompt_param)
             prompts.append(_Prompt(draft, request))
-        self._check_logprobs(prompts, n)
+        names = prompts[0].draft.names
+        requests = [prompt.request for prompt in prompts]
+        check_num_logprobs(requests, n, names["num_logprobs"])
+        check_num_prompt_logprobs(requests, n, names.get("prompt_logprobs", "prompt_logprobs"))
         return prompts
-
-    def _check_logprobs(self, prompts: Sequence[_Prompt], n: int) -> None:
-        """Raises InvalidRequestError if more are asked for than one answer may hold; one choice may always fill the
-        context."""
-        sampling = prompts[0].request.sampling  # all have the same num_logprobs
-        if n * len(prompts) == 1:
-            return
-        num_prompt_tokens = n * sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        check_prompt_logprobs(sampling, num_prompt_tokens, prompts[0].draft.names)
-        if sampling.num_logprobs is None:
-            return
-        num_tokens = n * sum(prompt.request.sampling.max_tokens or 0 for prompt in prompts)
-        if num_tokens * (sampling.num_logprobs + 1) > MAX_LOGPROB_VALUES:
-            param = prompts[0].draft.names["num_logprobs"]
-            problem = f"all choices' max_tokens times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
-            raise InvalidRequestError(f"{param}: {problem}", param=param)
 
     async def _job(
         self,
@@ -240,7 +223,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             return answer
 
         pairs = zip(generations, job.echoes, strict=True)
-        answers = await _together([collect(generation, echo) for generation, echo in pairs])
+        answers = await together([collect(generation, echo) for generation, echo in pairs])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
     async def _answer_beams(
@@ -333,7 +316,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 )
                 opening, echo, echoes_logprobs = b"", "", False
 
-        await _together([pump(index, generation) for index, generation in enumerate(generations)])
+        await together([pump(index, generation) for index, generation in enumerate(generations)])
         has_last = job.usage_reports is not UsageReports.NONE
         last = job.format.usage_chunk(_usage(job, generations)) if has_last else b""
         await exchange.end_events(last)
@@ -342,18 +325,6 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 def _n(body: CompletionBody | ChatBody) -> int:
     """Choices per prompt."""
     return 1 if body.n is None else body.n
-
-
-async def _together(work: list[Any]) -> list[Any]:
-    """Results of all coroutines; the first failure cancels the others and is raised as it is."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _usage_of(generation: TextGeneration) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -28,7 +28,6 @@ from router.config import KVFailurePolicy
 from router.metrics import RouterMetrics
 from router.pods import Cluster, ModelFacts
 from router.requests.bounds import (
-    MAX_LOGPROB_VALUES,
     MAX_MODEL_CHARS,
     MAX_SALT_CHARS,
     MAX_SESSION_CHARS,
@@ -116,7 +115,6 @@ class Preprocessor:
         if sampling.bad_words:
             sampling = msgspec.structs.replace(sampling, bad_word_token_ids=self._spell(sampling.bad_words))
             validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
-        check_prompt_logprobs(sampling, len(token_ids), draft.names)
         cache_salt = _salt(draft)
         hashes = await self._hash(token_ids, model.block_size, cache_salt)
         self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
@@ -249,13 +247,18 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
     return [
         replace(
             request,
-            request_id=f"{request.request_id}-{index}",
+            request_id=choice_id(request.request_id, index),
             sampling=msgspec.structs.replace(
                 request.sampling, seed=(request.sampling.settled_seed + index) % SEED_LIMIT
             ),
         )
         for index in range(n)
     ]
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The id of one choice of a request that has several."""
+    return f"{request_id}-{index}"
 
 
 def _truncation(draft: Draft, longest: int) -> int | None:
@@ -275,16 +278,6 @@ def _has_no_output(draft: Draft) -> bool:
         name = draft.names.get("max_tokens", "max_tokens")
         raise _invalid(f"{name} must be an integer of at least 1; 0 needs echo or prompt_logprobs", name)
     return True
-
-
-def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int, names: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if there were more than an answer may hold."""
-    if sampling.prompt_logprobs is None:
-        return
-    if num_prompt_tokens * (sampling.prompt_logprobs + 1) > MAX_LOGPROB_VALUES:
-        name = names.get("prompt_logprobs", "prompt_logprobs")
-        problem = f"the prompt's tokens times ({name} + 1) must be at most {MAX_LOGPROB_VALUES}"
-        raise _invalid(f"{name}: {problem}", name)
 
 
 def _salt(draft: Draft) -> str:

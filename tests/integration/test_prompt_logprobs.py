@@ -32,11 +32,11 @@ def assert_those_of_transformers(prompt, entries, num_top):
 async def check(cluster: Cluster, **options):
     for prompt in [*PROMPTS, *PROMPTS]:  # the second time their blocks are cached
         answer = await cluster.generate(prompt, prompt_logprobs=3, max_tokens=5, **options)
-        assert_those_of_transformers(prompt, answer.prompt_logprobs, 3)
-        assert list(answer.token_ids) == reference_generate(tiny_model_dir(MODEL), prompt, 5)
+        assert_those_of_transformers(prompt, answer.choices[0].prompt_logprobs, 3)
+        assert list(answer.choices[0].token_ids) == reference_generate(tiny_model_dir(MODEL), prompt, 5)
         only = await cluster.generate(prompt, prompt_logprobs=0, max_tokens=0)
-        assert_those_of_transformers(prompt, only.prompt_logprobs, 0)
-        assert not only.token_ids
+        assert_those_of_transformers(prompt, only.choices[0].prompt_logprobs, 0)
+        assert not only.choices[0].token_ids
         assert only.usage.completion_tokens == 0
 
 

@@ -69,21 +69,23 @@ async def test_through_a_prefill_pod(tmp_path):
     async with running_cluster(tmp_path, MODEL) as cluster:
         for given, expected in rules()[2:]:
             answer = await cluster.generate(PROMPT, max_tokens=MAX_TOKENS, **given)
-            assert list(answer.token_ids) == expected
+            assert list(answer.choices[0].token_ids) == expected
         tokenizer = cluster.router.service.tokenizer
         allowed = tokenizer.encode("abcd")
         spelled = {"allowed_token_ids": allowed, "max_tokens": MAX_TOKENS}
         prompt = tokenizer.encode("Some text ")
-        plain = (await cluster.generate(prompt, **spelled)).text
-        without = (await cluster.generate(prompt, bad_words=[plain[0]], **spelled)).text
+        plain = (await cluster.generate(prompt, **spelled)).choices[0].text
+        without = (await cluster.generate(prompt, bad_words=[plain[0]], **spelled)).choices[0].text
         assert plain[0] not in without
-        stopped = await cluster.generate(prompt, stop=[plain[1:3]], include_stop_str_in_output=True, **spelled)
+        answer = await cluster.generate(prompt, stop=[plain[1:3]], include_stop_str_in_output=True, **spelled)
+        (stopped,) = answer.choices
         end = plain.index(plain[1:3]) + 2
         assert (stopped.text, stopped.stop_text) == (plain[:end], plain[1:3])
-        by_token = await cluster.generate(prompt, stop_token_ids=tokenizer.encode(plain[0]), **spelled)
+        answer = await cluster.generate(prompt, stop_token_ids=tokenizer.encode(plain[0]), **spelled)
+        (by_token,) = answer.choices
         assert (by_token.text, by_token.stop_token_id) == ("", tokenizer.encode(plain[0])[0])
         cut = await cluster.generate(PROMPT, truncate_prompt_tokens=7, max_tokens=MAX_TOKENS)
-        assert list(cut.token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
+        assert list(cut.choices[0].token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
         assert cut.usage.prompt_tokens == 7
         await check_beams(cluster)
         with pytest.raises(grpc.aio.AioRpcError, match="the pods have no logits processors"):

@@ -191,21 +191,24 @@ class Lifecycle:
         for request_id, found in result.prompt_logprobs.items():
             self._take_prompt_logprobs(request_id, found)
         sampled = result.sampled
-        live, outbox, block_size = self.places.live, self._outbox, self._block_size
+        live, add_token, block_size = self.places.live, self._outbox.add_token, self._block_size
+        running = RequestStatus.RUNNING
+        num_decoded = 0
         for request_id, num_tokens in num_computed.items():
             request = live.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not running:
                 continue  # aborted while the step ran
             token = sampled.get(request_id)
             # Most decodes fill no block, so that there is nothing to cache or to move.
             if num_tokens > 1 or token is None or request.is_producer or request.num_computed_tokens % block_size == 0:
                 self._computed(request, token, result.masked)
             else:
-                self.totals.num_generation_tokens += 1
+                num_decoded += 1
                 reason = request.append(token)
-                outbox.add_token(request, token)
+                add_token(request, token)
                 if reason is not None:
                     self.finish(request, reason)
+        self.totals.num_generation_tokens += num_decoded
         self._transfers.step_ended()
 
     def _take_prompt_logprobs(self, request_id: RequestId, found: PromptLogprobs) -> None:

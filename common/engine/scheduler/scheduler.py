@@ -177,14 +177,15 @@ class Scheduler:
     def _schedule_decoding(self, plan: StepPlan) -> list[Request]:
         """A token for each request that decodes. Returns the others of the batch, whose prompts are not complete."""
         prompts: list[Request] = []
+        block_size, decode, running = self._block_size, plan.decode, RequestStatus.RUNNING
         for request in self._running.copy():  # preemption changes the batch
             num_computed = request.num_computed_tokens
             if len(request.token_ids) - num_computed > 1:
                 prompts.append(request)
-            elif request.status is not RequestStatus.RUNNING:
+            elif request.status is not running:
                 pass  # preempted in this step
-            elif num_computed % self._block_size or self._grow(request, 1, plan):  # else it goes into a block begun
-                plan.decode(request)
+            elif num_computed % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
+                decode(request, num_computed)
         return prompts
 
     def _admit_consumers(self, now: float) -> Request | None:
@@ -325,10 +326,11 @@ class Scheduler:
         for request, block_ids in plan.new_block_ids.items():
             if request.is_in_batch:
                 step.new_block_ids[request.request_id] = block_ids
+        num_scheduled_tokens = step.num_scheduled_tokens
         for request, num_tokens in plan.scheduled.items():
             if not request.is_in_batch:
                 step.new_requests.append(self._introduce(request))
-            step.num_scheduled_tokens[request.request_id] = num_tokens
+            num_scheduled_tokens[request.request_id] = num_tokens
             start = request.num_computed_tokens
             request.num_computed_tokens = start + num_tokens
             if start < request.num_prompt_tokens:

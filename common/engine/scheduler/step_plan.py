@@ -56,10 +56,10 @@ class StepPlan:
         targets = (request.target_itl_s for request in self.scheduled if not request.is_producer)
         return min(targets, default=None)
 
-    def decode(self, request: Request) -> None:
-        """Let `request` compute its last token."""
+    def decode(self, request: Request, num_context_tokens: int) -> None:
+        """Let `request` compute its last token, which comes after `num_context_tokens`."""
         self.scheduled[request] = 1
-        self.num_context_tokens += request.num_computed_tokens
+        self.num_context_tokens += num_context_tokens
 
     def give(self, request: Request, num_tokens: int) -> None:
         """Let `request` compute `num_tokens` tokens."""

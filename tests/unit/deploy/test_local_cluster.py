@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,20 @@ def test_picked_ports_differ_and_taken_ones_are_refused() -> None:
             check_free("127.0.0.1", ports[0], "--port")
         with pytest.raises(ConfigError, match="--port: cannot listen"):
             main(["--port", str(ports[0])])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a bound port can be listened on by another socket")
+def test_no_other_launcher_picks_a_port_that_waits_for_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers that did would have one's pod answer for the other's."""
+    first = pick_ports("127.0.0.1", 1)
+    candidates = [*first, *pick_ports("127.0.0.1", 1)]
+    monkeypatch.setattr("deploy.ports.random.sample", lambda population, k: candidates)
+    with pytest.raises(ConfigError, match="--host: 1 free ports are not to be had"):
+        pick_ports("127.0.0.1", 1)
+    with socket.create_server(("127.0.0.1", first[0])):  # while its own pod can listen, and listen again
+        pass
+    with socket.create_server(("127.0.0.1", first[0])):
+        pass
 
 
 @pytest.mark.parametrize(
