@@ -48,6 +48,7 @@ from router.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 256  # log probabilities of a prompt's tokens that are checked; takes a few milliseconds
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
@@ -265,7 +266,7 @@ class Generation:
     async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
             response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic(), self.request)
-            self._check_prefill(leg.pod, response)
+            await self._check_prefill(leg.pod, response)
         except BatonError as error:
             legs.awaits_prefill = False
             self._on_prefill_failed(legs, leg, error)
@@ -274,23 +275,37 @@ class Generation:
             leg.claim.prefilled(time.monotonic())
             self._on_prefill_response(leg.pod, response)
 
-    def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
+    async def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
         """Raises UnavailableError for an invalid answer."""
         sampling = self.request.sampling
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         problem = invalid_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
         problem = problem or invalid_end(response.finish_reason, 1, sampling.max_tokens)
-        if not problem and self._lacks_prompt:
-            found, num_prompt_tokens = response.prompt_logprobs, len(self.request.prompt_token_ids)
-            problem = invalid_prompt_logprobs(1, found, num_prompt_tokens, sampling, self._vocab_size)
-            if len(found) != self._num_prompt_logprobs:
-                problem = problem or f"{len(found)} log probabilities of a prompt of {num_prompt_tokens} tokens"
+        problem = problem or await self._problem_in_prompt(response.prompt_logprobs)
         if response.finish_reason in (common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR):
             problem = problem or f"finish reason {response.finish_reason} with a token"
         if problem:
             error = UnavailableError(f"prefill pod {pod.address} sent an invalid answer: {problem}")
             pod.note_invalid(error, self.request)
             raise error
+
+    async def _problem_in_prompt(self, found: Sequence[common_pb2.PositionLogprobs]) -> str:
+        """What is invalid about a prefill pod's log probabilities of the prompt, if they are wanted; empty: nothing.
+        They may be very many, so others have their turn in between."""
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        if not self._lacks_prompt:
+            return ""
+        if len(found) != self._num_prompt_logprobs:
+            return f"{len(found)} log probabilities of a prompt of {num_prompt_tokens} tokens"
+        for start in range(0, len(found), _AT_ONCE):
+            part = found[start : start + _AT_ONCE]
+            problem = invalid_prompt_logprobs(
+                start + 1, part, num_prompt_tokens, self.request.sampling, self._vocab_size
+            )
+            if problem:
+                return problem
+            await asyncio.sleep(0)
+        return ""
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()

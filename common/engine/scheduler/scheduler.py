@@ -54,8 +54,11 @@ from common.types import RequestId
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
+# Of a step, for log probabilities of prompts: 128 MiB of logits in float32, and so many tokens, whose values a front
+# converts in a few milliseconds.
+MAX_PROMPT_LOGITS = 2**25
+MAX_PROMPT_ROWS = 512
 # Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
-MAX_PROMPT_LOGITS = 2**25  # of a step, for log probabilities of prompts: 128 MiB in float32
 WATERMARK = 0.01
 
 
@@ -91,7 +94,7 @@ class Scheduler:
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
-        self._max_prompt_logits = max(1, MAX_PROMPT_LOGITS // vocab_size)
+        self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
         self._lifecycle = Lifecycle(kv, self._transfers)
@@ -142,7 +145,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = StepPlan(self._config.max_num_batched_tokens, self._max_prompt_logits)
+        plan = StepPlan(self._config.max_num_batched_tokens, self._max_prompt_rows)
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
