@@ -24,9 +24,15 @@ SCHEMA = {
         "name": {"type": "string", "maxLength": 12},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
         "size": {"type": "integer", "minimum": 0, "maximum": 999},
-        "box": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+        "box": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}},
+            "required": ["on"],
+            "additionalProperties": False,
+        },
     },
     "required": ["name", "tags", "size", "box"],
+    "additionalProperties": False,  # or random weights write some without end
 }
 PATTERN = r"[a-f]{3,40}-\d{2}"
 CHOICES = ["Paris", "Rome", 'Pa"ul\n']
@@ -104,8 +110,7 @@ async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
         kind = name.split()[0]
         for text, reason in answers:  # a model with random weights may go on with whitespace without end
             assert reason == "stop" or kind == "response_format", (name, text)
-            assert reason != "stop" or is_valid(kind, text), (name, text)
-    assert any(reason == "stop" for _, reason in expected["response_format 3"])
+            assert text.lstrip().startswith("{") if reason == "length" else is_valid(kind, text), (name, text)
     with running_redis() if connector == "redis" else nullcontext() as redis:
         options = {"url": redis.url} if redis is not None else {}
         async with running_cluster(tmp_path, "llama", connector=connector, connector_options=options) as cluster:
