@@ -66,7 +66,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
 
 def test_pieces_arrive_in_order() -> None:
     with client(lambda request: sse(*({"choices": [{"text": piece}]} for piece in ("a", "", "b")))) as router:
-        assert list(router.stream_complete({})) == ["a", "b"]
+        assert [piece.text for piece in router.stream_complete({})] == ["a", "", "b"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_conversation_keeps_its_history(router: FakeRouter, monkeypatch: pytes
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n/reset\nthird\n/exit\nnever\n"))
+    monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n/clear\nthird\n/exit\nnever\n"))
     assert chat.main([]) == 0
     contents = [[message["content"] for message in body["messages"]] for body in router.bodies]  # type: ignore[attr-defined]
     assert contents == [["first"], ["first", "answer 1", "second"], ["third"]]

@@ -15,16 +15,16 @@ from common.config import build, parse
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.pod.config import PodConfig
-from deploy.local_cluster import (
-    ClusterConfig,
+from deploy.cluster_config import ClusterConfig, parse_cluster
+from deploy.cluster_plan import (
     ClusterPlan,
     curl_line,
-    main,
     operator_environment,
     plan_cluster,
     pod_environment,
     write_private,
 )
+from deploy.local_cluster import has_api_keys, main
 from deploy.ports import check_free, pick_ports
 from router.config import RouterConfig
 from router.security.key_source import ENVIRONMENT, load_keys
@@ -259,19 +259,23 @@ def test_yaml_and_options_meet() -> None:
     assert built.engine.model.model == "m"
 
 
-def test_a_router_with_api_keys_has_one_for_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
-    assert operator_environment(None, {}, "the-key") == {}
+LISTED_KEY = "team:sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize("listed", [{}, {ENVIRONMENT: LISTED_KEY}])
+def test_the_probe_of_a_router_with_api_keys_has_one(listed: dict[str, str]) -> None:
+    keys = load_keys("", operator_environment(listed, "the-key"))
+    assert keys is not None
+    assert len(keys) == 1 + len(listed)
+    found = keys.find("the-key")
+    assert found is not None
+    assert found.is_operator
+
+
+def test_api_keys_come_from_a_file_an_option_or_the_environment(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
-    config.write_text("router: {log_level: info}")
-    assert operator_environment(config, {}, "the-key") == {}
     config.write_text("router: {api_keys_file: keys.yaml}")
-    listed = "team:sha256:" + "0" * 64
-    for file, env, num_keys in ((config, {}, 1), (None, {ENVIRONMENT: listed}, 2), (config, {ENVIRONMENT: listed}, 2)):
-        added = operator_environment(file, env, "the-key")
-        keys = load_keys("", added)
-        assert keys is not None
-        assert len(keys) == num_keys
-        found = keys.find("the-key")
-        assert found is not None
-        assert found.is_operator
+    assert not has_api_keys(parse_cluster([]), {})
+    assert has_api_keys(parse_cluster([]), {ENVIRONMENT: LISTED_KEY})
+    assert has_api_keys(parse_cluster(["--config", str(config)]), {})
+    assert has_api_keys(parse_cluster(["--api-keys-file", "keys.yaml"]), {})
