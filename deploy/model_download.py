@@ -6,6 +6,7 @@ same revision.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def _is_directory(model: str) -> bool:
 
 def _download(source: ModelSource, terminal: Terminal) -> None:
     from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not terminal.shows_progress:
@@ -52,9 +54,15 @@ def _download(source: ModelSource, terminal: Terminal) -> None:
     started = time.monotonic()
     try:
         directory = snapshot_download(source.model, revision=source.revision, allow_patterns=MODEL_FILES)
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"--model: {source.model} is neither a local directory nor a model on the hub that HF_TOKEN may read",
+            param="model",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"--revision: {source.model} has none named {source.revision}", param="revision") from error
     except Exception as error:  # third-party code over a network: any exception means that there is no model
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"--model: {name} is neither a local directory nor to be had from the hub: {detail}", param="model"
-        ) from error
+        raise ConfigError(f"--model: {name} cannot be fetched from the hub: {detail}", param="model") from error
+    gc.collect()  # the library's progress bars draw their last line when they are collected
     terminal.say(f"  in {time.monotonic() - started:.1f} s: {directory}")
