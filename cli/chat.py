@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -129,16 +130,16 @@ def _converse(conversation: Conversation, model: str) -> None:
     print(f"{model} at your service. {GREETING}")
     while True:
         try:
-            text = read_message(input)
+            text, is_command = read_message(input)
         except EOFError:
             print()
             return
         except KeyboardInterrupt:  # at the prompt: drop the message
             print()
             continue
-        if text in ("/exit", "/quit"):
+        if is_command and text in ("/exit", "/quit"):
             return
-        if text.startswith("/"):
+        if is_command:
             try:
                 print(_command(conversation, text))
             except ConfigError as error:
@@ -147,17 +148,27 @@ def _converse(conversation: Conversation, model: str) -> None:
             _turn(conversation, text)
 
 
-def read_message(ask: Callable[[str], str]) -> str:
-    """A message of one line or, between quotes or with backslashes, of several. Raises EOFError, KeyboardInterrupt."""
+class Typed(NamedTuple):
+    """What was typed at the prompt."""
+
+    text: str
+    is_command: bool
+
+
+def read_message(ask: Callable[[str], str]) -> Typed:
+    """A command, or a message of one line or, between quotes or with backslashes, of several.
+
+    Raises EOFError or KeyboardInterrupt.
+    """
     text = ask("> ").strip()
     if text.startswith(_QUOTES):
         text = text.removeprefix(_QUOTES)
         while not text.rstrip().endswith(_QUOTES):
             text += "\n" + ask("... ")
-        return text.rstrip().removesuffix(_QUOTES).strip("\n")
+        return Typed(text.rstrip().removesuffix(_QUOTES).strip("\n"), is_command=False)
     while text.endswith("\\"):
         text = text.removesuffix("\\") + "\n" + ask("... ").rstrip()
-    return text
+    return Typed(text, is_command=text.startswith("/"))
 
 
 def _command(conversation: Conversation, text: str) -> str:
