@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError
 from deploy.cluster_log import LAUNCHER, read_log
-from deploy.cluster_state import DEFAULT_NAME, LOG_FILE, NAME_PATTERN, is_claimed, state_root, the_cluster
+from deploy.cluster_state import DEFAULT_NAME, is_claimed, log_file, the_cluster
 
 EXIT_CODES = {0: "success", 2: "a wrong option, or no log", 130: "interrupted"}
 
@@ -28,24 +27,16 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.lines < 0:
         raise ConfigError(f"--lines: must be >= 0, got {args.lines}", param="lines")
-    name = _name(args.name)
-    file = state_root() / "clusters" / name / LOG_FILE
-    if not file.is_file():
+    running = the_cluster() if args.name is None else None
+    name = args.name or (running.name if running is not None else DEFAULT_NAME)
+    file = log_file(name)
+    if file is None:
         raise ConfigError(f"--name: there is no log of a cluster named {name}", param="name")
     _check_pod(name, args.pod)
     is_over = (lambda: not is_claimed(name)) if args.follow else None
     for line in read_log(file, args.lines, args.pod, is_over):
         print(line, flush=args.follow)
     return 0
-
-
-def _name(given: str | None) -> str:
-    if given is None:
-        running = the_cluster()
-        return running.name if running is not None else DEFAULT_NAME
-    if not re.fullmatch(NAME_PATTERN, given):
-        raise ConfigError(f"--name: there is no log of a cluster named {given}", param="name")
-    return given
 
 
 def _check_pod(cluster: str, pod: str | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,14 +22,13 @@ _CHUNK_BYTES = 64 * 1024
 class ClusterLog:
     """Writes the log. A disk that is full loses lines, not the cluster."""
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES, takes_stderr: bool = False) -> None:
-        """With `takes_stderr`, file descriptor 2 is the log, for what the interpreter itself has to say."""
+    def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
+        """Raises OSError."""
         self._path = path
         self._max_bytes = max_bytes
-        self._takes_stderr = takes_stderr
-        self._descriptor = -1
-        self._size = 0
-        self._open()
+        self._takes_stderr = False
+        self._descriptor = _open(path)
+        self._size = os.fstat(self._descriptor).st_size
 
     def write(self, line: str) -> None:
         """Appends a line."""
@@ -49,19 +47,22 @@ class ClusterLog:
     def take_stderr(self) -> None:
         """From now on file descriptor 2 is the log."""
         self._takes_stderr = True
-        os.dup2(self._descriptor, sys.__stderr__.fileno() if sys.__stderr__ is not None else 2)
-
-    def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._size = os.fstat(self._descriptor).st_size
-        if self._takes_stderr:
-            self.take_stderr()
+        os.dup2(self._descriptor, 2)
 
     def _rotate(self) -> None:
+        """Goes on with the old file if there cannot be a new one."""
         with contextlib.suppress(OSError):
             self._path.replace(previous(self._path))
-        os.close(self._descriptor)
-        self._open()
+        with contextlib.suppress(OSError):
+            old, self._descriptor = self._descriptor, _open(self._path)
+            os.close(old)
+            if self._takes_stderr:
+                self.take_stderr()
+        self._size = os.fstat(self._descriptor).st_size
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def previous(path: Path) -> Path:
@@ -77,7 +78,7 @@ def read_log(
     with contextlib.ExitStack() as files:
         reader = _LineReader(files.enter_context(path.open("rb")))
         lines: deque[str] = deque(maxlen=count)
-        with contextlib.suppress(FileNotFoundError), previous(path).open("rb") as before:
+        with contextlib.suppress(OSError), previous(path).open("rb") as before:
             lines.extend(line for line in _LineReader(before).lines() if _is_of(line, pod))
         lines.extend(line for line in reader.lines() if _is_of(line, pod))
         yield from lines

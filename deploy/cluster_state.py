@@ -108,14 +108,39 @@ class Claim:
 
 
 def state_root() -> Path:
-    """The directory of everything that Baton keeps about this user's clusters; created if need be."""
-    given = os.environ.get("XDG_STATE_HOME", "")
+    """The private directory of what Baton keeps for this user; created if need be. Raises StateError."""
+    home = _state_home()
+    if home is None:
+        raise StateError("XDG_STATE_HOME: not set, and there is no home directory")
     try:
-        home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
         home.mkdir(parents=True, exist_ok=True)
         return _private(home / "baton")
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+    except OSError as error:
         raise StateError(f"XDG_STATE_HOME: cannot keep state there: {error}") from error
+
+
+def log_file(name: str) -> Path | None:
+    """The log of the cluster `name`, which may have ended; None if there is none."""
+    home = _state_home()
+    if home is None or not re.fullmatch(NAME_PATTERN, name):
+        return None
+    file = _clusters(home) / name / LOG_FILE
+    return file if file.is_file() else None
+
+
+def _state_home() -> Path | None:
+    """None if this user has no home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(given):
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+
+
+def _clusters(home: Path) -> Path:
+    return home / "baton" / "clusters"
 
 
 def state_directory(name: str) -> Path:
@@ -149,13 +174,17 @@ def claim(name: str) -> Claim:
 
 
 def is_claimed(name: str) -> bool:
-    """Whether the launcher of the cluster `name` lives."""
-    if not re.fullmatch(NAME_PATTERN, name):
+    """Whether the launcher of the cluster `name` lives. Raises StateError if that cannot be seen."""
+    home = _state_home()
+    if home is None or not re.fullmatch(NAME_PATTERN, name):
         return False
+    file = _clusters(home) / name / _LOCK_FILE
     try:
-        lock = os.open(state_root() / "clusters" / name / _LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
+        lock = os.open(file, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise StateError(f"{file} cannot be opened: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,14 +201,24 @@ def is_running(state: ClusterState) -> bool:
 
 def running_clusters() -> list[ClusterState]:
     """All that run, by name. Raises StateError if a state cannot be read."""
-    directory = state_root() / "clusters"
-    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    home = _state_home()
+    if home is None:
+        return []
+    try:
+        names = sorted(path.name for path in _clusters(home).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StateError(f"{_clusters(home)} cannot be read: {error.strerror}") from error
     return [state for name in names if (state := find_running(name)) is not None]
 
 
 def find_running(name: str) -> ClusterState | None:
     """The cluster `name`; None if it does not run. Raises StateError if its state cannot be read."""
-    file = state_root() / "clusters" / name / _STATE_FILE
+    home = _state_home()
+    if home is None:
+        return None
+    file = _clusters(home) / name / _STATE_FILE
     for attempt in range(_CLAIM_ATTEMPTS):  # between claim and first record, and between removal and end
         if attempt:
             time.sleep(_CLAIM_INTERVAL_S)

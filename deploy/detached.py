@@ -20,7 +20,7 @@ from deploy.cluster_config import ClusterCommand, parse_cluster
 from deploy.cluster_log import ClusterLog
 from deploy.cluster_plan import importable
 from deploy.cluster_record import ClusterRecord, initial_state
-from deploy.cluster_state import DEFAULT_NAME, LOG_FILE, Claim, claim
+from deploy.cluster_state import DEFAULT_NAME, LOG_FILE, Claim, StateError, claim
 from deploy.local_cluster import run_cluster
 from deploy.terminal import Terminal
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = parse_cluster(arguments)
         claimed = Claim(command.name, int(lock))
-        log = ClusterLog(claimed.directory / LOG_FILE)
+        log = _open_log(claimed)
         terminal = Terminal(log=log)
 
         def let_go() -> None:
@@ -92,6 +92,14 @@ def main(argv: Sequence[str]) -> int:
             claimed.clear()
     except ConfigError as error:
         return report_config_error(error)
+
+
+def _open_log(claimed: Claim) -> ClusterLog:
+    file = claimed.directory / LOG_FILE
+    try:
+        return ClusterLog(file)
+    except OSError as error:
+        raise StateError(f"{file} cannot be opened: {error.strerror}") from error
 
 
 def _leave_terminal(log: ClusterLog) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import ssl
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,6 +184,20 @@ def test_settings_and_the_system_message_change(
     for said in ("--top-p: must be <= 1", "max_token: unknown setting; did you mean max_tokens?", "did you mean /set?"):
         assert said in out
     assert "seed: a value is missing" in out
+
+
+def test_what_was_typed_is_there_in_the_next_conversation(state_home: Path) -> None:
+    readline = pytest.importorskip("readline")
+    file = state_home / "baton" / "chat_history"
+    try:
+        with chat._line_editing():
+            readline.add_history("a question")
+        readline.clear_history()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        with chat._line_editing():
+            assert readline.get_history_item(1) == "a question"
+    finally:
+        readline.clear_history()
 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(

@@ -44,3 +44,11 @@ def test_what_is_written_before_the_end_is_read(tmp_path: Path) -> None:
         return True
 
     assert list(read_log(tmp_path / "log", 0, is_over=end)) == ["[a] last"]
+
+
+def test_a_log_that_cannot_be_cut_goes_on(tmp_path: Path) -> None:
+    log = ClusterLog(tmp_path / "log", max_bytes=10)
+    (tmp_path / "log.1" / "in-the-way").mkdir(parents=True)
+    for index in range(3):
+        log.write(f"[a] line {index}")
+    assert list(read_log(tmp_path / "log", 9)) == ["[a] line 0", "[a] line 1", "[a] line 2"]

@@ -37,7 +37,7 @@ if sys.argv[2:] == ["deaf"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 claimed = claim(sys.argv[1])
 state = ClusterState(sys.argv[1], os.getpid(), start_time_of(os.getpid()), socket.gethostname(), phase="ready")
-state.url, state.stop_s = "http://127.0.0.1:1234", 0.0
+state.url, state.stop_s = "http://127.0.0.1:9", 0.0
 state.pods = [PodState("decode-0", "decode", "127.0.0.1:1", phase="ready")]
 state.store = StoreState("redis", "", {"url": "redis://:secret@127.0.0.1"})
 claimed.save(state)
@@ -144,11 +144,24 @@ def test_a_home_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, home: Path)
         claim("a")
 
 
+@pytest.mark.parametrize("given", ["", "/nonexistent/state"])
+def test_who_only_looks_needs_no_home(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_STATE_HOME", given)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert the_cluster() is None
+    assert not Path("/nonexistent").exists()
+
+
 def test_down_ends_a_cluster_and_status_tells(launchers: Launchers, capsys: pytest.CaptureFixture[str]) -> None:
     launcher = launchers.start("a")
-    assert status.main([]) == 0
-    assert "a: ready, up " in capsys.readouterr().out
-    assert status.main(["--json"]) == 0
+    assert status.main([]) == 1
+    out = capsys.readouterr().out
+    assert "a: ready, up " in out
+    assert "It serves nothing: the router does not answer within 2 s." in out
+    assert status.main(["--json"]) == 1
     assert "secret" not in capsys.readouterr().out
     assert down.main([]) == 0
     assert launcher.wait(60) == -signal.SIGTERM
