@@ -99,7 +99,9 @@ def test_a_name_is_taken_while_its_launcher_lives(launchers: Launchers) -> None:
     launcher.wait()
     assert find_running("a") is None
     assert running_clusters() == []
-    os.close(claim("a").lock)
+    claimed = claim("a")
+    assert not (claimed.directory / "state.json").exists()
+    os.close(claimed.lock)
 
 
 def test_a_process_that_has_the_pid_by_now_gets_no_signal() -> None:
