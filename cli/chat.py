@@ -191,14 +191,16 @@ def _command(conversation: Conversation, text: str) -> str:
                 raise ConfigError(f"{setting}: a value is missing: /set {setting} VALUE")
             if setting:
                 conversation.set(setting, value.strip())
-            return "\n".join(_show(conversation.options))
+            return "\n".join(_show(conversation.options, setting))
     close = difflib.get_close_matches(name, ("/help", "/clear", "/system", "/set", "/exit"), n=1)
     return f"{name}: unknown command; " + (f"did you mean {close[0]}?" if close else "see /help")
 
 
-def _show(options: GenerationOptions) -> Iterator[str]:
+def _show(options: GenerationOptions, only: str = "") -> Iterator[str]:
     for name, value in settings_of(options).items():
-        yield f"{name:<12} {'the router decides' if value in (None, []) else value}"
+        if only in ("", name):
+            text = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+            yield f"{name:<12} {'the router decides' if value in (None, []) else text}"
 
 
 def _turn(conversation: Conversation, text: str) -> None:

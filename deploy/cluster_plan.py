@@ -88,24 +88,31 @@ def plan_cluster(
             own += to_arguments(_mtls_of(scratch, role))
         options = [*own, *pod_options, *passed.get(role, ()), *common]
         pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", options, env))
-    router_options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
-    for pod in pods:
-        router_options += [f"--{pod.role}", pod.address]
-    model = config.engine.model
-    if model.model:
-        router_options += ["--model", model.model]
-    if model.revision:
-        router_options += ["--revision", model.revision]
-    if config.generation_config != "auto":
-        router_options += ["--generation-config", config.generation_config]
-    for name, value in config.override_generation_config.items():
-        router_options += ["--override-generation-config", f"{name}={value}"]
-    router_options.append(f"--shutdown-grace-s={config.stop_grace_s}")
-    if config.mtls:
-        router_options += to_arguments(_mtls_of(scratch, "router"))
+    router_options = _router_options(config, port, grpc_port, pods, scratch)
     router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
+
+
+def _router_options(
+    config: ClusterConfig, port: int, grpc_port: int, pods: Sequence[PodSpec], scratch: Path
+) -> list[str]:
+    options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
+    for pod in pods:
+        options += [f"--{pod.role}", pod.address]
+    model = config.engine.model
+    if model.model:
+        options += ["--model", model.model]
+    if model.revision:
+        options += ["--revision", model.revision]
+    if config.generation_config != "auto":
+        options += ["--generation-config", config.generation_config]
+    for name, value in config.override_generation_config.items():
+        options += ["--override-generation-config", f"{name}={value}"]
+    options.append(f"--shutdown-grace-s={config.stop_grace_s}")
+    if config.mtls:
+        options += to_arguments(_mtls_of(scratch, "router"))
+    return options
 
 
 def _metrics_ports(config: ClusterConfig, pods: Sequence[str]) -> dict[str, int]:
