@@ -28,10 +28,11 @@ from common.engine.messages import (
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pod.context import PodContext
+from common.pod.convert import error_of
 from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
-from common.rpc.errors import error_to_pb, make_error
+from common.rpc.errors import error_to_pb
 from common.types import FinishReason, RequestId, SampledToken, TransferId
 from decode_service.config import DecodeConfig
 from decode_service.handoff import Handoff, HandoffTimeouts, Offer
@@ -190,8 +191,8 @@ class DecodeRequest:
         if output.finish_reason is not None:
             self._pod.requests.forget(output.request_id)  # the engine has ended it, so there is nothing to abort
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(make_error(ErrorCode.from_number(output.error_code), output.error))
-        elif output.tokens or output.finish_reason is not None:
+            self.fail(error_of(output))
+        elif output.tokens or output.prompt_logprobs or output.finish_reason is not None:
             delta = self._delta(output)
             if output.finish_reason is None:
                 self._emit(self, delta)
@@ -267,6 +268,8 @@ class DecodeRequest:
             token_ids=[token.token_id for token in output.tokens],
             logprobs=[logprobs_to_pb(token.logprobs) for token in output.tokens if token.logprobs is not None],
             finish_reason=finish_reason_to_pb(output.finish_reason),
+            prompt_logprobs=[logprobs_to_pb(entry) for entry in output.prompt_logprobs],
+            prompt_start=output.prompt_start,
         )
         if output.tokens and not self._has_reported:
             self._has_reported = True

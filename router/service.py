@@ -26,7 +26,7 @@ from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
 from router.placing.planner import Plan
 from router.pods import Cluster
-from router.requests.preprocess import Preprocessor
+from router.requests.preprocess import Preprocessor, choice_id
 from router.requests.request import Draft, GenerationRequest, Prompt
 from router.requests.terms import Tenant
 
@@ -178,13 +178,18 @@ class InferenceService:
         self.metrics.errors.labels(error.code.label).inc()
 
     def abort(self, request_id: str, tenant: Tenant) -> bool:
-        """End a running generation of this tenant; its front gets what there is, with FinishReason.ABORT. False: there
-        is none."""
-        generation = self._running.get((tenant.name, request_id))
-        if generation is None:
-            return False
-        generation.finish(FinishReason.ABORT)
-        batch = self._batches[tenant.name, request_id]
+        """End a running request of this tenant, or one of its choices; its front gets what there is, with
+        FinishReason.ABORT. False: there is none."""
+        batch = self._batches.get((tenant.name, request_id))
+        if batch is not None:
+            generations: Sequence[Generation] = [self._running[tenant.name, request_id]]
+        else:
+            batch = self._batches.get((tenant.name, choice_id(request_id, 0)))
+            if batch is None or len(batch.generations) == 1:  # a request of its own
+                return False
+            generations = batch.generations
+        for generation in generations:
+            generation.finish(FinishReason.ABORT)
         if batch.is_over:
             self._gate.withdraw(batch.ticket)
         return True

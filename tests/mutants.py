@@ -100,8 +100,11 @@ NOISE = [
 ]  # log messages, texts of errors, names of tasks and threads
 TEST_TIMEOUT_S = 30
 
-# What a property computes is moved to a method, which has no decorator.
-_PROPERTY = re.compile(r"    @property\n    def (\w+)\(self\) -> (.+):\n")
+_PROGRESS = re.compile("[\u2800-\u28ff] ")  # one line for each turn of mutmut's spinner
+
+# What a property computes is moved to a method, which has no decorator. Not that of a protocol, which is only declared:
+# the method would be a member that its implementations lack.
+_PROPERTY = re.compile(r'    @property\n    def (\w+)\(self\) -> (.+):\n(?!        """[^"]*"""\n(?! {8}))')
 _MOVED = """\
     @property
     def \\1(self) -> \\2:
@@ -212,7 +215,8 @@ def _run_mutmut(names: list[str], jobs: int) -> None:
     command = [str(binaries / "mutmut"), "run", f"--max-children={jobs}", *names]
     done = subprocess.run(command, env=os.environ | {"PATH": path}, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"mutmut failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        printed = "\n".join(line for line in done.stdout.splitlines() if not _PROGRESS.match(line))
+        sys.exit(f"mutmut failed:\n{printed[-8000:]}\n{done.stderr[-4000:]}")
 
 
 def _results(workspace: Path, modules: list[str]) -> dict[str, dict[str, str]]:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackendName = Literal["auto", "torch"]
 PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
@@ -35,6 +36,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
     ] = None
     attention_backend: Annotated[AttentionBackendName, Meta(description="Paged attention implementation.")] = "auto"
+    logits_processors: Annotated[
+        list[str],
+        Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),
+    ] = []
     num_threads: Annotated[
         PositiveInt | None, Meta(description="CPU threads of the forward pass; default: torch's.")
     ] = None
@@ -74,6 +79,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
 
 
+class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Structured output: how grammars are compiled, and how many are kept."""
+
+    grammar_backend: Annotated[
+        GrammarBackendName,
+        Meta(description="Library that constrains output; auto: xgrammar, and llguidance for what it does not honour."),
+    ] = "auto"
+    grammar_timeout_s: Annotated[
+        float, Meta(gt=0, le=60, description="CPU seconds that compiling one grammar may take; else it is refused.")
+    ] = 1.0
+    grammar_memory: Annotated[
+        int, Meta(ge=2**20, description="Bytes that compiling one grammar may take; else it is refused.")
+    ] = 2**30
+    grammar_threads: Annotated[int, Meta(ge=1, le=64, description="Grammars compiled at once, off the step.")] = 2
+    grammar_cache_entries: Annotated[int, Meta(ge=0, description="Most compiled grammars that are kept.")] = 256
+    grammar_cache_bytes: Annotated[int, Meta(ge=0, description="Most bytes of compiled grammars that are kept.")] = (
+        256 * 2**20
+    )
+
+
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which connector the worker builds. `factory` ("module:function") is set by the pod, never by a user:
     the engine owns the connector Protocols, and the implementations live above it."""
@@ -89,4 +114,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None

@@ -21,6 +21,7 @@ import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.engine.executor.base import Executor, ModelFacts
+from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.kv_cache import KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import (
@@ -79,6 +80,7 @@ class EngineCore:
             on_news=lambda news: on_news(EngineCoreOutputs(outputs=news)),
             on_failure=on_failure,
         )
+        self._grammars: GrammarCompiler | None = None
         try:
             facts = executor.load_model()
             self.spec = _resolve_spec(config, facts)
@@ -96,11 +98,22 @@ class EngineCore:
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 transfers=self._port,
+                grammars=self._open_grammars(config, facts, on_wakeup),
                 measured_steps=executor.measure_steps(),
             )
         except BaseException:
             self.close()
             raise
+
+    def _open_grammars(
+        self, config: EngineConfig, facts: ModelFacts, on_wakeup: Callable[[], None]
+    ) -> GrammarCompiler | None:
+        """Nothing is loaded before the first request that needs it."""
+        if facts.tokenizer_directory is None:
+            return None
+        source = TokenizerSource(facts.tokenizer_directory, facts.vocab_size, facts.eos_token_ids)
+        self._grammars = GrammarCompiler(config.grammar, source, on_wakeup)
+        return self._grammars
 
     def _open_connector(self, kv: KVCacheManager) -> None:
         opened = self._executor.open_connector(self._actor.note_settled)
@@ -138,6 +151,7 @@ class EngineCore:
                     finish_reason=FinishReason.ERROR,
                     error=error.message,
                     error_code=error.code.value.number,
+                    error_param=error.param or "",
                 )
             )
 
@@ -224,8 +238,10 @@ class EngineCore:
         return CallResult(call_id=call.call_id, result=result)
 
     def close(self) -> None:
-        """Ends the transfer thread and releases the executor. Idempotent."""
+        """Ends the threads and releases the executor. Idempotent."""
         self._actor.stop()
+        if self._grammars is not None:
+            self._grammars.close()
         self._executor.close()
 
 
@@ -244,6 +260,8 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         num_threads=facts.num_threads,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
+        eos_token_ids=tuple(sorted(facts.eos_token_ids)),
+        logits_processors=tuple(config.model.logits_processors),
     )
 
 

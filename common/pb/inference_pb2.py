@@ -25,39 +25,59 @@ _sym_db = _symbol_database.Default()
 from common.pb import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x9d\x04\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xa5\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicyB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"\xd6\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bstart_index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard2\x99\x02\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"c\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\xe9\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1c\n\x14\x63hat_template_kwargs\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_promptB\x15\n\x13_add_special_tokens\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xbb\t\n\x0fGenerateOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x01H\x0b\x88\x01\x01\x12<\n\nlogit_bias\x18\x14 \x03(\x0b\x32(.baton.v1.GenerateOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x15 \x03(\r\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x18 \x01(\x08H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x19 \x01(\x08H\x0e\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1a \x01(\x08H\x0f\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\x05H\x10\x88\x01\x01\x12<\n\nvllm_xargs\x18\x1c \x03(\x0b\x32(.baton.v1.GenerateOptions.VllmXargsEntry\x12\x35\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x14.baton.v1.ConstraintH\x11\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eVllmXargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_structured_outputs\"\xda\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.baton.v1.TokenPromptH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.baton.v1.GenerateOptions\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x34\n\x11kv_failure_policy\x18\t \x01(\x0e\x32\x19.baton.v1.KVFailurePolicy\x12\t\n\x01n\x18\n \x01(\r\x12\x11\n\tresumable\x18\x0b \x01(\x08\x12\x15\n\rlast_event_id\x18\x0c \x01(\tB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x87\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x42\r\n\x0bstop_reason\"i\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x10.baton.v1.Choice\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\"\xe9\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x13\n\x0bstart_index\x18\x05 \x01(\r\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x08 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x10\n\x08\x65vent_id\x18\t \x01(\t\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\x13\n\tstop_text\x18\x0b \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x0c \x01(\rH\x00\x42\r\n\x0bstop_reason\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"0\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.baton.v1.ModelCard\"\x98\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x1f\n\x0f\x45xplainResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xe6\x03\n\tInference\x12\x41\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x46\n\x0eGenerateStream\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateChunk0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12?\n\x07\x45xplain\x12\x19.baton.v1.GenerateRequest\x1a\x19.baton.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._loaded_options = None
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_options = b'8\001'
   _globals['_CHATMESSAGE']._serialized_start=61
-  _globals['_CHATMESSAGE']._serialized_end=105
-  _globals['_CHATPROMPT']._serialized_start=107
-  _globals['_CHATPROMPT']._serialized_end=160
-  _globals['_TOKENPROMPT']._serialized_start=162
-  _globals['_TOKENPROMPT']._serialized_end=194
-  _globals['_GENERATEOPTIONS']._serialized_start=197
-  _globals['_GENERATEOPTIONS']._serialized_end=738
-  _globals['_GENERATEREQUEST']._serialized_start=741
-  _globals['_GENERATEREQUEST']._serialized_end=1034
-  _globals['_USAGE']._serialized_start=1036
-  _globals['_USAGE']._serialized_end=1116
-  _globals['_GENERATERESPONSE']._serialized_start=1119
-  _globals['_GENERATERESPONSE']._serialized_end=1315
-  _globals['_GENERATECHUNK']._serialized_start=1318
-  _globals['_GENERATECHUNK']._serialized_end=1532
-  _globals['_ABORTREQUEST']._serialized_start=1534
-  _globals['_ABORTREQUEST']._serialized_end=1568
-  _globals['_ABORTRESPONSE']._serialized_start=1570
-  _globals['_ABORTRESPONSE']._serialized_end=1600
-  _globals['_LISTMODELSREQUEST']._serialized_start=1602
-  _globals['_LISTMODELSREQUEST']._serialized_end=1621
-  _globals['_MODELCARD']._serialized_start=1623
-  _globals['_MODELCARD']._serialized_end=1671
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1673
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1730
-  _globals['_INFERENCE']._serialized_start=1733
-  _globals['_INFERENCE']._serialized_end=2014
+  _globals['_CHATMESSAGE']._serialized_end=160
+  _globals['_CHATPROMPT']._serialized_start=163
+  _globals['_CHATPROMPT']._serialized_end=396
+  _globals['_TOKENPROMPT']._serialized_start=398
+  _globals['_TOKENPROMPT']._serialized_end=430
+  _globals['_GENERATEOPTIONS']._serialized_start=433
+  _globals['_GENERATEOPTIONS']._serialized_end=1644
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_start=1204
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_end=1252
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_start=1254
+  _globals['_GENERATEOPTIONS_VLLMXARGSENTRY']._serialized_end=1302
+  _globals['_GENERATEREQUEST']._serialized_start=1647
+  _globals['_GENERATEREQUEST']._serialized_end=1993
+  _globals['_USAGE']._serialized_start=1995
+  _globals['_USAGE']._serialized_end=2075
+  _globals['_CHOICE']._serialized_start=2078
+  _globals['_CHOICE']._serialized_end=2341
+  _globals['_GENERATERESPONSE']._serialized_start=2343
+  _globals['_GENERATERESPONSE']._serialized_end=2448
+  _globals['_GENERATECHUNK']._serialized_start=2451
+  _globals['_GENERATECHUNK']._serialized_end=2812
+  _globals['_ABORTREQUEST']._serialized_start=2814
+  _globals['_ABORTREQUEST']._serialized_end=2848
+  _globals['_ABORTRESPONSE']._serialized_start=2850
+  _globals['_ABORTRESPONSE']._serialized_end=2880
+  _globals['_LISTMODELSREQUEST']._serialized_start=2882
+  _globals['_LISTMODELSREQUEST']._serialized_end=2901
+  _globals['_MODELCARD']._serialized_start=2903
+  _globals['_MODELCARD']._serialized_end=2951
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2953
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3010
+  _globals['_TOKENIZEREQUEST']._serialized_start=3013
+  _globals['_TOKENIZEREQUEST']._serialized_end=3165
+  _globals['_TOKENIZERESPONSE']._serialized_start=3167
+  _globals['_TOKENIZERESPONSE']._serialized_end=3227
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3229
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3282
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3284
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3318
+  _globals['_EXPLAINRESPONSE']._serialized_start=3320
+  _globals['_EXPLAINRESPONSE']._serialized_end=3351
+  _globals['_INFERENCE']._serialized_start=3354
+  _globals['_INFERENCE']._serialized_end=3840
 # @@protoc_insertion_point(module_scope)

@@ -10,7 +10,14 @@ import msgspec
 from msgspec import Meta
 
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GrammarConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from common.observability.logging import LogLevel
 from common.pod.announce import AnnounceConfig
 from common.rpc.tls import ClusterTlsConfig
@@ -78,6 +85,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    grammar: GrammarConfig = GrammarConfig()
     announcing: AnnounceConfig = AnnounceConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
 
@@ -106,7 +114,13 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         model = self.model
         if not model.model:
             model = msgspec.structs.replace(model, model=str(demo_model_path()))
-        return EngineConfig(model=model, cache=self.cache, scheduler=self.scheduler, connector=self._connector_config())
+        return EngineConfig(
+            model=model,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            grammar=self.grammar,
+            connector=self._connector_config(),
+        )
 
     def _connector_config(self) -> KVConnectorConfig | None:
         if not self.connector:

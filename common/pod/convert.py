@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 
-from common.engine.messages import AddRequest, EngineSpec, KVTransferParams
-from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, RequestOutput
+from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError, UnprocessableError
 from common.pb import common_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
+from common.rpc.errors import make_error
 from common.types import HASH_BYTES, BlockHash, RequestId, SampledToken
 from common.types.validation import validate_prompt, validate_sampling
 
@@ -24,6 +25,8 @@ def add_request_from_pb(
         raise InvalidRequestError("request_id is empty", param="request_id")
     sampling = sampling_from_pb(message.sampling)
     validate_sampling(sampling, vocab_size=spec.vocab_size)
+    if sampling.vllm_xargs and not spec.logits_processors:
+        raise InvalidRequestError("vllm_xargs: the pods have no logits processors", param="vllm_xargs")
     prompt = list(message.prompt_token_ids)
     validate_prompt(
         prompt,
@@ -50,6 +53,11 @@ def add_request_from_pb(
         target_itl_s=_target_itl_s(message.target_itl_ms),
         transfer=transfer,
     )
+
+
+def error_of(output: RequestOutput) -> BatonError:
+    """The error of an output that has ended with one."""
+    return make_error(ErrorCode.from_number(output.error_code), output.error, param=output.error_param or None)
 
 
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:

@@ -14,7 +14,7 @@ import grpc
 from common.errors import UnavailableError
 from common.rpc.options import SHARED_OPTIONS, Options
 
-_CHANNEL_OPTIONS: Options = [
+CHANNEL_OPTIONS: Options = [
     *SHARED_OPTIONS,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.enable_retries", 0),  # the router and the handoff decide what is retried
@@ -40,8 +40,8 @@ def open_channel(
     With `credentials` it uses TLS, and the server's certificate must have `server_name`, by default the address's host.
     """
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    options = [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else [])]
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else [])]
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 

@@ -86,7 +86,7 @@ def make_error(
     return error
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
+def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     """Converts the error of a failed call. Callers write `raise from_rpc_error(error) from error`."""
     pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())  # the type stubs know less
     metadata = {key: value for key, value in pairs if isinstance(value, str)}

@@ -10,7 +10,12 @@ class StopResult(NamedTuple):
     """The result of a piece."""
 
     text: str  # to be sent now
-    stopped: bool  # a stop string is complete; it and all that follows are dropped
+    stop: str = ""  # the stop string that is complete; all that follows it is dropped
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop string is complete."""
+        return bool(self.stop)
 
 
 class StopChecker:
@@ -20,26 +25,27 @@ class StopChecker:
     is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
+        """`is_included`: the stop string is part of the text. Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._is_included = is_included
         self._held = ""
 
     def push(self, piece: str) -> StopResult:
         """Takes the next piece of text. Must not be called again after it has stopped."""
         if not self._stops:
-            return StopResult(piece, stopped=False)
+            return StopResult(piece)
         text = self._held + piece
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            _, start = min(matches)
-            return StopResult(text[:start], stopped=True)
+            end, start = min(matches)
+            return StopResult(text[: end if self._is_included else start], text[start:end])
         out = len(text) - self._longest_beginning(text)
         self._held = text[out:]
-        return StopResult(text[:out], stopped=False)
+        return StopResult(text[:out])
 
     def finish(self) -> str:
         """Returns the text held back. Called at the end."""

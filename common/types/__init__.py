@@ -9,6 +9,7 @@ from common.types.block_hash import (
     root_hash,
     split_hashes,
 )
+from common.types.constraint import Constraint, ConstraintKind
 from common.types.generation import (
     FinishReason,
     Logprobs,
@@ -21,6 +22,8 @@ from common.types.generation import (
 __all__ = [
     "HASH_BYTES",
     "BlockHash",
+    "Constraint",
+    "ConstraintKind",
     "FinishReason",
     "Logprobs",
     "RequestId",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from common.pb import common_pb2
@@ -21,6 +22,7 @@ class TextDelta(NamedTuple):
     logprobs: list[common_pb2.PositionLogprobs]  # one per token if asked for, else empty
     text_offsets: list[int]  # where in the whole answer each token's text begins
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None  # the stop text, or the one of stop_token_ids, that ended the answer
 
 
 class TextGeneration:
@@ -32,12 +34,16 @@ class TextGeneration:
         self.generation = generation
         self._replay = Replay(resumption)
         self.num_tokens = self._replay.num_tokens  # delivered so far
+        sampling = request.sampling
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._processor = OutputProcessor(
             tokenizer,
             continued=request.prompt_token_ids if request.continues_prompt else (),
             stops=request.stops,
-            min_tokens=request.sampling.min_tokens,
-            skip_special_tokens=request.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
         )
         self._ended = resumption is not None and resumption.ended
 
@@ -47,6 +53,9 @@ class TextGeneration:
     async def __anext__(self) -> TextDelta:
         while not self._ended:
             output = await anext(self.generation)
+            if self.generation.request.has_no_output:
+                self._ended = True
+                return TextDelta("", 0, [], [], [], FinishReason.LENGTH)
             num_replayed = self._replay.take(output.token_ids)
             delta = self._to_text(output, num_replayed)
             self.num_tokens += len(delta.token_ids)
@@ -61,12 +70,21 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
-        return _cut(delta, piece, num_replayed)
+        if delta.finish_reason is FinishReason.COMPLETE:  # of a grammar
+            return _cut(delta._replace(finish_reason=FinishReason.STOP), piece, num_replayed)
+        text_delta = _cut(delta, piece, num_replayed)
+        if delta.finish_reason is not FinishReason.STOP:
+            return text_delta
+        return text_delta._replace(stop_reason=piece.stop or self._stop_token(delta.token_ids))
+
+    def _stop_token(self, token_ids: Sequence[int]) -> int | None:
+        """The last of these tokens if the client asked for a stop there. None: the model ended the answer."""
+        return token_ids[-1] if token_ids and token_ids[-1] in self._stop_token_ids else None
 
 
 def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta:
     """The tokens of `delta` from `num_replayed` on, as far as there are offsets."""
-    text, offsets, _ = piece
+    text, offsets = piece.text, piece.offsets
     if not num_replayed and len(offsets) == len(delta.token_ids):  # nearly always: all of it
         return TextDelta(text, delta.start_index, delta.token_ids, delta.logprobs, offsets, delta.finish_reason)
     tokens = slice(num_replayed, len(offsets))

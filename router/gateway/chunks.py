@@ -13,13 +13,13 @@ from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.one_line import encode_line
+from router.gateway.prompt_logprobs import finite
 
 # What ends a choice in a chunk.
 _FINISH: Mapping[FinishReason | None, bytes] = {
     reason: b',"finish_reason":' + encode_line(None if reason is None else reason.label) + b"}]"
     for reason in (None, *FinishReason)
 }
-_NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 
 
 class Answer:
@@ -29,6 +29,9 @@ class Answer:
         self.text: list[str] = []
         self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.token_ids: list[int] = []
+        self.prompt_fields: dict[str, Any] = {}  # what is said of its prompt
 
 
 class AnswerFormat(ABC):
@@ -50,11 +53,14 @@ class AnswerFormat(ABC):
         *,
         wants_logprobs: bool,
         has_usage_chunk: bool,
+        wants_token_ids: bool = False,
     ) -> None:
         """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
         they have counts of their own."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
+        self._wants_token_ids = wants_token_ids
+        self._is_plain = not (wants_logprobs or wants_token_ids)
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
@@ -72,24 +78,41 @@ class AnswerFormat(ABC):
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """One choice of a whole response."""
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
         """Event that opens a choice; may be empty."""
         return b""
 
-    def chunk(self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None) -> bytes:
-        """Event with what one choice gained; `prefix` precedes its text, `usage` are its token counts so far."""
-        head = self._text_heads.get(index)
-        if head is None:
-            head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
-        text = encode_line(prefix + delta.text)
-        if delta.finish_reason is None and not self._wants_logprobs and usage is None:
+    def chunk(
+        self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None, *, offset: int = 0
+    ) -> bytes:
+        """Event with what one choice gained; `prefix` precedes its text, of which `offset` characters precede the
+        answer, and `usage` are its token counts so far."""
+        head, text = self._text_head(index), encode_line(prefix + delta.text)
+        if delta.finish_reason is None and self._is_plain and usage is None:
             return head + text + self._plain_tail
         logprobs = b"null"
         if self._wants_logprobs and delta.token_ids:
-            values = zip(self._logprob_fields, self.logprobs(delta, len(prefix)), strict=True)
+            values = zip(self._logprob_fields, self.logprobs(delta, offset), strict=True)
             logprobs = encode_line({**dict(values), **self._no_logprobs})
+        more = b',"token_ids":' + encode_line(delta.token_ids) if self._wants_token_ids else b""
+        if delta.finish_reason is not None:
+            more += b',"stop_reason":' + encode_line(delta.stop_reason)
         finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
-        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
+        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, more, finish, end))
+
+    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
+        """Event with the prompt and the log probabilities of its tokens, before an answer."""
+        values = encode_line(self._joined(logprobs))
+        head, text = self._text_head(index), encode_line(echo)
+        return b"".join((head, text, self._after_text, b',"logprobs":', values, _FINISH[None], self._end))
+
+    def _text_head(self, index: int) -> bytes:
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
+        return head
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """Event with the token counts."""
@@ -103,7 +126,9 @@ class AnswerFormat(ABC):
         """Takes the next delta of an answer that is sent whole. What takes long to encode is encoded now, so that the
         end of a long answer holds up no others."""
         answer.text.append(delta.text)
-        answer.finish_reason = delta.finish_reason
+        answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+        if self._wants_token_ids:
+            answer.token_ids += delta.token_ids
         if delta.logprobs:
             for name, values in zip(self._logprob_fields, self.logprobs(delta, len(echo)), strict=True):
                 answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
@@ -113,7 +138,15 @@ class AnswerFormat(ABC):
         choices = []
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
             logprobs = self._joined(answer.logprobs) if self._wants_logprobs else None
-            choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
+            choice = self.choice(index, echo + "".join(answer.text), answer, logprobs)
+            of_tokens = {"token_ids": answer.token_ids} if self._wants_token_ids else {}
+            choices.append({**choice, "stop_reason": answer.stop_reason, **of_tokens})
+        return self._body(choices, answers, usage)
+
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+        """What is said of a prompt is part of each choice."""
+        for choice, answer in zip(choices, answers, strict=True):
+            choice.update(answer.prompt_fields)
         return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
 
     def _joined(self, logprobs: Mapping[str, list[bytes]]) -> dict[str, Any]:
@@ -130,6 +163,15 @@ class CompletionFormat(AnswerFormat):
     _after_text = b""
     _logprob_fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Says what the prompt's tokens are, if that is asked for."""
+        if prompt_token_ids is None:
+            return b""
+        more = b',"logprobs":null,"prompt_token_ids":' + encode_line(prompt_token_ids) + _FINISH[None]
+        return self._text_head(index) + b'""' + more + self._end_with(usage)
+
     def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """Four parallel lists."""
         text_of = self._tokenizer.token_text
@@ -139,9 +181,9 @@ class CompletionFormat(AnswerFormat):
         text_offsets: list[int] = []
         for token_id, position, start in zip(delta.token_ids, delta.logprobs, delta.text_offsets, strict=True):
             tokens.append(text_of(token_id))
-            token_logprobs.append(_finite(position.sampled))
-            top = {text_of(each.token_id): _finite(each.logprob) for each in position.top}
-            top_logprobs.append({text_of(token_id): _finite(position.sampled), **top})
+            token_logprobs.append(finite(position.sampled))
+            top = {text_of(each.token_id): finite(each.logprob) for each in position.top}
+            top_logprobs.append({text_of(token_id): finite(position.sampled), **top})
             text_offsets.append(offset + start)
         return tokens, token_logprobs, top_logprobs, text_offsets
 
@@ -160,10 +202,19 @@ class ChatFormat(AnswerFormat):
     _logprob_fields = ("content",)
     _no_logprobs = MappingProxyType({"refusal": None})
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
-        """Says whose turn it is."""
-        role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
-        return self._chunk_head + str(index).encode() + role + _FINISH[None] + self._end_with(usage)
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Says whose turn it is, and what the prompt's tokens are."""
+        role = b',"delta":{"role":"assistant","content":""},"logprobs":null' + _FINISH[None]
+        if prompt_token_ids is not None:
+            role += b',"prompt_token_ids":' + encode_line(prompt_token_ids)
+        return self._chunk_head + str(index).encode() + role + self._end_with(usage)
+
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+        """All choices have the same prompt."""
+        fields = answers[0].prompt_fields if answers else {}
+        return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage, **fields})
 
     def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """One object per token."""
@@ -180,7 +231,7 @@ class ChatFormat(AnswerFormat):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -191,10 +242,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _NO_LOGPROB)
 
 
 def _label(answer: Answer) -> str | None:

@@ -13,14 +13,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
+from common.tokenization import OutputProcessor
+from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
+from router.gateway.beams import BeamOptions, search_beams
+from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
+from router.gateway.prompt_logprobs import by_token_id, echoed
 from router.gateway.protocol import (
     ChatBody,
     CompletionBody,
@@ -30,12 +36,12 @@ from router.gateway.protocol import (
     parse_completion,
 )
 from router.gateway.resume import ResumeOptions, Stream, begin, digest_of, new_seed, read_resume_options
-from router.requests.bounds import MAX_LOGPROB_VALUES
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
+from router.security.quotas import Account
 from router.service import InferenceService
 
 
@@ -72,6 +78,8 @@ class _Job:
     is_stream: bool  # answered by events; else by one body
     event_ids: Stream | None  # of a stream that may be resumed
     usage_reports: UsageReports
+    echoes_logprobs: bool  # those of the prompt's tokens precede those of each choice
+    prompt_fields: frozenset[str]  # what else is said of prompts: their token ids, log probabilities
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
@@ -93,13 +101,19 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             self._access.check_operator(terms.tenant)
         resume = read_resume_options(exchange.header, parsed)
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
-        with self._named(parsed, resume, exchange) as request_id, account.admit(self._num_choices(parsed)):
+        with (
+            self._named(parsed, resume, exchange) as request_id,
+            account.admit(self._num_choices(parsed)),
+        ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
             if self._api.explains or parsed.dry_run:
                 await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))
                 return
             self._service.count_prompts([prompt.request for prompt in prompts])
+            if (beams := parsed.beams()) is not None:
+                await self._answer_beams(parsed, request_id, prompts, beams, account, exchange)
+                return
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
             with self._resumable(job, terms.tenant) as resumable:
@@ -133,14 +147,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
-        """Of all prompts, before anything is made for each. Raises InvalidRequestError if there are too many."""
-        n, limit = _n(body), self._service.config.max_choices
-        if not 1 <= n <= limit:
-            raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
-        if n * body.num_prompts > limit:
-            problem = f"n times the number of prompts must be at most {limit}, got {n} times {body.num_prompts}"
-            raise InvalidRequestError(problem, param="n")
-        return n * max(1, body.num_prompts)
+        """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
+        beams = body.beams()
+        n = _n(body) if beams is None or _n(body) < 1 else beams.width
+        return num_choices(n, body.num_prompts, self._service.config.max_choices)
 
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
@@ -156,20 +166,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
                 raise InvalidRequestError(problem, param=draft.prompt_param)
             prompts.append(_Prompt(draft, request))
-        self._check_logprobs(prompts, n)
+        names = prompts[0].draft.names
+        requests = [prompt.request for prompt in prompts]
+        check_num_logprobs(requests, n, names["num_logprobs"])
+        check_num_prompt_logprobs(requests, n, names.get("prompt_logprobs", "prompt_logprobs"))
         return prompts
-
-    def _check_logprobs(self, prompts: Sequence[_Prompt], n: int) -> None:
-        """Raises InvalidRequestError if more are asked for than one answer may hold; one choice may always fill the
-        context."""
-        sampling = prompts[0].request.sampling  # all have the same num_logprobs
-        if sampling.num_logprobs is None or n * len(prompts) == 1:
-            return
-        num_tokens = n * sum(prompt.request.sampling.max_tokens or 0 for prompt in prompts)
-        if num_tokens * (sampling.num_logprobs + 1) > MAX_LOGPROB_VALUES:
-            param = prompts[0].draft.names["num_logprobs"]
-            problem = f"all choices' max_tokens times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
-            raise InvalidRequestError(f"{param}: {problem}", param=param)
 
     async def _job(
         self,
@@ -187,16 +188,21 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             model = self._service.cluster.model
             digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
-        answer_format = self._api.format(
-            request_id,
-            int(time.time()),
-            self._service.model_name,
-            self._service.tokenizer,
-            wants_logprobs=choices[0].sampling.num_logprobs is not None,
-            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
-        )
+        wants_logprobs = choices[0].sampling.num_logprobs is not None
+        answer_format = self._format(body, request_id, wants_logprobs=wants_logprobs)
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        return _Job(choices, echoes, num_prompt_tokens, answer_format, bool(body.stream), event_ids, body.usage_reports)
+        asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
+        return _Job(
+            choices,
+            echoes,
+            num_prompt_tokens,
+            answer_format,
+            bool(body.stream),
+            event_ids,
+            body.usage_reports,
+            echoes_logprobs=isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None,
+            prompt_fields=frozenset(name for name, is_asked in asked.items() if is_asked),
+        )
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
         if not (isinstance(body, CompletionBody) and body.echo):
@@ -211,31 +217,106 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         async def collect(generation: TextGeneration, echo: str) -> Answer:
             answer = Answer()
             async for delta in generation:
+                if delta.start_index == 0:
+                    await self._describe_prompt(job, generation, answer)
                 job.format.add(answer, delta, echo)
             return answer
 
         pairs = zip(generations, job.echoes, strict=True)
-        answers = await _together([collect(generation, echo) for generation, echo in pairs])
+        answers = await together([collect(generation, echo) for generation, echo in pairs])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
+
+    async def _answer_beams(
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        prompts: Sequence[_Prompt],
+        options: BeamOptions,
+        account: Account,
+        exchange: Exchange,
+    ) -> None:
+        """The n best answers to each prompt, one prompt after the other."""
+        answer_format = self._format(body, request_id, wants_logprobs=False)
+        answers: list[Answer] = []
+        num_tokens = 0
+        for prompt in prompts:
+            results = await search_beams(self._service, prompt.request, options, account.spend)
+            for result in results[: _n(body)]:
+                num_tokens += len(result.token_ids)
+                answers.append(self._spelled(prompt.request, result))
+                if body.return_token_ids:
+                    answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
+        num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
+        usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
+        await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
+
+    def _spelled(self, request: GenerationRequest, result: Hypothesis) -> Answer:
+        answer, sampling, token_ids = Answer(), request.sampling, list(result.token_ids)
+        answer.finish_reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
+        if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
+            answer.stop_reason = token_ids[-1]
+        processor = OutputProcessor(
+            self._service.tokenizer,
+            continued=request.prompt_token_ids if request.continues_prompt else (),
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
+        )
+        answer.text.append(processor.push(token_ids, answer.finish_reason).text)
+        answer.token_ids = token_ids
+        return answer
+
+    def _format(self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool) -> AnswerFormat:
+        return self._api.format(
+            request_id,
+            int(time.time()),
+            self._service.model_name,
+            self._service.tokenizer,
+            wants_logprobs=wants_logprobs,
+            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            wants_token_ids=bool(body.return_token_ids),
+        )
+
+    async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
+        """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""
+        token_ids = generation.generation.request.prompt_token_ids
+        logprobs = generation.generation.prompt_logprobs
+        if job.echoes_logprobs and not answer.logprobs:
+            answer.logprobs = await echoed(self._service.tokenizer, token_ids, logprobs)
+        if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
+            answer.prompt_fields["prompt_logprobs"] = await by_token_id(self._service.tokenizer, token_ids, logprobs)
+        if "prompt_token_ids" in job.prompt_fields:
+            answer.prompt_fields["prompt_token_ids"] = token_ids
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
 
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo = b"", ""
+            opening, echo, offset = b"", "", len(job.echoes[index])
+            echoes_logprobs = False
+            prompt = generation.generation.request.prompt_token_ids if "prompt_token_ids" in job.prompt_fields else None
             if ids is None or not ids.has_begun(index):
-                opening = job.format.opening(index, _usage_of(generation) if has_counts else None)
-                echo = job.echoes[index]
+                opening = job.format.opening(index, _usage_of(generation) if has_counts else None, prompt)
+                echo, echoes_logprobs = job.echoes[index], job.echoes_logprobs
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
                 usage = _usage_of(generation) if has_counts else None
+                if echoes_logprobs:
+                    logprobs = await echoed(
+                        self._service.tokenizer,
+                        generation.generation.request.prompt_token_ids,
+                        generation.generation.prompt_logprobs,
+                    )
+                    opening, echo = opening + job.format.echo_chunk(index, echo, logprobs), ""
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.
-                await exchange.send_events(opening + event_id + job.format.chunk(index, delta, echo, usage))
-                opening, echo = b"", ""
+                await exchange.send_events(
+                    opening + event_id + job.format.chunk(index, delta, echo, usage, offset=offset)
+                )
+                opening, echo, echoes_logprobs = b"", "", False
 
-        await _together([pump(index, generation) for index, generation in enumerate(generations)])
+        await together([pump(index, generation) for index, generation in enumerate(generations)])
         has_last = job.usage_reports is not UsageReports.NONE
         last = job.format.usage_chunk(_usage(job, generations)) if has_last else b""
         await exchange.end_events(last)
@@ -244,18 +325,6 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 def _n(body: CompletionBody | ChatBody) -> int:
     """Choices per prompt."""
     return 1 if body.n is None else body.n
-
-
-async def _together(work: list[Any]) -> list[Any]:
-    """Results of all coroutines; the first failure cancels the others and is raised as it is."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _usage_of(generation: TextGeneration) -> dict[str, Any]:

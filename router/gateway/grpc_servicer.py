@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Sized
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import grpc
 
 from common.errors import DeadlineExceededError, InvalidRequestError
-from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
+from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
-from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
-from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
-from router.requests.terms import QUEUED_HEADER, Terms, read_terms
+from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
+from router.gateway.explain import explain
+from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of
+from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
+from router.requests.preprocess import choices_of
+from router.requests.request import GenerationRequest
+from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
@@ -29,12 +32,28 @@ _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _StreamContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateChunk]
+_AnyContext = grpc.aio.ServicerContext[Any, Any]
 
-_KV_FAILURE_POLICIES: dict[int, str | None] = {
-    common_pb2.KV_FAILURE_POLICY_UNSPECIFIED: None,
-    common_pb2.KV_FAILURE_POLICY_RECOMPUTE: "recompute",
-    common_pb2.KV_FAILURE_POLICY_FAIL: "fail",
-}
+
+class _Prepared(NamedTuple):
+    """One call, valid."""
+
+    request_id: str
+    choices: list[GenerationRequest]
+    event_ids: Stream | None  # of a stream that may be resumed
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call, dispatched."""
+
+    request_id: str
+    generations: list[TextGeneration]
+    event_ids: Stream | None  # of a stream that may be resumed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.generations[0].generation.request.prompt_token_ids)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -48,30 +67,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
-        """A whole answer."""
-        response = inference_pb2.GenerateResponse()
-        async with self._errors(context), self._run(request, context) as generation:
-            response.request_id = generation.generation.request.request_id
-            text = []
-            async for delta in generation:
-                text.append(delta.text)
-                response.token_ids.extend(delta.token_ids)
-                response.logprobs.extend(delta.logprobs)
-                response.finish_reason = finish_reason_to_pb(delta.finish_reason)
-            response.text = "".join(text)
-            response.usage.CopyFrom(_usage(generation))
-        return response
+        """Whole answers."""
+        async with self._errors(context), self._run(request, context, is_stream=False) as job:
+            choices = await together([_choice(index, each) for index, each in enumerate(job.generations)])
+            return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: inference_pb2.GenerateRequest, context: _StreamContext
     ) -> None:
-        """An answer piece by piece."""
-        async with self._errors(context), self._run(request, context) as generation:
-            due = generation.generation.request.deadline + _LAST_CHUNK_S
+        """Answers piece by piece."""
+        async with self._errors(context), self._run(request, context, is_stream=True) as job:
+            due = job.generations[0].generation.request.deadline + _LAST_CHUNK_S
+            writing = asyncio.Lock()  # one message at a time
+
+            async def pump(index: int, generation: TextGeneration) -> None:
+                async for delta in generation:
+                    chunk = _chunk(job, index, generation, delta)
+                    async with writing:
+                        await context.write(chunk)
+
             try:
                 async with asyncio.timeout(due - time.monotonic()):
-                    async for delta in generation:
-                        await context.write(_chunk(generation, delta))
+                    await together([pump(index, each) for index, each in enumerate(job.generations)])
             except TimeoutError as error:
                 raise DeadlineExceededError("the client stopped reading its answer") from error
 
@@ -92,102 +109,161 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         card = inference_pb2.ModelCard(name=self._service.model_name, max_model_len=self._service.cluster.max_model_len)
         return inference_pb2.ListModelsResponse(models=[card])
 
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
+    ) -> inference_pb2.TokenizeResponse:
+        """Token ids of a prompt."""
+        account = self._access.account(tenant_of_call())
+        async with self._errors(context):
+            with account.admit(1):
+                prompt, param = prompt_of(request)
+                token_ids = await self._service.tokenize(request.model or None, prompt, param)
+                account.spend(len(token_ids))
+                max_model_len = self._service.cluster.max_model_len
+                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
+    ) -> inference_pb2.DetokenizeResponse:
+        """Text of token ids."""
+        account = self._access.account(tenant_of_call())
+        async with self._errors(context):
+            with account.admit(1):
+                token_ids = list(request.token_ids)
+                text = await self._service.detokenize(request.model or None, token_ids, "token_ids")
+                account.spend(len(token_ids))
+                return inference_pb2.DetokenizeResponse(text=text)
+
+    async def Explain(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.ExplainResponse],
+    ) -> inference_pb2.ExplainResponse:
+        """Where the request would go."""
+        async with self._errors(context):
+            terms = _terms(context)
+            self._access.check_operator(terms.tenant)
+            account = self._access.account(terms.tenant)
+            with account.admit(self._num_choices(request)):
+                prepared = await self._service.prepare(draft_of(request, terms))
+                account.spend(len(prepared.prompt_token_ids))
+                route = await explain(self._service, [prepared])
+                return inference_pb2.ExplainResponse(json=route.decode())
+
     @asynccontextmanager
-    async def _errors(self, context: _Context | _StreamContext) -> AsyncIterator[None]:
+    async def _errors(self, context: _AnyContext) -> AsyncIterator[None]:
         """Errors become statuses, and are counted."""
         async with rpc_errors(context), self._service.counted_errors():
             yield
 
     @asynccontextmanager
     async def _run(
-        self, message: inference_pb2.GenerateRequest, context: _Context | _StreamContext
-    ) -> AsyncIterator[TextGeneration]:
+        self, message: inference_pb2.GenerateRequest, context: _AnyContext, *, is_stream: bool
+    ) -> AsyncIterator[_Job]:
         terms = _terms(context)
         account = self._access.account(terms.tenant)
-        with account.admit(1):
-            request = await self._service.prepare(replace(_draft(message), terms=terms))
-            account.spend(len(request.prompt_token_ids))
-            self._service.count_prompts([request])
-            async with self._service.run([request]) as run:
-                await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
-                with account.spending(run.generations):
-                    yield run.generations[0]
+        with account.admit(self._num_choices(message)):
+            request_id, choices, event_ids = await self._prepare(message, terms, is_stream=is_stream)
+            account.spend(len(choices[0].prompt_token_ids))
+            self._service.count_prompts(choices[:1])
+            with self._resumable(event_ids, terms.tenant) as resumable:
+                async with self._service.run(choices) as run:
+                    await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
+                    resumable.generations = [each.generation for each in run.generations]
+                    with account.spending(run.generations):
+                        yield _Job(request_id, run.generations, event_ids)
+
+    def _num_choices(self, message: inference_pb2.GenerateRequest) -> int:
+        return num_choices(message.n or 1, 1, self._service.config.max_choices)
+
+    async def _prepare(self, message: inference_pb2.GenerateRequest, terms: Terms, *, is_stream: bool) -> _Prepared:
+        """The choices, from where the client has them. Raises InvalidRequestError."""
+        if not is_stream and (message.resumable or message.last_event_id):
+            param = "resumable" if message.resumable else "last_event_id"
+            raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+        last_id = parse_event_id(message.last_event_id) if message.last_event_id else None
+        draft = draft_of(message, terms, "" if last_id is None else last_id.request_id)
+        if draft.seed is None:
+            draft = replace(draft, seed=new_seed() if last_id is None else last_id.seed)
+        request = await self._service.prepare(draft)
+        n = message.n or 1
+        num_tokens, limit = n * len(request.prompt_token_ids), self._service.max_request_tokens
+        if num_tokens > limit:
+            problem = f"the prompt times n has more than the limit of {limit} tokens (max_request_tokens)"
+            raise InvalidRequestError(problem, param=draft.prompt_param)
+        check_num_logprobs([request], n, "num_logprobs")
+        check_num_prompt_logprobs([request], n, "prompt_logprobs")
+        choices = choices_of(request, n)
+        if last_id is None and not message.resumable:
+            return _Prepared(draft.request_id, choices, None)
+        model = self._service.cluster.model
+        fingerprint = b"" if model is None else model.fingerprint
+        digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, fingerprint)
+        ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
+        return _Prepared(draft.request_id, choices, ids)
+
+    def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
+        """Keeps the stream if it breaks within, where the client can resume it."""
+        if event_ids is None:
+            return nullcontext(Running(b""))
+        return self._service.streams.running(StreamKey(tenant.name, event_ids.request_id), event_ids.identity)
 
 
-def _draft(message: inference_pb2.GenerateRequest) -> Draft:
-    """Raises InvalidRequestError if there is no prompt, or a list is too long to be looked at."""
-    options = message.options
-    _check_length(options.stop, MAX_STOPS, "stop")
-    _check_length(options.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
-    _check_length(message.chat.messages, MAX_MESSAGES, "chat")
-    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}  # zeros that were set included
-    stops = tuple(given.pop("stop", ()))
-    if token_ids := given.get("stop_token_ids"):
-        given["stop_token_ids"] = tuple(token_ids)
-    prompt, param = _prompt(message)
-    return Draft(
-        request_id=message.request_id or f"gen-{uuid.uuid4().hex}",
-        model=message.model or None,
-        prompt=prompt,
-        prompt_param=param,
-        max_tokens=given.pop("max_tokens", None),
-        default_max_tokens=None,
-        seed=given.pop("seed", None),
-        sampling=given,  # of what is left
-        stops=stops,
-        cache_salt=message.cache_salt,
-        priority=message.priority,
-        kv_failure_policy=_kv_failure_policy(message.kv_failure_policy),
-        arrived_at=time.monotonic(),
-    )
-
-
-def _terms(context: _Context | _StreamContext) -> Terms:
+def _terms(context: _AnyContext) -> Terms:
     """As HTTP clients say them in headers of the same names."""
     metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
     return read_terms(lambda name: metadata.get(name, ""), tenant_of_call())
 
 
-def _kv_failure_policy(number: int) -> str | None:
-    """What HTTP clients would write; a number from the future as it is, to be refused by name."""
-    return _KV_FAILURE_POLICIES.get(number, str(number))
+async def _choice(index: int, generation: TextGeneration) -> inference_pb2.Choice:
+    choice = inference_pb2.Choice(index=index)
+    text = []
+    async for delta in generation:
+        text.append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
+        choice.finish_reason = finish_reason_to_pb(delta.finish_reason)
+        _set_stop_reason(choice, delta)
+    choice.prompt_logprobs.extend(generation.generation.prompt_logprobs)
+    choice.text = "".join(text)
+    return choice
 
 
-def _check_length(items: Sized, limit: int, name: str) -> None:
-    if len(items) > limit:
-        raise InvalidRequestError(f"{name} must have at most {limit} entries, got {len(items)}", param=name)
-
-
-def _prompt(message: inference_pb2.GenerateRequest) -> tuple[Prompt, str]:
-    match message.WhichOneof("prompt"):
-        case "text":
-            return TextPrompt(message.text), "text"
-        case "tokens":
-            return TokenPrompt(list(message.tokens.token_ids)), "tokens"
-        case "chat" if message.chat.messages:
-            messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
-            return ChatPrompt(messages, num_chars=sum(len(each["content"]) for each in messages)), "chat"
-        case "chat":
-            raise InvalidRequestError("chat has no messages", param="chat")
-        case _:
-            raise InvalidRequestError("a prompt is required: one of text, tokens, chat", param="prompt")
-
-
-def _chunk(generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
-    return inference_pb2.GenerateChunk(
-        request_id=generation.generation.request.request_id,
+def _chunk(job: _Job, index: int, generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
+    ended = delta.finish_reason is not None
+    ids = job.event_ids
+    chunk = inference_pb2.GenerateChunk(
+        request_id=job.request_id,
+        index=index,
         text=delta.text,
         token_ids=delta.token_ids,
         start_index=delta.start_index,
         logprobs=delta.logprobs,
         finish_reason=finish_reason_to_pb(delta.finish_reason),
-        usage=_usage(generation) if delta.finish_reason is not None else None,
+        usage=_usage(job, [generation]) if ended else None,
+        event_id="" if ids is None else ids.advance_id(index, delta.token_ids, ended=ended).decode(),
+        prompt_logprobs=generation.generation.prompt_logprobs if delta.start_index == 0 else (),
     )
+    _set_stop_reason(chunk, delta)
+    return chunk
 
 
-def _usage(generation: TextGeneration) -> inference_pb2.Usage:
+def _set_stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk, delta: TextDelta) -> None:
+    if isinstance(delta.stop_reason, str):
+        message.stop_text = delta.stop_reason
+    elif delta.stop_reason is not None:
+        message.stop_token_id = delta.stop_reason
+
+
+def _usage(job: _Job, generations: Sequence[TextGeneration] | None = None) -> inference_pb2.Usage:
+    """Of these choices, by default all. The prompt counts once."""
+    counted = job.generations if generations is None else generations
     return inference_pb2.Usage(
-        prompt_tokens=len(generation.generation.request.prompt_token_ids),
-        completion_tokens=generation.num_tokens,
-        cached_tokens=generation.generation.num_cached_tokens,
+        prompt_tokens=job.num_prompt_tokens,
+        completion_tokens=sum(each.num_tokens for each in counted),
+        cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in counted)),
     )

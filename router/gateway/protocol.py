@@ -15,15 +15,15 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
-from common.types import SamplingParams
-from common.types.parameters import ParameterField, parameters_of
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from common.types import Constraint, SamplingParams
+from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, Range, parameters_of
+from router.gateway.beams import BeamOptions
 from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
@@ -32,7 +32,17 @@ from router.gateway.fields import (
     with_fields,
 )
 from router.gateway.messages import Message, Name
+from router.gateway.structured import (
+    FORMAT,
+    STRUCTURED,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+    constraint_of_format,
+    constraint_of_structured,
+)
 from router.requests.bounds import (
+    MAX_BEAMS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
@@ -49,7 +59,22 @@ from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
-_ANY_SEED = -1  # as vLLM has it: no seed
+_ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
+_LENGTH_PENALTIES = Range(-10, 10)
+_NOT_WITH_BEAMS = (
+    "stream",
+    "echo",
+    "logprobs",
+    "stop",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+)
 _SEPARATORS = b",[{"  # each begins another JSON value
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
@@ -85,19 +110,35 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
+def _is_sent(value: Raw) -> bool:
+    return bytes(value) not in (b"", b"null")
+
+
 def _http_type(field: ParameterField) -> Any:
     """null is the same as to leave it out."""
-    kind = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] if field.kind is tuple else field.kind
+    kind = field.kind
+    if kind in (TOKEN_IDS, TEXTS):
+        kind = list[int] if kind == TOKEN_IDS else list[str]
+    if field.parameter.max_entries is not None:
+        kind = Annotated[kind, Meta(max_length=field.parameter.max_entries)]
     return Annotated[kind | None, Meta(description=field.parameter.doc)]
 
 
-# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
-_PARAMETERS = {name: field for name, field in parameters_of(SamplingParams).items() if name != "num_logprobs"}
+# num_logprobs not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
+# Those with fields of their own are declared below.
+_PARAMETERS = {
+    name: field
+    for name, field in parameters_of(SamplingParams).items()
+    if field.parameter.option_tag is not None and name != "num_logprobs" and not field.is_struct
+}
+_LISTS = [name for name, field in _PARAMETERS.items() if field.kind in (TOKEN_IDS, TEXTS)]
 
 _values_of_parameters = operator.attrgetter(*_PARAMETERS)
 
 if TYPE_CHECKING:
-    _BothFields = msgspec.Struct
+
+    class _BothFields(msgspec.Struct, kw_only=True):
+        prompt_logprobs: int | None = None  # those that are used by name
 else:
     _BothFields = with_fields(
         msgspec.defstruct(
@@ -122,9 +163,34 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Texts that end the answer and are not part of it."),
     ] = None
 
+    response_format: Annotated[
+        Raw,
+        Meta(
+            description="OpenAI's form of a constraint: `type` is `text`, `json_object`, `json_schema` or "
+            "`structural_tag`; see [structured output](structured_output.md)."
+        ),
+    ] = field(default_factory=Raw)
+    best_of: Annotated[
+        int | None, Meta(description="Beams that are followed, of which n are the answer; else it must equal n.")
+    ] = None
+
     # Beyond OpenAI's API, with the names that vLLM gave them.
-    skip_special_tokens: Annotated[
-        bool | None, Meta(description="Leave special tokens out of the text; default true.")
+    structured_outputs: Annotated[
+        Raw,
+        Meta(
+            description="vLLM's form: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`; "
+            "see [structured output](structured_output.md)."
+        ),
+    ] = field(default_factory=Raw)
+    use_beam_search: Annotated[bool | None, Meta(description="Search for the n most likely answers; see below.")] = None
+    length_penalty: Annotated[
+        float | None, Meta(description="Of beam search: scores are divided by length to this power; default 1.")
+    ] = None
+    early_stopping: Annotated[
+        bool | Name | None, Meta(description="Of beam search: true, false or `never`, as of `transformers`.")
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Answer with the token ids of the prompt and of each choice, too.")
     ] = None
     request_id: Annotated[Name | None, Meta(description="Id of the answer; default: a random one.")] = None
     priority: Annotated[int | None, Meta(description="Lower goes first while requests wait; default 0.")] = None
@@ -165,6 +231,32 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """True if the body asks for a stream that can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
+    def _check_no_beams(self) -> None:
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        if self.length_penalty not in (None, 1.0, 0) or self.early_stopping not in (None, False):
+            name = "early_stopping" if self.length_penalty in (None, 1.0, 0) else "length_penalty"
+            raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
+
+    def beams(self) -> BeamOptions | None:
+        """How to search; None: answers are sampled. Raises InvalidRequestError for what cannot be searched for."""
+        if not self.use_beam_search:
+            return None
+        for name in _NOT_WITH_BEAMS:
+            if _asks(name, getattr(self, name, None)):
+                raise InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+        n = 1 if self.n is None else self.n
+        width = n if self.best_of is None else self.best_of
+        if not n <= width <= MAX_BEAMS:
+            raise InvalidRequestError(f"best_of must be in [n, {MAX_BEAMS}], got {width}", param="best_of")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        if penalty not in _LENGTH_PENALTIES:
+            problem = f"length_penalty must be {_LENGTH_PENALTIES}, got {quoted(penalty)}"
+            raise InvalidRequestError(problem, param="length_penalty")
+        if self.early_stopping not in (None, True, False, "never"):
+            raise InvalidRequestError("early_stopping must be true, false or never", param="early_stopping")
+        return BeamOptions(width, penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
+
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
         return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or "")
@@ -184,17 +276,52 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             given["top_k"] = 0
         if given.get("seed") == _ANY_SEED:
             del given["seed"]
-        if "stop_token_ids" in given:
-            given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        for name in _LISTS:
+            if name in given:
+                given[name] = tuple(given[name])
         if num_logprobs is not None:
             given["num_logprobs"] = num_logprobs
+        constraint = self._constraint()
+        if constraint is not None:
+            given["structured_outputs"] = constraint
         return given
+
+    @property
+    def constraint_name(self) -> str:
+        """The field that constrains the answer, if one does."""
+        return STRUCTURED if _is_sent(self.structured_outputs) else FORMAT
+
+    def _constraint(self) -> Constraint | None:
+        """Raises InvalidRequestError."""
+        constraint = of_format = None
+        if _is_sent(self.structured_outputs):
+            with request_errors(STRUCTURED, struct=StructuredOutputs):
+                constraint = constraint_of_structured(self.structured_outputs)
+        if _is_sent(self.response_format):
+            with request_errors(FORMAT, struct=ResponseFormat):
+                of_format = constraint_of_format(self.response_format)
+        if constraint is not None and of_format is not None:
+            raise InvalidRequestError(f"give {FORMAT} or {STRUCTURED}, not both", param=STRUCTURED)
+        return constraint or of_format
 
     def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
         refused.check(self)
+        if not self.use_beam_search:
+            self._check_no_beams()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether the value of a field asks for something."""
+    if value is None or value is False:
+        return False
+    if name in {"logprobs", "prompt_logprobs"}:
+        return True
+    return value != 1.0 if name == "repetition_penalty" else bool(value)
 
 
 if TYPE_CHECKING:
@@ -212,9 +339,11 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         str | list[str | int | list[int]],
         Meta(description="A text, token ids, or a list of either: one answer each, or n."),
     ]
-    echo: Annotated[bool | None, Meta(description="Put the prompt before the answer; not with logprobs.")] = None
+    echo: Annotated[
+        bool | None,
+        Meta(description="Put the prompt before the answer, and log probabilities of its tokens before the answer's."),
+    ] = None
     logprobs: Annotated[int | None, Meta(description="Log probabilities of so many most likely tokens.")] = None
-    best_of: Annotated[int | None, Meta(description="Must equal n: other answers are not ranked.")] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
     ] = None
@@ -245,12 +374,12 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
         self.check(_REFUSED_FIELDS)
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("logprobs of the prompt are not computed; use echo or logprobs", param="logprobs")
         prompts = self.prompts()
         given = self.parameters(self.logprobs)
+        names = {"num_logprobs": "logprobs"}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            given["prompt_logprobs"] = self.logprobs
+            names["prompt_logprobs"] = "logprobs"
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         return [
             Draft(
@@ -267,8 +396,8 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "logprobs"},
+                has_echo=bool(self.echo),
+                names=names | {STRUCTURED: self.constraint_name},
                 arrived_at=arrived_at,
             )
             for index, prompt in enumerate(prompts)
@@ -298,6 +427,10 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[
         bool | None, Meta(description="Have the template open the assistant's turn; default true.")
     ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(description="The answer goes on where the last message ends; then add_generation_prompt is false."),
+    ] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
     ] = None
@@ -320,9 +453,11 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
+        check_continuation(self)
         prompt = chat_prompt(
             self.messages,
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
         )
@@ -344,8 +479,11 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "top_logprobs", "max_tokens": limit_name},
+                names={
+                    "num_logprobs": "top_logprobs",
+                    "max_tokens": limit_name,
+                    STRUCTURED: self.constraint_name,
+                },
                 arrived_at=arrived_at,
             )
         ]
@@ -368,10 +506,25 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         return variables | decode_variables(self.chat_template_kwargs)
 
 
+class Continuing(Protocol):
+    """A chat that may go on with its last message."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def check_continuation(body: Continuing) -> None:
+    """Raises InvalidRequestError if a chat both opens a turn and goes on with one."""
+    if body.continue_final_message and body.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt cannot both be true"
+        raise InvalidRequestError(problem, param="continue_final_message")
+
+
 def chat_prompt(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
 ) -> ChatPrompt:
@@ -386,6 +539,7 @@ def chat_prompt(
         [message.as_template_input(index) for index, message in enumerate(messages)],
         num_chars=sum(message.size for message in messages),
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,
     )
@@ -410,7 +564,7 @@ def check_num_values(body: bytes, limit: int) -> None:
         raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
 
 
-_AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
+_AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
@@ -425,6 +579,12 @@ _any_decoder = msgspec.json.Decoder(_AnyBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
+_NESTED: dict[str, type[msgspec.Struct] | None] = {
+    "stream_options": StreamOptions,
+    FORMAT: ResponseFormat,
+    f"{FORMAT}.json_schema": JsonSchemaFormat,
+    STRUCTURED: StructuredOutputs,
+}
 _MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long as both are
 
 
@@ -490,7 +650,7 @@ def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | N
 
 def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
     """What was probably meant by the field of that name; may be empty."""
-    known = {"": struct, "stream_options": StreamOptions}.get(path)
+    known = {"": struct, **_NESTED}.get(path)
     if known is None or len(name) > _MAX_GUESSED_CHARS:
         return ""
     if known in (CompletionBody, ChatBody) and name in {"prompt", "messages"}:

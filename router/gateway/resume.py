@@ -83,7 +83,7 @@ class Stream:
         self.identity = digest + seed.to_bytes(_NUM_SEED_BYTES, "big")
         self.request_id = request_id
         encoded = base64.urlsafe_b64encode(self.identity).rstrip(b"=")
-        self._head = b"id: " + _VERSION.encode() + b"." + encoded + b"." + request_id.encode() + b"."
+        self._head = _VERSION.encode() + b"." + encoded + b"." + request_id.encode() + b"."
         self._num_tokens = [position.num_tokens for position in positions]
         self._checksums = [position.checksum for position in positions]
         self._positions = [str(position).encode() for position in positions]
@@ -94,11 +94,15 @@ class Stream:
 
     def advance(self, index: int, token_ids: Sequence[int], *, ended: bool) -> bytes:
         """The id line of the event that brings these tokens of choice `index`."""
+        return b"id: %b\n" % self.advance_id(index, token_ids, ended=ended)
+
+    def advance_id(self, index: int, token_ids: Sequence[int], *, ended: bool) -> bytes:
+        """The id of the event that brings these tokens of choice `index`."""
         num_tokens = self._num_tokens[index] = self._num_tokens[index] + len(token_ids)
         checksum = self._checksums[index] = checksum_of(token_ids, self._checksums[index])
         position = b"%x_%x!" % (num_tokens, checksum) if ended else b"%x_%x" % (num_tokens, checksum)
         self._positions[index] = position
-        return b"%b%b\n" % (self._head, position if len(self._positions) == 1 else b"-".join(self._positions))
+        return self._head + (position if len(self._positions) == 1 else b"-".join(self._positions))
 
 
 def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
@@ -109,7 +113,12 @@ def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
 def digest_of(body: msgspec.Struct, tenant: Tenant, fingerprint: bytes) -> bytes:
     """Of what is asked for, by whom, of which model (`fingerprint`). Equal bodies have equal digests, however they are
     written as JSON."""
-    parts = (type(body).__name__.encode(), msgspec.json.encode(body), tenant.name.encode(), fingerprint)
+    return digest_of_bytes(type(body).__name__, msgspec.json.encode(body), tenant, fingerprint)
+
+
+def digest_of_bytes(kind: str, asked: bytes, tenant: Tenant, fingerprint: bytes) -> bytes:
+    """See `digest_of`; `asked` is the same for equal requests of this kind."""
+    parts = (kind.encode(), asked, tenant.name.encode(), fingerprint)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -179,9 +188,15 @@ async def begin(
         ) from error
     wants_logprobs = choices[0].sampling.num_logprobs is not None
     resumptions = resumptions_of(event_id, kept, wants_logprobs=wants_logprobs)
-    return stream, [
-        replace(choice, resumption=resumption) for choice, resumption in zip(choices, resumptions, strict=True)
-    ]
+    return stream, [_resumed(choice, resumption) for choice, resumption in zip(choices, resumptions, strict=True)]
+
+
+def _resumed(choice: GenerationRequest, resumption: Resumption) -> GenerationRequest:
+    """What is said of the prompt comes with the first tokens, so a client that has these has it."""
+    sampling = choice.sampling
+    if resumption.num_delivered:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return replace(choice, sampling=sampling, resumption=resumption)
 
 
 def check_fits(event_id: EventId, digest: bytes, seed: int, choices: Sequence[GenerationRequest]) -> None:

@@ -7,10 +7,13 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 8192  # of all messages together
 MAX_NAME_CHARS = 256  # role and name of a message
 MAX_STOPS = 16
+MAX_BEAMS = 16  # of a beam search
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 1024
 MAX_TEMPLATE_BYTES = 64 * 2**10  # chat_template_kwargs, as JSON
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
-MAX_LOGPROB_VALUES = 2**19  # of all choices of a request that has several; JSON has up to 80 bytes for each
+MAX_LOGPROB_VALUES = (
+    2**19
+)  # of prompts, or of all choices of a request that has several; JSON has up to 80 bytes for each

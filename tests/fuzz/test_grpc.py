@@ -135,7 +135,7 @@ def test_an_abort_ends_what_it_names_at_any_point(host, channel, num_examples):
 
 def test_a_good_request_is_answered_after_all_that(host, channel):
     answer = host.run(InferenceStub(channel).Generate(GOOD, timeout=DEADLINE_S, metadata=CREDENTIALS))
-    assert len(answer.token_ids) == 4
+    assert len(answer.choices[0].token_ids) == 4
 
 
 async def check_call(call: Any, allowed: set[grpc.StatusCode] = _REFUSALS, *, may_not_parse: bool = False) -> None:
@@ -154,9 +154,11 @@ async def check_call(call: Any, allowed: set[grpc.StatusCode] = _REFUSALS, *, ma
 
 
 def check_answer(answers: list[Any]) -> None:
-    """A generation ends once, in its last message."""
-    ends = [answer.finish_reason for answer in answers if isinstance(answer, (_WHOLE, _CHUNK))]
-    if ends:
+    """Each choice ends once, in its last message."""
+    pieces = [choice for answer in answers if isinstance(answer, _WHOLE) for choice in answer.choices]
+    pieces += [answer for answer in answers if isinstance(answer, _CHUNK)]
+    for index in {piece.index for piece in pieces}:
+        ends = [piece.finish_reason for piece in pieces if piece.index == index]
         assert ends[-1] != 0
         assert not any(ends[:-1])
 
@@ -170,7 +172,7 @@ async def check_aborted(
         await asyncio.sleep(0)
     found = (await stub.Abort(abort, timeout=DEADLINE_S, metadata=CREDENTIALS)).found
     answer = await generating
-    assert answer.finish_reason
+    assert answer.choices[0].finish_reason
     assert not found or abort.request_id == "mine"
 
 

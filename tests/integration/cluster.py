@@ -61,7 +61,7 @@ class Cluster:
     async def tokens(self, prompts: Sequence[Sequence[int]], **options: object) -> list[list[int]]:
         """Output tokens of all prompts, asked for at once."""
         answers = await asyncio.gather(*(self.generate(prompt, **options) for prompt in prompts))
-        return [list(answer.token_ids) for answer in answers]
+        return [list(answer.choices[0].token_ids) for answer in answers]
 
     def recomputed(self) -> float:
         """Handoffs that did not bring the whole prompt, on all decode pods."""

@@ -90,5 +90,5 @@ async def test_salts_separate_the_caches_and_not_the_tokens(tmp_path):
         answers = [
             await cluster.generate(prompt, cache_salt=salt, max_tokens=MAX_TOKENS) for salt in ("alice", "alice", "bob")
         ]
-    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert len({tuple(answer.choices[0].token_ids) for answer in answers}) == 1
     assert [answer.usage.cached_tokens > 0 for answer in answers] == [False, True, False]

@@ -56,7 +56,7 @@ async def complete(router: Router, prompt: Sequence[int]) -> list[int]:
             options=inference_pb2.GenerateOptions(temperature=0.0, max_tokens=MAX_TOKENS),
         )
         answer = await inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=DEADLINE_S)
-        return list(answer.token_ids)
+        return list(answer.choices[0].token_ids)
 
 
 @asynccontextmanager

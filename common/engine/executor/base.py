@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
@@ -22,6 +23,7 @@ class ModelFacts:
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str
+    tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
 
 

@@ -41,6 +41,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     config: dict[str, Any]  # config.json
     weight_files: list[Path]
+    directory: Path
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -64,6 +65,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         eos_token_ids=_eos_token_ids(model, text_config),
         config=raw_config,
         weight_files=weight_files,
+        directory=directory,
     )
 
 

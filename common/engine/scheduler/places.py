@@ -1,5 +1,6 @@
 """Where each live request is: in exactly one place.
 
+grammar      no blocks; waits beside the queue for its grammar
 looking up   no blocks; waits beside the queue for the lookup in the tiers
 waiting      no blocks; in the queue, new or preempted; the next is the same for those that await a handoff
 consumers
@@ -22,6 +23,7 @@ class Places:
 
     def __init__(self) -> None:
         self.live: dict[RequestId, Request] = {}
+        self.awaiting_grammar: dict[RequestId, Request] = {}
         self.looking_up: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.consumers = WaitingQueue()
@@ -37,7 +39,7 @@ class Places:
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
-        return len(self.waiting) + len(self.consumers) + len(self.looking_up)
+        return len(self.waiting) + len(self.consumers) + len(self.looking_up) + len(self.awaiting_grammar)
 
     @property
     def num_holding(self) -> int:
@@ -58,7 +60,18 @@ class Places:
             + sum(request.num_uncomputed_tokens for request in self.running)
             + sum(request.num_uncomputed_tokens for request in self.ready)
             + sum(request.num_tokens for request in self.looking_up.values())
+            + sum(request.num_tokens for request in self.awaiting_grammar.values())
         )
+
+    def await_grammar(self, request: Request) -> None:
+        """Its grammar is being compiled."""
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self.awaiting_grammar[request.request_id] = request
+
+    def grammar_settled(self, request: Request) -> None:
+        """Its grammar is there, or will never be. It is in no place yet."""
+        del self.awaiting_grammar[request.request_id]
+        request.status = RequestStatus.WAITING
 
     def look_up(self, request: Request) -> None:
         """It waits for the lookup of its blocks."""
@@ -96,6 +109,8 @@ class Places:
             self.running.remove(request)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             del self.remote[request.request_id]
+        elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            del self.awaiting_grammar[request.request_id]
         elif request.status is RequestStatus.LOOKING_UP:
             del self.looking_up[request.request_id]
         elif request in self.ready:
@@ -108,6 +123,7 @@ class Places:
         blocks held (`holders`) by the wrong requests."""
         queued = [*self.waiting, *self.consumers]
         places = {
+            RequestStatus.WAITING_FOR_GRAMMAR: list(self.awaiting_grammar.values()),
             RequestStatus.LOOKING_UP: list(self.looking_up.values()),
             RequestStatus.RUNNING: self.running,
             RequestStatus.WAITING_FOR_REMOTE_KV: list(self.remote.values()),

@@ -1,5 +1,6 @@
 """One request as the scheduler sees it.
 
+0. WAITING_FOR_GRAMMAR, those with a constraint that was not compiled lately: it is in no queue until its grammar is.
 1. LOOKING_UP, with tiers below the device only: its blocks are looked up there before it waits.
 2. WAITING: for blocks and a slot in the batch.
 3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that has
@@ -14,14 +15,19 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TYPE_CHECKING
 
 from common.engine.messages import AddRequest
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
+
+if TYPE_CHECKING:
+    from common.engine.grammar.base import CompiledGrammar
 
 
 class RequestStatus(enum.Enum):
     """The state of a request."""
 
+    WAITING_FOR_GRAMMAR = enum.auto()  # no blocks; its grammar is being compiled
     LOOKING_UP = enum.auto()  # no blocks; waits for the lookup of its blocks
     WAITING = enum.auto()  # for its turn
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
@@ -39,12 +45,14 @@ class Request:
         "awaits_handoff",
         "block_hashes",
         "finish_reason",
+        "grammar",
         "is_in_batch",
         "is_producer",
         "is_started",
         "max_num_tokens",
         "num_computed_tokens",
         "num_kept_blocks",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_restored_tokens",
         "order",
@@ -54,6 +62,7 @@ class Request:
         "stop_token_ids",
         "target_itl_s",
         "token_ids",
+        "wants_prompt_logprobs",
     )
 
     def __init__(
@@ -72,13 +81,14 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
         stops = frozenset() if sampling.ignore_eos else eos
-        self.stop_token_ids = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
+        self.stop_token_ids = stops.union(sampling.stop_token_ids)
 
         self.added_at = added_at
         self.order: tuple[int, float, int] = (0, added_at, 0)  # the lowest is scheduled first and preempted last
         self.target_itl_s = message.target_itl_s or math.inf  # its target for the seconds between tokens
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.grammar: CompiledGrammar | None = None  # for its constraint, if it has one
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.num_computed_tokens = 0
@@ -86,11 +96,14 @@ class Request:
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
 
-        role = message.transfer.role if message.transfer is not None else ""
+        role = message.transfer.role if message.transfer is not None else None
         self.is_producer = role == "producer"  # ends after its first token
         self.awaits_handoff = role == "consumer"  # its KV comes from a producer; until that is over
         self.num_kept_blocks = 0  # leading blocks that are kept below or were found here when it asked; 0: none below
         self.num_restored_tokens = 0  # by the last restore
+        # Until they are all reported, here or by the producer of its KV.
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.num_prompt_logprobs = 0  # reported
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
@@ -109,6 +122,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not here; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """False if it must compute its whole prompt, for the log probabilities of the prompt's tokens."""
+        return not self.wants_prompt_logprobs or self.awaits_handoff
 
     @property
     def is_finished(self) -> bool:

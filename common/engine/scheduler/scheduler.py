@@ -40,6 +40,7 @@ from common.engine.messages import (
     RequestOutput,
 )
 from common.engine.scheduler.admissible import Limits
+from common.engine.scheduler.grammars import Grammars, NoGrammars
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
@@ -54,6 +55,10 @@ from common.types import RequestId
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
+# Of a step, for log probabilities of prompts: 128 MiB of logits in float32, and so many tokens, whose values a front
+# converts in a few milliseconds.
+MAX_PROMPT_LOGITS = 2**25
+MAX_PROMPT_ROWS = 512
 # Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
 WATERMARK = 0.01
 
@@ -71,6 +76,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         transfers: KVTransfers | None = None,
+        grammars: Grammars | None = None,
         measured_steps: Sequence[tuple[int, float]] = (),
         min_prefill_tokens: int = MIN_PREFILL_TOKENS,
         watermark: float = WATERMARK,
@@ -86,13 +92,15 @@ class Scheduler:
         self._block_size = kv.block_size
         self._limits = Limits(kv.block_size, max_model_len, vocab_size, eos_token_ids)
         self._transfers = NoTransfers() if transfers is None else transfers
+        self._grammars = NoGrammars() if grammars is None else grammars
         # Each request of the batch gets at least one token per step.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
+        self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
-        self._lifecycle = Lifecycle(kv, self._transfers)
+        self._lifecycle = Lifecycle(kv, self._transfers, self._grammars)
         self._places = self._lifecycle.places
         self._running = self._places.running
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
@@ -140,7 +148,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = StepPlan(self._config.max_num_batched_tokens)
+        plan = StepPlan(self._config.max_num_batched_tokens, self._max_prompt_rows)
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
@@ -148,13 +156,17 @@ class Scheduler:
             self._lifecycle.is_stalled = False
             last = self._admit_consumers(now)
             self._schedule_prompts(prompts, last, plan, now)
+            if last is not None and self._may_reserve(last):
+                self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
         return self._build(plan)
 
     def _collect(self, now: float) -> None:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
+        if self._grammars.has_notes:
+            for answer in self._grammars.collect():
+                self._lifecycle.take_grammar(answer)
         if not self._transfers.has_notes:
             return
-        self._lifecycle.is_stalled = False  # blocks may have become free
         for arrival in self._transfers.collect():
             match arrival:
                 case Kept(request):
@@ -189,19 +201,21 @@ class Scheduler:
     def _admit_consumers(self, now: float) -> Request | None:
         """Reserve blocks for consumers, in order; those that come after the first waiting prompt leave it what it
         needs. The one that was refused, which prompts that come after it must not pass."""
-        consumers, waiting = self._places.consumers, self._places.waiting
+        consumers = self._places.consumers
         while consumers:
             request = consumers.head
-            prefix = self._kv.find_cached_prefix(request)
-            held_back = self._num_held_back
-            if waiting and waiting.head.order < request.order:
-                held_back += self._kv.num_blocks_for(waiting.head.num_tokens)
-            if not self._kv.can_allocate(request, prefix, held_back):
+            if not self._may_reserve(request):
                 self._lifecycle.is_stalled = True
                 return request
             consumers.pop()
-            self._lifecycle.reserve(request, prefix, now)
+            self._lifecycle.reserve(request, self._kv.find_cached_prefix(request), now)
         return None
+
+    def _may_reserve(self, request: Request) -> bool:
+        held_back, waiting = self._num_held_back, self._places.waiting
+        if waiting and waiting.head.order < request.order:
+            held_back += self._kv.num_blocks_for(waiting.head.num_tokens)
+        return self._kv.can_allocate(request, self._kv.find_cached_prefix(request), held_back)
 
     def _schedule_prompts(self, prompts: list[Request], last: Request | None, plan: StepPlan, now: float) -> None:
         """Share out what the step has left for prompts: to `prompts`, which have begun, and to those that wait and
@@ -238,7 +252,7 @@ class Scheduler:
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
         if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
             return  # preempted in this step, and perhaps admitted again
-        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.budget)
+        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.room_for(request))
         if num_tokens and self._grow(request, num_tokens, plan):
             room.take(num_tokens, request.num_computed_tokens)
             plan.give(request, num_tokens)
@@ -263,7 +277,10 @@ class Scheduler:
         prefix = self._kv.find_cached_prefix(request)
         num_cached = len(prefix) * self._block_size
         is_kept = request.num_kept_blocks > len(prefix)
-        num_tokens = min(room.chunk(request.num_tokens - num_cached, num_cached), plan.budget) if has_slot else 0
+        if not is_kept and self._is_being_computed(request, len(prefix), plan):
+            return False
+        chunk = room.chunk(request.num_tokens - num_cached, num_cached)
+        num_tokens = min(chunk, plan.room_for(request)) if has_slot else 0
         if not num_tokens and not is_kept:
             return False
         if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
@@ -279,6 +296,23 @@ class Scheduler:
             room.take(num_tokens, num_cached)
             plan.give(request, num_tokens)
         return True
+
+    def _is_being_computed(self, request: Request, num_cached: int, plan: StepPlan) -> bool:
+        """Whether this step computes, for another request, at least half of what `request` lacks, as where one prompt
+        has several answers. A step later it is cached."""
+        if not (self._kv.enable_prefix_caching and request.reads_cache):
+            return False
+        wanted = request.block_hashes[: self._kv.num_shareable_blocks(request)]
+        if len(wanted) <= num_cached:
+            return False
+        least = num_cached + (request.num_tokens - num_cached * self._block_size) // (2 * self._block_size)
+        shared = wanted[: max(least, num_cached + 1)]  # hashes are chained: equal ends are equal blocks
+        return any(
+            num_tokens > 1
+            and other.block_hashes[len(shared) - 1 : len(shared)] == shared[-1:]
+            and other.num_computed_tokens < (num_cached + 1) * self._block_size
+            for other, num_tokens in plan.scheduled.items()
+        )
 
     @property
     def _num_held_back(self) -> int:
@@ -324,6 +358,8 @@ class Scheduler:
             sampling=request.sampling,
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=request.num_computed_tokens,
+            grammar=request.grammar,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
@@ -334,7 +370,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled)
+        self._lifecycle.step_ended(step.num_scheduled_tokens, result)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core
@@ -348,6 +384,7 @@ class Scheduler:
             or self._places.ready
             or self._lifecycle.has_news
             or self._transfers.has_notes
+            or self._grammars.has_notes
             or (self._places.has_waiting and not self._lifecycle.is_stalled)
         )
 

@@ -14,7 +14,7 @@ from tests.e2e.clients.progress import Progress
 from tests.e2e.clients.specs import RequestSpec
 
 CALL_DEADLINE_S = 300.0
-_Message = inference_pb2.GenerateResponse | inference_pb2.GenerateChunk
+_Piece = inference_pb2.Choice | inference_pb2.GenerateChunk
 
 
 class GrpcFront:
@@ -29,14 +29,20 @@ class GrpcFront:
         stub = self._stubs[spec.routers[0] % len(self._stubs)]
         call = stub.GenerateStream if spec.stream else stub.Generate
         sent = call(spec.grpc_message(), timeout=CALL_DEADLINE_S, metadata=self._metadata)
-        answer.choices = [Choice(token_ids=[])]
+        answer.choices = [Choice(token_ids=[]) for _ in range(spec.n)]
         try:
             if spec.stream:
                 async for chunk in sent:
                     _take(answer, chunk, chunk.start_index)
+                    answer.num_tokens += chunk.usage.completion_tokens
+                    answer.num_prompt_tokens = chunk.usage.prompt_tokens or answer.num_prompt_tokens
                     progress.advance()
             else:
-                _take(answer, await sent, 0)
+                whole = await sent
+                for choice in whole.choices:
+                    _take(answer, choice, 0)
+                answer.num_tokens = whole.usage.completion_tokens
+                answer.num_prompt_tokens = whole.usage.prompt_tokens
         except grpc.aio.AioRpcError as error:
             answer.error = f"{error.code().name}: {error.details()}"
             answer.is_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -53,8 +59,8 @@ async def grpc_channels(targets: Sequence[str]) -> AsyncIterator[list[grpc.aio.C
         ]
 
 
-def _take(answer: Answer, message: _Message, start: int) -> None:
-    choice = answer.choices[0]
+def _take(answer: Answer, message: _Piece, start: int) -> None:
+    choice = answer.choices[message.index]
     assert choice.token_ids is not None
     if message.token_ids and start != len(choice.token_ids):
         answer.error = f"tokens from index {start} on after {len(choice.token_ids)}"
@@ -63,8 +69,6 @@ def _take(answer: Answer, message: _Message, start: int) -> None:
     choice.positions += map(_position, message.token_ids, message.logprobs)
     if (reason := finish_reason_from_pb(message.finish_reason)) is not None:
         choice.finish_reason = reason.label
-        answer.num_prompt_tokens = message.usage.prompt_tokens
-        answer.num_tokens = message.usage.completion_tokens
 
 
 def _position(token_id: int, logprobs: common_pb2.PositionLogprobs) -> Position:

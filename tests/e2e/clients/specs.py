@@ -117,7 +117,7 @@ class RequestSpec:
         return {**body, "prompt": prompt, "logprobs": params.num_logprobs, "echo": self.echo}
 
     def grpc_message(self) -> inference_pb2.GenerateRequest:
-        """The request as a message; `n`, `echo` and `skip_special_tokens` are not part of that API."""
+        """The request as a message; `echo` and `skip_special_tokens` are not part of that API."""
         params = self.params
         options = inference_pb2.GenerateOptions(
             temperature=params.temperature,
@@ -135,7 +135,9 @@ class RequestSpec:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
         )
-        message = inference_pb2.GenerateRequest(options=options, cache_salt=self.cache_salt, priority=self.priority)
+        message = inference_pb2.GenerateRequest(
+            options=options, cache_salt=self.cache_salt, priority=self.priority, n=self.n
+        )
         if self.fails_without_kv:
             message.kv_failure_policy = common_pb2.KV_FAILURE_POLICY_FAIL
         if isinstance(self.prompt, str):
@@ -167,7 +169,7 @@ def random_spec(rng: random.Random, name: str) -> RequestSpec:
         api=api,
         prompt=prompt,
         params=params,
-        n=rng.choice([1, 1, 1, 2, 3]) if is_http else 1,
+        n=rng.choice([1, 1, 1, 2, 3]),
         stops=tuple(rng.sample(STOP_TEXTS, rng.choice([0, 0, 0, 1, 3]))),
         cache_salt=rng.choice(["", "", "a", "b"]),
         priority=rng.randint(-2, 2),

@@ -25,9 +25,10 @@ _INVALID_FIELDS: list[tuple[str, Any]] = [
     ("stop", [""]),
     ("stop_token_ids", [10**6]),
     ("priority", -(2**40)),
-    ("seed", -1),
+    ("seed", 2**64),
     ("tools", [{"type": "function"}]),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
+    ("structured_outputs", {"regex": "(a[b"}),
     ("model", "another"),
     ("no_such_field", 1),
 ]

@@ -81,7 +81,7 @@ async def test_continues_after_tokens_generated_elsewhere(router: FakeRouter) ->
         (
             engine_request("a", prompt_of(16), block_hashes=b"x" * 16),
             common_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            "",  # noticed by the engine
+            "block_hashes",  # noticed by the engine
         ),
     ],
 )

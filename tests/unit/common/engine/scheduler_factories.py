@@ -253,6 +253,8 @@ class Step:
     new_block_ids: dict[RequestId, list[int]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
+    work: float = 0.0
+    num_context_tokens: int = 0
     dropped_request_ids: list[RequestId] = field(default_factory=list)
     loads: list[BlockTransfer] = field(default_factory=list)
     saves: list[BlockTransfer] = field(default_factory=list)
@@ -287,7 +289,7 @@ class FakeEngine:
         self.events: dict[RequestId, list[RequestEvent]] = {}
         self.cancelled: set[int] = set()
         self.broken: set[str] = set()  # requests whose logits are not finite
-        self.errors: dict[RequestId, int] = {}  # code of those that failed
+        self.errors: dict[RequestId, tuple[int, str]] = {}  # code and message of those that failed
         self.address = b""
         self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
         self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiescent
@@ -430,6 +432,8 @@ class FakeEngine:
         step.new_block_ids = scheduled.new_block_ids
         step.num_scheduled_tokens = scheduled.num_scheduled_tokens
         step.total_num_scheduled_tokens = scheduled.total_num_scheduled_tokens
+        step.work = scheduled.work
+        step.num_context_tokens = scheduled.num_context_tokens
         step.dropped_request_ids = scheduled.dropped_request_ids
         return step
 
@@ -592,7 +596,7 @@ class FakeEngine:
                 assert output.request_id not in self.finished
                 self.finished[output.request_id] = output.finish_reason
             if output.finish_reason is FinishReason.ERROR:
-                self.errors[output.request_id] = output.error_code
+                self.errors[output.request_id] = output.error_code, output.error
 
     def _has_window(self, request_id: RequestId) -> bool:
         incoming = self._actor.mover._incoming.get(request_id)

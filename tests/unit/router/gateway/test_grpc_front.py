@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import grpc
@@ -40,10 +41,11 @@ def request(**options):
 async def test_whole_and_streamed_agree(stub, cluster):
     whole = await stub.Generate(request(num_logprobs=1), timeout=30)
     chunks = [chunk async for chunk in stub.GenerateStream(request(num_logprobs=1), timeout=30)]
-    assert whole.text == "".join(chunk.text for chunk in chunks) == "Paris is big. 日本 😀"
-    assert list(whole.token_ids) == [token_id for chunk in chunks for token_id in chunk.token_ids]
-    assert len(whole.logprobs) == len(whole.token_ids) == whole.usage.completion_tokens
-    assert whole.finish_reason == chunks[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+    (choice,) = whole.choices
+    assert choice.text == "".join(chunk.text for chunk in chunks) == "Paris is big. 日本 😀"
+    assert list(choice.token_ids) == [token_id for chunk in chunks for token_id in chunk.token_ids]
+    assert len(choice.logprobs) == len(choice.token_ids) == whole.usage.completion_tokens
+    assert choice.finish_reason == chunks[-1].finish_reason == common_pb2.FINISH_REASON_STOP
     assert chunks[-1].usage == whole.usage
     assert {chunk.finish_reason for chunk in chunks[:-1]} == {common_pb2.FINISH_REASON_UNSPECIFIED}
     starts = [chunk.start_index for chunk in chunks if chunk.token_ids]
@@ -115,7 +117,7 @@ async def test_abort_ends_a_generation_with_what_there_is(stub, cluster):
         await stub.Generate(message, timeout=30)
     assert "mine" in caught.value.details()
     assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), timeout=30)).found
-    assert (await answer).finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert (await answer).choices[0].finish_reason == common_pb2.FINISH_REASON_ABORT
     await cluster.decode[0].until(lambda: cluster.decode[0].aborts)
     assert not (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), timeout=30)).found
     await cluster.until_quiet()
@@ -183,6 +185,124 @@ async def test_an_unforeseen_failure_is_counted_and_logged(stub, cluster, monkey
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert cluster.metric("baton_request_errors_total", code="internal") == 1
     assert "ZeroDivisionError" in caplog.text
+
+
+async def test_several_choices_are_those_of_http(start_cluster, tokenizer):
+    """Whole, streamed and over HTTP: the same choices, and the prompt counts once."""
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod()])  # answers of random tokens, by the seed
+    body = {"prompt": "Hello", "n": 3, "seed": 7, "max_tokens": 5}
+    http = (await cluster.client.post("/v1/completions", json=body)).json()
+    message = inference_pb2.GenerateRequest(
+        text="Hello", n=3, options=inference_pb2.GenerateOptions(seed=7, max_tokens=5)
+    )
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        whole = await stub.Generate(message, timeout=30)
+        chunks = [chunk async for chunk in stub.GenerateStream(message, timeout=30)]
+    texts = [choice["text"] for choice in http["choices"]]
+    assert [choice.text for choice in whole.choices] == texts
+    assert ["".join(c.text for c in chunks if c.index == index) for index in range(3)] == texts
+    assert whole.usage.prompt_tokens == http["usage"]["prompt_tokens"] == len(tokenizer.encode("Hello"))
+    assert whole.usage.completion_tokens == http["usage"]["completion_tokens"]
+    assert sum(chunk.usage.completion_tokens for chunk in chunks) == whole.usage.completion_tokens
+
+
+async def test_an_abort_ends_all_choices(stub, cluster):
+    cluster.decode[0].allowed = 2
+    message = request()
+    message.request_id, message.n = "mine", 2
+    answer = asyncio.ensure_future(stub.Generate(message, timeout=30))
+    await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
+    assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), timeout=30)).found
+    assert [choice.finish_reason for choice in (await answer).choices] == 2 * [common_pb2.FINISH_REASON_ABORT]
+    await cluster.until_quiet()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_broken_stream_goes_on_after_its_event_id(stub, cluster, n):
+    """Cut after each chunk in turn, and resumed: what comes then is what was missing."""
+    message = request(num_logprobs=1, seed=3)
+    message.resumable, message.n = True, n
+    expected = dict.fromkeys(range(n), "Paris is big. 日本 😀")
+    num_chunks = len([chunk async for chunk in stub.GenerateStream(message, timeout=30)])
+    for num_read in range(1, num_chunks):
+        texts = dict.fromkeys(range(n), "")
+        event_id = ""
+        for limit in (num_read, None):
+            message.last_event_id = event_id
+            call = stub.GenerateStream(message, timeout=30)
+            num_taken = 0
+            async for chunk in call:
+                texts[chunk.index] += chunk.text
+                event_id = chunk.event_id
+                num_taken += 1
+                if num_taken == limit:
+                    break
+            call.cancel()
+        assert texts == expected
+        message.last_event_id = ""
+    await cluster.until_quiet()
+
+
+async def test_what_cannot_be_resumed_is_refused(stub, cluster):
+    message = request(seed=3)
+    message.resumable = True
+    (*_, last) = [chunk async for chunk in stub.GenerateStream(message, timeout=30)]
+    other = request(seed=3, max_tokens=3)
+    for change, param in [
+        (inference_pb2.GenerateRequest(last_event_id="rubbish"), "Last-Event-ID"),
+        (inference_pb2.GenerateRequest(last_event_id=last.event_id, n=2), "Last-Event-ID"),
+        (inference_pb2.GenerateRequest(last_event_id=last.event_id, options=other.options), "Last-Event-ID"),
+    ]:
+        changed = inference_pb2.GenerateRequest()
+        changed.CopyFrom(message)
+        changed.MergeFrom(change)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [chunk async for chunk in stub.GenerateStream(changed, timeout=30)]
+        assert (caught.value.code(), from_rpc_error(caught.value).param) == (grpc.StatusCode.INVALID_ARGUMENT, param)
+    with pytest.raises(grpc.aio.AioRpcError, match="resumable is for GenerateStream"):
+        await stub.Generate(message, timeout=30)
+
+
+async def test_tokenize_and_detokenize(stub, tokenizer):
+    messages = [inference_pb2.ChatMessage(role="user", content="Hello")]
+    told = await stub.Tokenize(inference_pb2.TokenizeRequest(text="Hello you"), timeout=30)
+    assert (list(told.token_ids), told.max_model_len) == (tokenizer.encode("Hello you"), 4096)
+    chat = inference_pb2.TokenizeRequest(chat=inference_pb2.ChatPrompt(messages=messages))
+    rendered = tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+    assert list((await stub.Tokenize(chat, timeout=30)).token_ids) == tokenizer.encode(rendered)
+    text = (await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=told.token_ids), timeout=30)).text
+    assert text == "Hello you"
+    for call, bad, param in [
+        (stub.Tokenize, inference_pb2.TokenizeRequest(), "prompt"),
+        (stub.Detokenize, inference_pb2.DetokenizeRequest(token_ids=[2048]), "token_ids"),
+        (stub.Tokenize, inference_pb2.TokenizeRequest(text="a", model="gpt-9"), "model"),
+    ]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(bad, timeout=30)
+        assert from_rpc_error(caught.value).param == param
+
+
+async def test_explain_is_that_of_http(stub, cluster):
+    route = json.loads((await stub.Explain(request(), timeout=30)).json)
+    http = (await cluster.client.post("/v1/route/explain", json={"prompt": "Hello"})).json()
+    assert [leg["chosen"] for leg in route["data"][0]["legs"]] == [leg["chosen"] for leg in http["data"][0]["legs"]]
+    assert cluster.decode[0].submits == []
+
+
+@pytest.mark.parametrize(
+    ("chat", "param"),
+    [
+        (inference_pb2.ChatPrompt(), "chat"),
+        (inference_pb2.ChatPrompt(messages=[{"role": "x" * 300}]), "chat.messages"),
+        (inference_pb2.ChatPrompt(messages=[{"role": "user"}], chat_template_kwargs="[1]"), "chat_template_kwargs"),
+    ],
+)
+async def test_bad_chats_are_refused_by_field(stub, chat, param):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(inference_pb2.GenerateRequest(chat=chat), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert param in from_rpc_error(caught.value).param
 
 
 async def test_models_and_reflection_and_health(stub, channel, cluster):

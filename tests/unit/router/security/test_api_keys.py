@@ -190,11 +190,11 @@ async def test_request_ids_of_one_tenant_are_nothing_to_another(cluster, stub):
     await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) == 2)
     assert not (await stub.Abort(inference_pb2.AbortRequest(request_id="other"), **as_tenant(BOB))).found
     assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(BOB))).found
-    assert (await bob).finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert (await bob).choices[0].finish_reason == common_pb2.FINISH_REASON_ABORT
     assert not (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(BOB))).found
     assert not alice.done()
     assert (await stub.Abort(inference_pb2.AbortRequest(request_id="mine"), **as_tenant(ALICE))).found
-    assert (await alice).finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert (await alice).choices[0].finish_reason == common_pb2.FINISH_REASON_ABORT
 
 
 async def test_a_changed_file_holds_without_a_restart(cluster, key_file, caplog):

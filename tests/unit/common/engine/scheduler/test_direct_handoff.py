@@ -257,14 +257,13 @@ class TestProducer:
 class TestConsumer:
     def test_reserved_blocks_are_told_before_the_step_runs(self):
         engine = direct_engine()
-        engine.add(create_request("a", 10, role="consumer"))
+        engine.add(create_request("a", 10, role="consumer"), create_request("plain", 3))
         engine.scheduler.schedule(0.0)
-        (output,) = engine.scheduler.take_urgent_news()
-        (started,) = output.events
+        started, _ = (event for output in engine.scheduler.take_urgent_news() for event in output.events)
         assert isinstance(started, RequestStarted)
         assert len(set(started.reserved_block_ids)) == 3
         report = engine.scheduler.check_integrity()
-        assert (report.violations, report.num_blocks_in_use, report.num_transfers) == ([], 3, 1)
+        assert (report.violations, report.num_blocks_in_use, report.num_transfers) == ([], 3 + 1, 1)
 
     def test_only_blocks_that_it_lacks_are_reserved(self):
         engine = direct_engine()
@@ -358,7 +357,9 @@ class TestConsumer:
         engine.run()
         first = first_token(request) if knows_first else None
         engine.update_transfer("a", 4, final=True, failure="prefill_gone", first_token=first)
-        (new,) = engine.step().new_requests
+        engine.begin_step()
+        assert engine.outputs["a"] == ([first.token_id] if first is not None else []), "the first token does not wait"
+        (new,) = engine.end_step().new_requests
         kept = blocks[:1] if caching else []
         assert new.block_ids[: len(kept)] == kept
         assert not set(new.block_ids[len(kept) :]) & set(blocks)

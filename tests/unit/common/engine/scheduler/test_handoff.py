@@ -71,6 +71,19 @@ class TestConsumer:
         assert_answered(engine, request)
         engine.assert_idle()
 
+    def test_its_first_token_does_not_wait_for_a_step(self):
+        engine, request = consumer(prompt=10)
+        engine.add(create_request("failing", 10, role="consumer"))
+        engine.run()
+        engine.update_transfer("a", 10, final=True, first_token=first_token(request))
+        engine.settle()
+        engine.update_transfer("failing", 0, final=True, failure="prefill_gone")
+        engine.begin_step()
+        assert engine.outputs["a"] == [first_token(request).token_id]
+        engine.end_step()
+        engine.run()
+        assert_answered(engine, request)
+
     def test_blocks_are_loaded_as_they_get_ready_and_the_partial_one_last(self):
         engine, request = consumer(prompt=10)
         loads: list[BlockTransfer] = []
@@ -171,6 +184,39 @@ class TestConsumer:
         assert_answered(engine, request)
         engine.assert_idle()
 
+    def test_one_that_is_ready_waits_for_a_slot_and_keeps_room_to_grow(self):
+        engine = FakeEngine(create_scheduler(num_blocks=11, max_num_seqs=1), settle_at_once=True)
+        running = create_request("r", 5, max_tokens=20)
+        ready, later = create_request("a", 8, role="consumer"), create_request("b", 20, role="consumer")
+        engine.add(running, ready)
+        engine.step()
+        engine.medium = stored_prompt(ready) | stored_prompt(later)
+        engine.update_transfer("a", 8, final=True, first_token=first_token(ready))
+        engine.add(later)
+        engine.step()
+        stats = engine.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kv) == (1, 2, 0)
+        assert stats.num_free_blocks == 6, "it needs 5, and each of the others one to grow"
+        assert stats.num_queued_tokens == 1 + 1 + 20
+        engine.update_transfer("b", 20, final=True, first_token=first_token(later))
+        engine.run()
+        for request in (running, ready, later):
+            assert_answered(engine, request)
+        engine.assert_idle()
+
+    @pytest.mark.parametrize(("prompt", "is_reserved"), [(20, True), (21, False)])
+    def test_it_leaves_the_prompt_before_it_the_blocks_that_it_needs(self, prompt, is_reserved):
+        engine = FakeEngine(create_scheduler(num_blocks=11, max_num_seqs=1))
+        engine.add(create_request("running", 5, max_tokens=20))
+        engine.step()
+        engine.add(create_request("waiting", 8))  # 2 blocks
+        engine.now += 1
+        engine.add(create_request("a", prompt, role="consumer"))
+        engine.step()
+        stats = engine.scheduler.stats()
+        assert stats.num_waiting_for_remote_kv == is_reserved
+        assert stats.num_blocks - stats.num_free_blocks == 2 + (5 if is_reserved else 0), "8 less 2, less 1 to grow"
+
     def test_many_that_get_ready_at_once_share_the_budget(self):
         engine = FakeEngine(create_scheduler(max_num_batched_tokens=2), settle_at_once=True)
         requests = [create_request(name, 6, role="consumer") for name in "abcd"]
@@ -222,6 +268,29 @@ class TestBlockedQueue:
         engine.settle_all()
         engine.run()
         assert engine.finished["plain"] is FinishReason.LENGTH
+
+    def test_until_the_one_ahead_is_aborted(self):
+        engine, _ = self.blocked()
+        engine.now += 1
+        engine.add(create_request("small", 2))
+        engine.run()
+        assert engine.finished == {}
+        engine.abort("plain")
+        engine.run()
+        assert engine.finished["small"] is FinishReason.LENGTH
+
+    def test_a_consumer_waits_in_the_same_way(self):
+        engine, _ = self.blocked()
+        engine.abort("plain")
+        engine.add(create_request("b", 20, role="consumer"))
+        engine.now += 0.5
+        engine.add(create_request("small", 2))  # would fit, but must not pass
+        assert engine.run() <= 1
+        assert engine.scheduler.stats().num_waiting == 2
+        engine.abort("a")
+        engine.run()
+        assert engine.scheduler.stats().num_waiting_for_remote_kv == 1
+        assert engine.finished["small"] is FinishReason.LENGTH
 
     def test_until_one_that_fits_comes_first(self):
         engine, _ = self.blocked(policy="priority")
@@ -279,7 +348,7 @@ class TestConsumerRecompute:
         assert engine.scheduler.check_integrity().num_transfers == 1
         engine.settle(jobs[0])
         engine.step()
-        assert [(event.num_tokens, event.recompute_reason) for event in received(engine)] == [(4, "block_missing")]
+        assert received(engine) == [KVReceived(num_tokens=4, handoff_s=0.0, recompute_reason="block_missing")]
         engine.update_transfer("a", 14, final=True, first_token=first_token(request))  # too late to matter
         engine.run()
         assert_answered(engine, request)

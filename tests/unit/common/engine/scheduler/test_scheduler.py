@@ -2,9 +2,14 @@
 
 import pytest
 
-from common.engine.messages import KVSaved, RequestStarted
+from common.engine.config import SchedulerConfig
+from common.engine.kv_cache import KVCacheManager
+from common.engine.messages import IntegrityReport, KVSaved, RequestStarted
+from common.engine.scheduler.output import ModelRunnerOutput
+from common.engine.scheduler.scheduler import Scheduler
 from common.errors import ConfigError, ErrorCode, InvalidRequestError, OverloadedError, PromptTooLongError
-from common.types import FinishReason, hash_prompt, root_hash
+from common.step_budget import prefill_work
+from common.types import FinishReason, RequestId, SampledToken, hash_prompt, root_hash
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
     EOS,
@@ -41,7 +46,22 @@ class TestSteps:
         assert_answered(engine, request)
         last = engine.step()  # tells the runner to forget it
         assert (last.dropped_request_ids, last.num_scheduled_tokens) == (["a"], {})
+        stats = engine.scheduler.stats()
+        assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (6, 3)
         engine.assert_idle()
+
+    def test_a_step_names_its_work_and_the_context_that_it_reads(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=12))
+        engine.add(create_request("a", 6, max_tokens=9))
+        engine.step()
+        engine.add(create_request("b", 5, max_tokens=9), create_request("c", 21))
+        step = engine.step()
+        assert step.num_scheduled_tokens == {"a": 1, "b": 5, "c": 6}
+        assert step.num_context_tokens == 6, "a prompt's own context counts as work"
+        assert step.work == pytest.approx(1 + prefill_work(5, 0) + prefill_work(6, 0))
+        step = engine.step()
+        assert step.num_scheduled_tokens == {"a": 1, "b": 1, "c": 10}
+        assert (step.num_context_tokens, step.work) == (7 + 5, pytest.approx(2 + prefill_work(10, 6)))
 
     def test_a_long_prompt_is_computed_in_chunks_and_samples_once(self):
         engine = FakeEngine(create_scheduler(max_num_batched_tokens=8))
@@ -70,6 +90,7 @@ class TestSteps:
         requests = create_requests(5, prompt=6)
         engine.add(*requests)
         assert engine.step().num_scheduled_tokens == {"r0": 6, "r1": 6, "r2": 4}
+        engine.assert_sound()
         assert engine.step().num_scheduled_tokens == {"r0": 1, "r1": 1, "r2": 2}
         engine.run()
         assert_answered(engine, *requests)
@@ -84,13 +105,23 @@ class TestSteps:
         assert steps <= 5 * (3 + 4)
 
     def test_generation_continues_after_the_tokens_given(self):
-        engine, whole = FakeEngine(), create_request("a", 6, max_tokens=6)
+        engine, whole = FakeEngine(create_scheduler(max_num_batched_tokens=4)), create_request("a", 6, max_tokens=6)
         tokens, _ = expected_output(whole)
         request = create_request("a", 6, max_tokens=6, output=tokens[:4])
         engine.add(request)
-        assert engine.step().num_scheduled_tokens == {"a": 10}
+        assert [engine.step().num_scheduled_tokens["a"] for _ in range(3)] == [4, 4, 2]
         engine.run()
         assert_answered(engine, whole)
+        assert engine.scheduler.stats().num_prompt_tokens == 6
+        engine.assert_idle()
+
+    def test_a_block_may_hold_a_single_token(self):
+        engine, request = FakeEngine(block_size=1), create_request("a", 3)
+        engine.add(request)
+        engine.step()
+        assert len(engine.step().new_block_ids["a"]) == 1
+        engine.run()
+        assert_answered(engine, request)
         engine.assert_idle()
 
     def test_started_is_said_once_with_queue_time_and_hit(self):
@@ -106,16 +137,26 @@ class TestPrefixCache:
     def test_a_hit_skips_the_computed_blocks(self):
         engine = FakeEngine()
         a = create_request("a", 14)
-        b = create_request("b", a.prompt_token_ids[:13])
+        b, c = create_request("b", a.prompt_token_ids[:13]), create_request("c", a.prompt_token_ids[:9])
         engine.add(a)
         engine.run()
         engine.add(b)
         assert engine.step().num_scheduled_tokens == {"b": 1}
         engine.run()
-        assert_answered(engine, a, b)
+        engine.add(c)
+        engine.run()
+        assert_answered(engine, a, b, c)
         stats = engine.scheduler.stats()
-        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (27, 12)
-        assert stats.num_prompt_tokens == 15
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (14 + 13 + 9, 12 + 8)
+        assert stats.num_prompt_tokens == 14 + 1 + 1
+
+    def test_a_block_is_found_as_soon_as_it_is_filled(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=7))
+        a = create_request("a", 9)
+        engine.add(a)
+        assert [engine.step().num_scheduled_tokens["a"] for _ in range(2)] == [7, 2]
+        engine.add(create_request("b", a.prompt_token_ids))
+        assert engine.step().num_scheduled_tokens == {"a": 1, "b": 1}
 
     def test_reset_forgets_it(self):
         engine = FakeEngine()
@@ -125,11 +166,35 @@ class TestPrefixCache:
         engine.add(create_request("a", 14))
         assert engine.step().num_scheduled_tokens == {"a": 14}
 
-    def test_equal_prompts_in_one_step_are_computed_twice_and_cached_once(self):
+    def test_equal_prompts_are_computed_once(self):
+        """As of several answers to one prompt: the others come when its blocks can be shared."""
         engine = FakeEngine()
-        a = create_request("a", 9)
+        a = create_request("a", 14)
+        others = [create_request(name, a.prompt_token_ids) for name in "bcd"]
+        engine.add(a, *others)
+        assert engine.step().num_scheduled_tokens == {"a": 14}
+        before = engine.scheduler.stats().num_free_blocks
+        assert engine.step().num_scheduled_tokens == {"a": 1, "b": 2, "c": 2, "d": 2}
+        assert before - engine.scheduler.stats().num_free_blocks == 3  # the last, partial block of each
+        engine.run()
+        assert_answered(engine, a, *others)
+        engine.assert_idle()
+
+    def test_equal_prompts_wait_through_chunks_that_end_within_blocks(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=7))
+        a = create_request("a", 26)
         b = create_request("b", a.prompt_token_ids)
         engine.add(a, b)
+        engine.run()
+        assert_answered(engine, a, b)
+        assert engine.scheduler.stats().num_prompt_tokens == 26 + 2
+
+    def test_a_prompt_does_not_wait_for_a_few_shared_blocks(self):
+        engine = FakeEngine()
+        a = create_request("a", 14)
+        b = create_request("b", [*a.prompt_token_ids[:4], *range(50, 66)])
+        engine.add(a, b)
+        assert engine.step().num_scheduled_tokens == {"a": 14, "b": 20}
         engine.run()
         assert_answered(engine, a, b)
         engine.assert_idle()
@@ -160,13 +225,13 @@ class TestPreemption:
 
     def test_it_returns_ahead_of_those_that_came_later(self):
         engine = FakeEngine(create_scheduler(num_blocks=7, max_model_len=24, max_num_seqs=2))
-        engine.add(*create_requests(3, prompt=8, max_tokens=12))
-        while "r0" not in engine.finished:
-            engine.step()
-        while "r1" not in engine.finished:
-            assert "r2" not in engine.finished
-            engine.step()
-        engine.run()
+        engine.add(*create_requests(4, prompt=8, max_tokens=12))
+        dropped = []
+        while engine.scheduler.has_work:
+            dropped += engine.step().dropped_request_ids
+        assert list(engine.finished) == ["r0", "r1", "r2", "r3"]
+        assert dropped == ["r1", "r0", "r1", "r3", "r2", "r3"]
+        assert engine.scheduler.stats().num_preemptions == 2
         engine.assert_idle()
 
     def test_preemption_in_mid_step_takes_back_what_was_scheduled(self):
@@ -180,7 +245,8 @@ class TestPreemption:
         while not engine.scheduler.stats().num_preemptions:
             step = engine.step()
         assert step.num_scheduled_tokens.keys() == {"high"}
-        assert step.total_num_scheduled_tokens == 1
+        assert (step.total_num_scheduled_tokens, step.work) == (1, 1)
+        assert step.num_context_tokens == 8 + len(engine.outputs["high"]) - 2, "what low would read is not counted"
         engine.run()
         assert_answered(engine, low, high)
 
@@ -193,7 +259,7 @@ class TestPreemption:
 
     def test_the_watermark_never_keeps_a_lone_request_out(self):
         engine = FakeEngine(create_scheduler(num_blocks=11, max_model_len=40, watermark=0.9))
-        request = create_request("a", 36, max_tokens=3)
+        request = create_request("a", 37, max_tokens=3)  # all blocks
         engine.add(request)
         engine.run()
         assert engine.finished["a"] is FinishReason.LENGTH
@@ -208,6 +274,18 @@ class TestPolicies:
             engine.add(create_request(request_id, priority=priority, max_tokens=1))
         engine.run()
         assert list(engine.finished) == order
+
+    def test_an_urgent_prompt_comes_before_one_that_has_begun(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=8, policy="priority"))
+        engine.add(create_request("low", 20, priority=1))
+        engine.step()
+        engine.add(create_request("high", 20, priority=0))
+        assert [engine.step().num_scheduled_tokens for _ in range(4)] == [
+            {"high": 8},
+            {"high": 8},
+            {"high": 4, "low": 4},
+            {"high": 1, "low": 7},
+        ]
 
     def test_a_large_request_is_not_overtaken(self):
         engine = FakeEngine(create_scheduler(num_blocks=11, max_model_len=40))
@@ -302,13 +380,14 @@ class TestAdmission:
         with pytest.raises(InvalidRequestError, match="block_hashes"):
             FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
 
-    def test_right_hashes_are_used(self):
-        engine, prompt = FakeEngine(), create_request("a", 14).prompt_token_ids
+    @pytest.mark.parametrize(("num_tokens", "num_computed"), [(14, 2), (12, 4)])
+    def test_right_hashes_are_used(self, num_tokens, num_computed):
+        engine, prompt = FakeEngine(), create_request("a", num_tokens).prompt_token_ids
         hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
         engine.add(create_request("a", prompt, block_hashes=hashes))
         engine.run()
         engine.add(create_request("b", prompt))
-        assert engine.step().num_scheduled_tokens == {"b": 2}
+        assert engine.step().num_scheduled_tokens == {"b": num_computed}
 
     def test_an_id_is_used_once_at_a_time(self):
         engine = FakeEngine()
@@ -322,8 +401,8 @@ class TestAdmission:
 
     def test_a_full_queue_sheds(self):
         engine = FakeEngine(create_scheduler(max_num_waiting=2))
-        engine.add(*create_requests(2))
-        with pytest.raises(OverloadedError):
+        engine.add(create_request("a"), create_request("b", role="consumer"))
+        with pytest.raises(OverloadedError, match="2 requests"):
             engine.add(create_request("c"))
         engine.step()
         engine.add(create_request("c"))
@@ -361,18 +440,51 @@ class TestAbort:
         engine.assert_idle()
 
     def test_while_the_step_runs(self):
-        engine = FakeEngine()
-        engine.add(create_request("a"))
+        engine, other = FakeEngine(), create_request("b")
+        engine.add(create_request("a"), other)
         step = engine.scheduler.schedule(0.0)
         engine.abort("a")
-        result = engine._execute(step)
-        assert engine.scheduler.update(step, result, 0.01) == []
+        outputs = engine.scheduler.update(step, engine._execute(step), 0.01)
+        assert [(output.request_id, output.tokens) for output in outputs] == [("b", [first_token(other)])]
+        engine._collect(outputs)
         engine.run()
+        assert_answered(engine, other)
         engine.assert_idle()
+
+
+def test_an_engine_without_a_connector_computes_all_that_it_is_asked():
+    kv = KVCacheManager(65, BLOCK_SIZE, enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=64, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+    prompt = create_request("a", 9).prompt_token_ids
+    scheduler.add_request(create_request("a", prompt, max_tokens=1), now=0.0)
+    step = scheduler.schedule(now=0.0)
+    assert step.num_scheduled_tokens == {"a": 9}
+    assert scheduler.has_unfinished
+    assert not scheduler.has_cache_change
+    (output,) = scheduler.update(step, ModelRunnerOutput(sampled={RequestId("a"): SampledToken(5)}), 0.01)
+    assert (output.tokens, output.finish_reason) == ([SampledToken(5)], FinishReason.LENGTH)
+    assert scheduler.has_cache_change
+    assert scheduler.take_cache_change().stored == b"".join(hash_prompt(prompt, BLOCK_SIZE, root_hash()))
+    assert not scheduler.has_cache_change
+    assert not scheduler.has_unfinished
+    assert scheduler.check_integrity() == IntegrityReport(
+        violations=[], num_requests=0, num_blocks_in_use=0, num_transfers=0
+    )
+
+
+def test_only_outputs_that_others_go_on_with_are_sent_before_the_step_runs():
+    engine = FakeEngine()
+    for name, role, is_sent in [("a", None, False), ("b", "producer", True), ("c", None, False)]:
+        engine.add(create_request(name, role=role))
+        engine.begin_step()
+        assert bool(engine.events[name]) == is_sent
+        engine.end_step()
+        assert engine.events[name][0] == RequestStarted(queue_s=0.0, num_cached_tokens=0)
 
 
 def test_stats():
     engine = FakeEngine(create_scheduler(max_num_batched_tokens=8, max_num_seqs=2))
+    assert engine.scheduler.stats().last_step_tokens == 0
     engine.add(*create_requests(3, prompt=6))
     engine.step()
     stats = engine.scheduler.stats()
@@ -387,7 +499,9 @@ def test_integrity_notices_a_request_in_no_place():
     engine.add(create_request("a"))
     engine.step()
     engine.scheduler._running.clear()
+    engine.scheduler._kv.pin(engine.scheduler._kv.blocks(engine.scheduler._places.live["a"]))
     violations = engine.scheduler.check_integrity().violations
+    assert any("has ref_cnt 2 but 1 owners" in violation for violation in violations)
     assert any("are in places" in violation for violation in violations)
     assert any("blocks are held by" in violation for violation in violations)
 
@@ -403,7 +517,10 @@ class TestNumbersThatAreNotFinite:
         engine.broken.add("a")
         engine.run()
         assert engine.finished["a"] is FinishReason.ERROR
-        assert engine.errors["a"] == ErrorCode.NON_FINITE.value.number
+        assert engine.errors["a"] == (
+            ErrorCode.NON_FINITE.value.number,
+            "the model computed no finite logit for the next token",
+        )
         assert_answered(engine, sound)
         again = create_request("c", broken.prompt_token_ids, max_tokens=2)
         engine.add(again)

@@ -14,7 +14,9 @@ MACHINE = Line(base_s=0.005, token_s=0.0005, context_s=1e-7)  # its knee: 490 to
 LONG = 2000
 
 
-def create_engine(*, target_itl_ms: float | None = 50.0, is_trained: bool = True, **options: object) -> FakeEngine:
+def create_engine(
+    *, target_itl_ms: float | None = 50.0, is_trained: bool = True, machine: Line = MACHINE, **options: object
+) -> FakeEngine:
     """An engine that has learned how fast its machine is."""
     engine = FakeEngine(
         create_scheduler(
@@ -24,7 +26,7 @@ def create_engine(*, target_itl_ms: float | None = 50.0, is_trained: bool = True
             **{"max_num_batched_tokens": 2048, "max_num_seqs": 64} | options,
         )
     )
-    engine.machine = MACHINE
+    engine.machine = machine
     if is_trained:
         for index, length in enumerate((10, 300, 700, 40, 500, 900, 100, 1200) * 4):
             engine.add(create_request(f"w{index}", length, max_tokens=6))
@@ -64,6 +66,20 @@ def test_a_prompt_beside_a_stream_keeps_the_step_within_its_target() -> None:
     engine.run()
     assert engine.outputs["long"] == expected_output(long, max_model_len=4000)[0]
     assert engine.outputs["stream"] == expected_output(beside, max_model_len=4000)[0]
+
+
+def test_what_streams_read_leaves_less_for_prompts() -> None:
+    engine = create_engine(machine=Line(base_s=0.005, token_s=0.0001, context_s=1e-6), min_prefill_tokens=8)
+    streams = [f"stream{index}" for index in range(12)]
+    prompt = create_request("stream", LONG).prompt_token_ids
+    for request_id in streams:
+        engine.add(create_request(request_id, prompt, max_tokens=500))
+        engine.step()
+    engine.add(create_request("long", LONG))
+    assert 0.045 <= max(seconds for _, seconds in steps_of(engine, "long")) <= 0.055, "24 ms of it for what they read"
+    engine.abort(*streams[1:])
+    engine.add(create_request("next", LONG))
+    assert 0.045 <= max(seconds for _, seconds in steps_of(engine, "next")) <= 0.055
 
 
 def test_without_a_target_a_prompt_takes_the_whole_step() -> None:
@@ -151,6 +167,19 @@ def test_a_short_prompt_passes_a_longer_one_that_came_within_its_time() -> None:
     engine.end_step()
     engine.run()
     assert list(engine.finished)[-3:] == ["first", "short", "long"]
+
+
+def test_what_is_cached_of_a_prompt_costs_it_no_place() -> None:
+    engine = create_engine(max_num_seqs=1)
+    cached = create_request("cached", LONG, max_tokens=1)
+    engine.add(create_request("before", cached.prompt_token_ids, max_tokens=1))
+    engine.run()
+    engine.add(create_request("running", 8))
+    engine.begin_step()
+    engine.add(create_request("short", 300, max_tokens=1), cached)
+    engine.end_step()
+    engine.run()
+    assert list(engine.finished) == ["before", "running", "cached", "short"]
 
 
 def test_a_long_prompt_gets_on_however_many_short_ones_come() -> None:

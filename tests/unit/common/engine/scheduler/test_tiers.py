@@ -229,21 +229,24 @@ class TestRestore:
         assert started(engine)[0].num_cached_tokens == 8
 
     def test_but_it_does_not_run_far_ahead_of_the_batch(self):
-        engine = create_engine(max_num_seqs=4)
-        requests = create_requests(8, 10)
+        engine = create_engine(max_num_seqs=5)
+        requests = create_requests(9, 10)
         for request in requests:
             engine.medium |= stored_prompt(request)
         engine.add(*requests)
         engine.step()
         engine.settle_all()
-        assert len(engine.step().loads) == 5
+        assert len(engine.step().loads) == 6
         assert not engine.scheduler.has_work  # it does not spin
-        engine.settle_at_once = True
         engine.settle_all()
+        assert not engine.step().loads, "one that is restored already waits for a slot"
+        assert engine.scheduler.stats().num_running == 5
+        engine.settle_at_once = True
         engine.run()
         engine.step()
         engine.run()
         assert_answered(engine, *requests)
+        assert engine.scheduler.stats().tier_hits == 9 * 8
         engine.assert_idle()
 
     def test_a_local_prefix_that_grew_meanwhile_is_not_loaded(self):
@@ -261,12 +264,14 @@ class TestRestore:
         (load,) = engine.step().loads
         assert load.block_hashes == tuple(stored_prompt(request))[2:3]
         engine.settle_all()
+        assert engine.step().num_scheduled_tokens["a"] == 2
         engine.run()
         assert_answered(engine, request, sooner)
         engine.assert_idle()
 
-    def test_once_all_of_it_is_here_nothing_is_loaded(self):
-        engine, request = create_engine(), create_request("a", 10)
+    @pytest.mark.parametrize("num_slots", [1, 2])
+    def test_once_all_of_it_is_here_nothing_is_loaded(self, num_slots):
+        engine, request = create_engine(max_num_seqs=num_slots), create_request("a", 10)
         engine.medium = stored_prompt(request)
         engine.add(request)
         engine.step()
@@ -277,6 +282,7 @@ class TestRestore:
         engine.step()
         engine.step()
         engine.settle()
+        assert len(engine.step().num_scheduled_tokens) == num_slots
         engine.run()
         assert_answered(engine, request, twin)
         assert not jobs(engine, "load")

@@ -68,6 +68,29 @@ class TiersMachine(SchedulerMachine):
                 self.engine.settle_as(TransferResult(job_id, 0, "store_failed"))
 
 
+def test_a_consumer_gets_its_turn_when_the_prompt_before_it_asks_the_tier_again():
+    """It was refused because of the blocks that this prompt needed; nothing else would have looked at it again."""
+    machine = TiersMachine()
+    short = {"output": [], "ignore_eos": False, "priority": 0, "salt": ""}
+    machine.start(num_blocks=9, offloads=False, budget=12, seats=2)
+    for move in (
+        lambda: machine.add(role=None, prompt=[10, 10], max_tokens=5, **short),
+        machine.step,
+        lambda: machine.crowd(num_steps=21, num_tokens=8),
+        lambda: machine.add_what_another_pod_computed(
+            is_alike=False, max_tokens=1, num_kept=3, num_tokens=11, role=None
+        ),
+        lambda: machine.add(role="consumer", prompt=[10] * 5, max_tokens=1, **short),
+        lambda: machine.crowd(num_steps=17, num_tokens=6),
+        lambda: machine.add(role=None, prompt=[10], max_tokens=1, **short),
+        lambda: machine.add(role="consumer", prompt=[10] * 5, max_tokens=1, **short),
+        lambda: machine.go_on(num_moves=6),
+    ):
+        move()
+        machine.nobody_waits_for_nothing()
+    machine.teardown()
+
+
 TestTiersMachine = TiersMachine.TestCase
 TestTiersMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
 

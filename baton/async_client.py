@@ -1,0 +1,188 @@
+"""A client of routers for asyncio, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+import grpc
+
+from baton.answers import Answer, Model, Piece
+from baton.attempts import StreamProgress
+from baton.connection import Connection, Metadata
+from baton.requests import (
+    Conversation,
+    Prompt,
+    Request,
+    answer_of,
+    chat_prompt,
+    chat_request,
+    models_of,
+    piece_of,
+    text_request,
+    timeout_of,
+)
+from common.pb import inference_pb2
+from common.pb.inference_pb2_grpc import InferenceStub
+from common.rpc.errors import from_rpc_error
+from common.types import SamplingParams
+
+if TYPE_CHECKING:
+    from common.pb.inference_pb2_grpc import InferenceAsyncStub
+
+_Reply = TypeVar("_Reply")
+
+
+class AsyncClient:
+    """Asks routers of one cluster, as `Client` does. An async context manager; belongs to one event loop.
+
+    async with AsyncClient("127.0.0.1:9000") as client:
+        print((await client.generate("The capital of France is", max_tokens=16, temperature=0)).text)
+        async for piece in client.stream_chat([{"role": "user", "content": "Hello!"}]):
+            print(piece.text, end="")
+
+    What a router cannot serve just now is tried again, at the next address if there are several; a stream that breaks
+    goes on where it broke. Methods raise a BatonError; see `baton.errors`.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = "127.0.0.1:9000",
+        *,
+        api_key: str = "",
+        tls: bool = False,
+        tls_ca: str = "",
+        timeout_s: float = 600.0,
+        max_attempts: int = 5,
+    ) -> None:
+        """`address`: host:port of a router's gRPC port, or those of several routers. `tls_ca`: PEM file of the
+        authorities to trust, instead of gRPC's; it implies `tls`. `timeout_s` bounds a call, retries included;
+        `max_attempts` those in a row that bring nothing. Raises ConfigError."""
+        self._connection = Connection(address, api_key, tls, tls_ca, timeout_s, max_attempts)
+        self._channels = {each: self._connection.open_async(each) for each in self._connection.addresses}
+        self._stubs: dict[str, InferenceAsyncStub] = {
+            each: InferenceStub(channel) for each, channel in self._channels.items()
+        }
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
+    ) -> Answer:
+        """Completes a text, or token ids. `params` gives all sampling parameters; otherwise those named in `request`
+        apply, and the model's defaults."""
+        return await self._generate(text_request(prompt, params, **request), request)
+
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **request: Unpack[Request],
+    ) -> Answer:
+        """Answers a conversation, each turn of it such as {"role": "user", "content": "Hello!"}; otherwise like
+        `generate`. `template_variables` are for the chat template, such as {"enable_thinking": False}."""
+        return await self._generate(chat_request(messages, params, template_variables, **request), request)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
+    ) -> AsyncIterator[Piece]:
+        """As `generate`, piece by piece. To leave the iteration ends the generation."""
+        return self._stream(text_request(prompt, params, **request), request)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **request: Unpack[Request],
+    ) -> AsyncIterator[Piece]:
+        """As `chat`, piece by piece. To leave the iteration ends the generation."""
+        return self._stream(chat_request(messages, params, template_variables, **request), request)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a running request; its caller gets what there is. False: no such request runs at a router."""
+        message = inference_pb2.AbortRequest(request_id=request_id)
+        for address in self._connection.addresses:
+            if (await self._call(lambda stub: stub.Abort, message, address)).found:
+                return True
+        return False
+
+    async def models(self) -> list[Model]:
+        """What is served."""
+        return models_of(await self._call(lambda stub: stub.ListModels, inference_pb2.ListModelsRequest()))
+
+    async def tokenize(self, prompt: str | Conversation, *, model: str = "") -> list[int]:
+        """Token ids of a text or a conversation."""
+        message = inference_pb2.TokenizeRequest(model=model)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.chat.CopyFrom(chat_prompt(prompt, None))
+        return list((await self._call(lambda stub: stub.Tokenize, message)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """The text of token ids."""
+        message = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        return (await self._call(lambda stub: stub.Detokenize, message)).text
+
+    async def explain(self, prompt: Prompt, **request: Unpack[Request]) -> dict[str, Any]:
+        """Where such a request would go, and why. Nothing is generated."""
+        message = text_request(prompt, None, **request)
+        return dict(json.loads((await self._call(lambda stub: stub.Explain, message)).json))
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _generate(self, message: inference_pb2.GenerateRequest, request: Request) -> Answer:
+        timeout_s = timeout_of(request, self._connection.timeout_s)
+        metadata = self._connection.metadata_of(request)
+        return answer_of(await self._call(lambda stub: stub.Generate, message, None, timeout_s, metadata))
+
+    async def _call(
+        self,
+        method: Callable[[InferenceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]],
+        message: Any,
+        address: str | None = None,
+        timeout_s: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> _Reply:
+        """A call with one reply, at `address` or any of the client's."""
+        attempts = self._connection.attempts(timeout_s, address)
+        sent = self._connection.metadata if metadata is None else metadata
+        while True:
+            try:
+                return await method(self._stubs[attempts.address])(message, timeout=attempts.timeout_s, metadata=sent)
+            except grpc.aio.AioRpcError as error:
+                await asyncio.sleep(attempts.delay_after(from_rpc_error(error)))
+
+    async def _stream(self, message: inference_pb2.GenerateRequest, request: Request) -> AsyncIterator[Piece]:
+        attempts = self._connection.attempts(timeout_of(request, self._connection.timeout_s))
+        metadata = self._connection.metadata_of(request)
+        progress = StreamProgress(message)
+        while not progress.is_complete:
+            stub = self._stubs[attempts.address]
+            call = stub.GenerateStream(progress.request, timeout=attempts.timeout_s, metadata=metadata)
+            try:
+                async for chunk in call:
+                    progress.take(chunk)
+                    attempts.progress()
+                    yield piece_of(chunk)
+            except grpc.aio.AioRpcError as error:
+                if not progress.is_complete:
+                    await asyncio.sleep(attempts.delay_after(from_rpc_error(error)))
+            finally:
+                call.cancel()  # when the iteration is left

@@ -1,0 +1,74 @@
+"""Where a client's calls go, and what is said with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from baton.attempts import Attempts
+from baton.requests import Request
+from common.errors import ConfigError
+from common.rpc.channel import CHANNEL_OPTIONS
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Connection:
+    """The settings of a client."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        api_key: str,
+        tls: bool,
+        tls_ca: str,
+        timeout_s: float,
+        max_attempts: int,
+    ) -> None:
+        """Raises ConfigError."""
+        self.addresses = [address] if isinstance(address, str) else list(address)
+        if not self.addresses:
+            raise ConfigError("address: at least one is required", param="address")
+        for each in self.addresses:
+            if "://" in each or ":" not in each:
+                raise ConfigError(f"address: must be host:port of a router's gRPC port, got {each!r}", param="address")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s: must be positive, got {timeout_s}", param="timeout_s")
+        if max_attempts < 1:
+            raise ConfigError(f"max_attempts: must be at least 1, got {max_attempts}", param="max_attempts")
+        self.timeout_s = timeout_s
+        self.metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self.credentials = _credentials(tls_ca) if tls or tls_ca else None
+        self._max_attempts = max_attempts
+
+    def attempts(self, timeout_s: float | None = None, address: str | None = None) -> Attempts:
+        """For one call, at `address` or any."""
+        addresses = self.addresses if address is None else [address]
+        return Attempts(addresses, self._max_attempts, self.timeout_s if timeout_s is None else timeout_s)
+
+    def metadata_of(self, request: Request) -> Metadata:
+        """What goes with a request that generates."""
+        session_id = request.get("session_id", "")
+        return (*self.metadata, ("x-session-id", session_id)) if session_id else self.metadata
+
+    def open(self, address: str) -> grpc.Channel:
+        """A channel, which connects with its first call."""
+        if self.credentials is None:
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+
+    def open_async(self, address: str) -> grpc.aio.Channel:
+        """The same for asyncio."""
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
+
+
+def _credentials(tls_ca: str) -> grpc.ChannelCredentials:
+    try:
+        authorities = Path(tls_ca).read_bytes() if tls_ca else None
+    except OSError as error:
+        raise ConfigError(f"tls_ca: cannot read {tls_ca}: {error.strerror}", param="tls_ca") from error
+    return grpc.ssl_channel_credentials(authorities)

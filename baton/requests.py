@@ -1,0 +1,192 @@
+"""Requests as messages of baton.v1, and answers out of them. No network here: both clients share it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+from baton.answers import Answer, Choice, Model, Piece, Usage
+from common.errors import InvalidRequestError
+from common.pb import inference_pb2
+from common.rpc.convert import finish_reason_from_pb, logprobs_from_pb, set_options
+from common.types import Constraint, FinishReason, SamplingParams
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+_MESSAGE_FIELDS = frozenset(inference_pb2.ChatMessage.DESCRIPTOR.fields_by_name)
+_OPTION_FIELDS = frozenset(inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name)
+
+
+class Options(TypedDict, total=False):
+    """Sampling parameters to be given one by one; the others have the served model's defaults. docs/api.md describes
+    each."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    num_logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    structured_outputs: Constraint  # of `baton.constraints`
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    prompt_logprobs: int
+    vllm_xargs: Mapping[str, str | int | float | bool]
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+    truncate_prompt_tokens: int
+
+
+class Terms(TypedDict, total=False):
+    """What a request may have beside its prompt and sampling parameters."""
+
+    stop: str | Sequence[str]  # texts that end an answer, and are not part of it
+    n: int  # answers to the prompt
+    model: str  # served name; by default the first model
+    request_id: str  # for `abort`; by default the router chooses one
+    cache_salt: str  # requests with different salts never share cached KV
+    priority: int  # lower runs first
+    session_id: str  # requests of one session prefer the pods that have its KV
+    timeout_s: float  # for the whole answer, retries included; by default the client's
+
+
+class Request(Options, Terms, total=False):
+    """Both."""
+
+
+def text_request(
+    prompt: Prompt, params: SamplingParams | None, **request: Unpack[Request]
+) -> inference_pb2.GenerateRequest:
+    """A request to complete `prompt`. Raises InvalidRequestError for what cannot be a message."""
+    message = _request(params, request)
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        _extend(message.tokens.token_ids, prompt, "prompt")
+    return message
+
+
+def chat_request(
+    messages: Conversation,
+    params: SamplingParams | None,
+    template_variables: Mapping[str, Any] | None,
+    **request: Unpack[Request],
+) -> inference_pb2.GenerateRequest:
+    """A request to answer a conversation. Raises InvalidRequestError for what cannot be a message."""
+    message = _request(params, request)
+    message.chat.CopyFrom(chat_prompt(messages, template_variables))
+    return message
+
+
+def chat_prompt(messages: Conversation, template_variables: Mapping[str, Any] | None) -> inference_pb2.ChatPrompt:
+    """A conversation. Raises InvalidRequestError."""
+    chat = inference_pb2.ChatPrompt()
+    for index, each in enumerate(messages):
+        if unknown := each.keys() - _MESSAGE_FIELDS:
+            field = f"messages[{index}].{min(unknown)}"
+            raise InvalidRequestError(f"{field} is not a field of a message over gRPC", param=field)
+        try:
+            chat.messages.add(**each)
+        except TypeError as error:
+            raise InvalidRequestError(f"messages[{index}]: {error}", param=f"messages[{index}]") from error
+    if template_variables:
+        chat.chat_template_kwargs = json.dumps(template_variables)
+    return chat
+
+
+def timeout_of(request: Request, default_s: float) -> float:
+    """Seconds for the whole answer. Raises InvalidRequestError."""
+    timeout_s = request.get("timeout_s", default_s)
+    if not timeout_s > 0:
+        raise InvalidRequestError(f"timeout_s must be positive, got {timeout_s}", param="timeout_s")
+    return timeout_s
+
+
+def answer_of(message: inference_pb2.GenerateResponse) -> Answer:
+    """A whole answer."""
+    return Answer(message.request_id, [_choice(each) for each in message.choices], _usage(message.usage))
+
+
+def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
+    """A piece of an answer."""
+    finish_reason = finish_reason_from_pb(message.finish_reason)
+    return Piece(
+        message.request_id,
+        message.index,
+        message.text,
+        list(message.token_ids),
+        [logprobs_from_pb(each) for each in message.logprobs],
+        finish_reason,
+        None if finish_reason is None else _usage(message.usage),
+        [logprobs_from_pb(each) for each in message.prompt_logprobs],
+        _stop_reason(message),
+    )
+
+
+def models_of(message: inference_pb2.ListModelsResponse) -> list[Model]:
+    """The served models."""
+    return [Model(each.name, each.max_model_len) for each in message.models]
+
+
+def _request(params: SamplingParams | None, request: Request) -> inference_pb2.GenerateRequest:
+    given: dict[str, Any] = dict(request)
+    stop = given.pop("stop", ())
+    given.pop("timeout_s", None)
+    given.pop("session_id", None)  # metadata, as over HTTP
+    options = {name: given.pop(name) for name in _OPTION_FIELDS & given.keys()}
+    if params is not None:
+        if options:
+            name = min(options)
+            raise InvalidRequestError(f"{name}: give params or single sampling parameters, not both", param=name)
+        options = {name: getattr(params, name) for name in _OPTION_FIELDS & set(params.__struct_fields__)}
+    try:
+        message = inference_pb2.GenerateRequest(**given)
+        set_options(message.options, options)
+        message.options.stop.extend([stop] if isinstance(stop, str) else stop)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(str(error)) from error
+    return message
+
+
+def _extend(field: Any, token_ids: Sequence[int], param: str) -> None:
+    try:
+        field.extend(token_ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{param} must be a text or token ids: {error}", param=param) from error
+
+
+def _choice(message: inference_pb2.Choice) -> Choice:
+    return Choice(
+        message.index,
+        message.text,
+        list(message.token_ids),
+        finish_reason_from_pb(message.finish_reason) or FinishReason.ERROR,
+        [logprobs_from_pb(each) for each in message.logprobs],
+        [logprobs_from_pb(each) for each in message.prompt_logprobs],
+        _stop_reason(message),
+    )
+
+
+def _stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk) -> str | int | None:
+    match message.WhichOneof("stop_reason"):
+        case "stop_text":
+            return message.stop_text
+        case "stop_token_id":
+            return message.stop_token_id
+        case _:
+            return None
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)

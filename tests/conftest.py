@@ -1,0 +1,12 @@
+"""Property tests draw the same examples in each run, so that a failure comes from the change under test; the long
+suites draw new ones."""
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "slow":
+        settings.load_profile("repeatable")

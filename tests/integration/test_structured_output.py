@@ -1,0 +1,157 @@
+"""Constrained answers through router, prefill pod, connector and decode pod: those of one pod alone, and valid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import nullcontext
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from common.pb import common_pb2
+from tests.integration.cluster import DEADLINE_S, running_cluster
+from tests.integration.test_migration import Stream
+from tests.redis_server import running_redis
+from tests.tiny_models import prompt_of
+
+PROMPT = "".join(chr(0x61 + token % 26) for token in prompt_of(37))  # several chunks
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "box": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}},
+            "required": ["on"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "tags", "size", "box"],
+    "additionalProperties": False,  # or random weights write some without end
+}
+PATTERN = r"[a-f]{3,40}-\d{2}"
+CHOICES = ["Paris", "Rome", 'Pa"ul\n']
+LONG = r"([a-z]{5} ){40}"
+CONSTRAINTS = {
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "json": {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+    "regex": {"structured_outputs": {"regex": PATTERN}},
+    "choice": {"structured_outputs": {"choice": CHOICES}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= "a" root "b" | "x"'}},
+    "structural_tag": {
+        "structured_outputs": {
+            "structural_tag": {
+                "type": "structural_tag",
+                "format": {
+                    "type": "tag",
+                    "begin": "<call>",
+                    "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+                    "end": "</call>",
+                },
+            }
+        }
+    },
+}
+
+EXPECTED: dict[str, list[tuple[str, str]]] = {}  # of a cluster without prefill pods, once
+
+
+def is_valid(name: str, text: str) -> bool:
+    match name:
+        case "response_format" | "json":
+            return jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+        case "regex":
+            return re.fullmatch(PATTERN, text) is not None
+        case "choice":
+            return text in CHOICES
+        case "grammar":
+            return re.fullmatch(r"(a*)x(b*)", text) is not None and text.count("a") == text.count("b")
+        case _:
+            return text in ("<call>1</call>", "<call>2</call>")
+
+
+async def texts_of(client: httpx.AsyncClient, body: dict) -> list[tuple[str, str]]:
+    """Text and finish reason of all choices; the stream and the whole answer are the same."""
+    whole = await client.post("/v1/completions", json=body)
+    assert whole.status_code == 200, whole.text
+    choices = whole.json()["choices"]
+    texts = ["" for _ in choices]
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in choices]
+    return [(choice["text"], choice["finish_reason"]) for choice in choices]
+
+
+async def all_answers(cluster) -> dict[str, list[tuple[str, str]]]:
+    answers = {}
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
+        for name, fields in CONSTRAINTS.items():
+            for n, sampling in ((1, {"temperature": 0}), (3, {"temperature": 1.0, "seed": 5})):
+                body = {"prompt": PROMPT, "max_tokens": 160, "n": n, **sampling, **fields}
+                answers[f"{name} {n}"] = await texts_of(client, body)
+    return answers
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
+    if not EXPECTED:
+        async with running_cluster(tmp_path / "colocated", "llama", num_prefill=0) as cluster:
+            EXPECTED.update(await all_answers(cluster))
+    expected = EXPECTED
+    for name, answers in expected.items():
+        kind = name.split()[0]
+        for text, reason in answers:  # a model with random weights may go on with whitespace without end
+            assert reason == "stop" or kind == "response_format", (name, text)
+            assert text.lstrip().startswith("{") if reason == "length" else is_valid(kind, text), (name, text)
+    with running_redis() if connector == "redis" else nullcontext() as redis:
+        options = {"url": redis.url} if redis is not None else {}
+        async with running_cluster(tmp_path, "llama", connector=connector, connector_options=options) as cluster:
+            assert await all_answers(cluster) == expected
+            assert cluster.recomputed() == 0
+
+
+async def test_a_constrained_answer_survives_migration_and_preemption(tmp_path):
+    constraint = common_pb2.Constraint(kind=common_pb2.CONSTRAINT_KIND_REGEX, text=LONG)
+    options = {"temperature": 0.0, "max_tokens": 300, "structured_outputs": constraint}
+    prompts = [prompt_of(24, seed=seed) for seed in range(4)]
+    async with running_cluster(tmp_path / "alone", "llama", num_prefill=0) as cluster:
+        expected = await cluster.tokens(prompts, **options)
+        assert all(re.fullmatch(LONG, bytes_of(cluster, tokens)) for tokens in expected)
+    # No two fit the blocks of a decode pod at their full length.
+    async with running_cluster(tmp_path, "llama", num_decode=3, decode_blocks=66) as cluster:
+        streams = [Stream(cluster, prompt, options) for prompt in prompts]
+        for stream in streams:
+            await stream.reach(30)
+        await cluster.decode.pop().stop()
+        await asyncio.gather(*(stream.reading for stream in streams))
+        assert [stream.tokens for stream in streams] == expected
+
+
+def bytes_of(cluster, tokens) -> str:
+    return cluster.router.service.tokenizer.decode(tokens)
+
+
+async def test_what_cannot_be_compiled_is_refused_at_once(tmp_path):
+    """Also if a prefill pod was to find out."""
+    async with (
+        running_cluster(tmp_path, "llama") as cluster,
+        httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client,
+    ):
+        for constraint, problem in [
+            ({"regex": "(a[b"}, "position 5"),
+            ({"json": {"type": "strin"}}, "strin"),
+            ({"grammar": "root ::= foo"}, "line 1"),
+            ({"structural_tag": {"format": {"type": "none"}}}, ""),
+        ]:
+            response = await client.post("/v1/completions", json={"prompt": PROMPT, "structured_outputs": constraint})
+            error = response.json()["error"]
+            assert response.status_code == 400, error
+            assert (error["param"], problem in error["message"]) == ("structured_outputs", True), error
