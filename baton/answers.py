@@ -27,6 +27,8 @@ class Choice:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[Logprobs]  # one per token if asked for, else empty
+    prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first
+    stop_reason: str | int | None  # the stop text, or the one of stop_token_ids, that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Piece:
     logprobs: list[Logprobs]  # one per token if asked for, else empty
     finish_reason: FinishReason | None  # set in the choice's last piece only
     usage: Usage | None  # the choice's, in its last piece only
+    prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first; in the choice's first piece
+    stop_reason: str | int | None  # as of Choice; in its last piece only
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-import msgspec
-
 from baton.answers import Answer, Choice, Model, Piece, Usage
 from common.errors import InvalidRequestError
 from common.pb import inference_pb2
-from common.rpc.convert import constraint_to_pb, finish_reason_from_pb, logprobs_from_pb
+from common.rpc.convert import finish_reason_from_pb, logprobs_from_pb, set_options
 from common.types import Constraint, FinishReason, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -39,6 +37,15 @@ class Options(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     structured_outputs: Constraint  # of `baton.constraints`
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    prompt_logprobs: int
+    vllm_xargs: Mapping[str, str | int | float | bool]
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+    truncate_prompt_tokens: int
 
 
 class Terms(TypedDict, total=False):
@@ -122,6 +129,8 @@ def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
         [logprobs_from_pb(each) for each in message.logprobs],
         finish_reason,
         None if finish_reason is None else _usage(message.usage),
+        [logprobs_from_pb(each) for each in message.prompt_logprobs],
+        _stop_reason(message),
     )
 
 
@@ -140,16 +149,10 @@ def _request(params: SamplingParams | None, request: Request) -> inference_pb2.G
         if options:
             name = min(options)
             raise InvalidRequestError(f"{name}: give params or single sampling parameters, not both", param=name)
-        options = {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+        options = {name: getattr(params, name) for name in _OPTION_FIELDS & set(params.__struct_fields__)}
     try:
         message = inference_pb2.GenerateRequest(**given)
-        for name, value in options.items():
-            if isinstance(value, Constraint):
-                message.options.structured_outputs.CopyFrom(constraint_to_pb(value))
-            elif isinstance(value, list | tuple | set | frozenset):
-                getattr(message.options, name).extend(value)
-            else:
-                setattr(message.options, name, value)
+        set_options(message.options, options)
         message.options.stop.extend([stop] if isinstance(stop, str) else stop)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(str(error)) from error
@@ -170,7 +173,19 @@ def _choice(message: inference_pb2.Choice) -> Choice:
         list(message.token_ids),
         finish_reason_from_pb(message.finish_reason) or FinishReason.ERROR,
         [logprobs_from_pb(each) for each in message.logprobs],
+        [logprobs_from_pb(each) for each in message.prompt_logprobs],
+        _stop_reason(message),
     )
+
+
+def _stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk) -> str | int | None:
+    match message.WhichOneof("stop_reason"):
+        case "stop_text":
+            return message.stop_text
+        case "stop_token_id":
+            return message.stop_token_id
+        case _:
+            return None
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ArgumentParser
+from cli.exit_codes import OF_TOOLS
+from common.config import ArgumentParser, epilog_of
 from deploy.certificates import AUTHORITY, LOCAL_HOSTS, VALID_DAYS, make_certificates, paths_of
 
 
@@ -15,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
         prog="baton certs",
         description="Makes a certificate authority for development, and certificates for router, prefill and decode, "
         f"valid for {VALID_DAYS} days. Keep ca.key private: every process that has it can join the cluster.",
-        allow_abbrev=False,
+        epilog=epilog_of(examples=("baton certs --dir certs --host 10.0.0.1",), exit_codes=OF_TOOLS),
     )
     parser.add_argument("--dir", required=True, metavar="DIR", help="Where to put them.")
     parser.add_argument(

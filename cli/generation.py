@@ -1,31 +1,44 @@
-"""Options that `complete` and `chat` share, and how both end."""
+"""What `complete` and `chat` share: options, the router they talk to, how an answer is printed, and how both end."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from cli.router_client import DEFAULT_URL, RouterClient, RouterError
+from cli.router_client import DEFAULT_URL, Piece, RouterClient, RouterError
 from common.config import ArgumentParser, add_arguments, build
 from common.errors import ConfigError
+from deploy.cluster_state import the_cluster
 
-_KEY_VARIABLE = "BATON_API_KEY"
+KEY_VARIABLE = "BATON_API_KEY"
+URL_VARIABLE = "BATON_URL"
+ENVIRONMENT_HELP = f"""\
+environment:
+  {URL_VARIABLE}      address of the router, unless --url gives one
+  {KEY_VARIABLE}  API key of the router"""
 _STOP = frozenset({"stop"})
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the router is and how it samples. What is not given is the router's choice."""
+    """Answer: how the router samples. What is not given is its choice."""
+
+    TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {"Router": ("url", "tls_ca", "model", "timeout_s")}
 
     url: Annotated[
-        str, Meta(description="HTTP address of the router. An API key is taken from the environment: BATON_API_KEY.")
-    ] = DEFAULT_URL
+        str | None,
+        Meta(
+            description=f"HTTP address of the router; default: {URL_VARIABLE}, else that of the cluster in the "
+            f"background, else {DEFAULT_URL}."
+        ),
+    ] = None
     tls_ca: Annotated[
         str, Meta(description="PEM file of the authority of an https:// router; default: the system's.")
     ] = ""
@@ -40,15 +53,11 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int | None, Meta(description="The same seed gives the same answer.")] = None
     stop: list[str] = []
     stream: Annotated[bool, Meta(description="Show the answer as it comes.")] = True
+    verbose: Annotated[bool, Meta(description="Say how many tokens an answer has, and how fast they came.")] = False
     timeout_s: Annotated[float, Meta(gt=0, description="Seconds to wait for each piece of the answer.")] = 300.0
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # what an address or a port cannot be
-            is_url = False
-        if not is_url:
+        if self.url is not None and not _is_url(self.url):
             raise ValueError(f"--url: expected http://host:port, got {self.url!r}")
 
     def body(self, model: str) -> dict[str, Any]:
@@ -60,19 +69,42 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
             "seed": self.seed,
             "stop": self.stop or None,
         }
-        return {"model": model} | {name: value for name, value in given.items() if value is not None}
+        body: dict[str, Any] = {"model": model} | {name: value for name, value in given.items() if value is not None}
+        if self.stream and self.verbose:
+            body["stream_options"] = {"include_usage": True}
+        return body
 
 
 def open_router(options: GenerationOptions) -> RouterClient:
     """A client of the router that the options name. Raises ConfigError."""
-    return RouterClient(options.url, timeout_s=options.timeout_s, api_key=_api_key(), tls_ca=options.tls_ca)
+    url = options.url or _default_url()
+    return RouterClient(url, timeout_s=options.timeout_s, api_key=_api_key(), tls_ca=options.tls_ca)
+
+
+def _default_url() -> str:
+    """Raises ConfigError if the environment has one that cannot be used, or if several clusters run."""
+    given = os.environ.get(URL_VARIABLE, "").strip()
+    if given:
+        if not _is_url(given):
+            raise ConfigError(f"{URL_VARIABLE}: expected http://host:port, got {given!r}")
+        return given
+    cluster = the_cluster()
+    return cluster.url if cluster is not None and cluster.url else DEFAULT_URL
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # what an address or a port cannot be
+        return False
 
 
 def _api_key() -> str:
     """Empty: there is none. Raises ConfigError, which does not repeat it."""
-    key = os.environ.get(_KEY_VARIABLE, "").strip()
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{_KEY_VARIABLE}: a key has no spaces, control characters or letters beyond ASCII")
+        raise ConfigError(f"{KEY_VARIABLE}: a key has no spaces, control characters or letters beyond ASCII")
     return key
 
 
@@ -88,18 +120,41 @@ def parse_generation(parser: ArgumentParser, argv: Sequence[str]) -> tuple[argpa
     return args, msgspec.structs.replace(options, stop=args.stop)
 
 
-def write_pieces(pieces: Iterable[str]) -> str:
-    """Prints each piece at once, ends with a line break. Returns the whole text."""
-    text = ""
-    try:
-        for piece in pieces:
-            text += piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    finally:
-        if text and not text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+class Answer:
+    """An answer as it is printed."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self.text = ""
+        self._verbose = verbose
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Prints each piece at once, ends with a line break. Then, if asked to, says how fast it was."""
+        started = time.monotonic()
+        first: float | None = None
+        num_tokens: int | None = None
+        try:
+            for piece in pieces:
+                if piece.text and first is None:
+                    first = time.monotonic()
+                num_tokens = piece.num_tokens if piece.num_tokens is not None else num_tokens
+                self.text += piece.text
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        finally:
+            if self.text and not self.text.endswith("\n"):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        if self._verbose and num_tokens is not None:
+            now = time.monotonic()
+            sys.stderr.write(describe_speed(num_tokens, now - started, (first or now) - started) + "\n")
+
+
+def describe_speed(num_tokens: int, seconds: float, first_s: float) -> str:
+    """ "12 tokens in 0.52 s, the first after 0.08 s, then 25.0 tokens/s"."""
+    text = f"{num_tokens} token{'s' if num_tokens != 1 else ''} in {seconds:.2f} s"
+    if num_tokens > 1 and seconds > first_s:
+        rest = (num_tokens - 1) / (seconds - first_s)
+        return f"{text}, the first after {first_s:.2f} s, then {rest:.1f} tokens/s"
     return text
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from common.config import ArgumentParser
+from cli.exit_codes import OF_TOOLS
+from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError
 from router.security.keys import NAME_PATTERN, digest_of, generate_key
+
+_EPILOG = epilog_of(examples=("baton keys new --name team-a --operator",), exit_codes=OF_TOOLS)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a key, once. Returns 0; raises ConfigError."""
-    parser = ArgumentParser(prog="baton keys", description="Makes API keys of the router.", allow_abbrev=False)
+    parser = ArgumentParser(prog="baton keys", description="Makes API keys of the router.", epilog=_EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     new = commands.add_parser(
         "new",
         help="Print a fresh key, and the entry for the file of --api-keys-file, which has its hash only.",
         description="Prints a fresh key, and the entry for the file of --api-keys-file, which has its hash only.",
-        allow_abbrev=False,
+        epilog=_EPILOG,
     )
     new.add_argument("--name", required=True, help="Whose key it is, for logs and metrics.")
     new.add_argument(

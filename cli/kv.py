@@ -14,13 +14,25 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.config import ArgumentParser, Section, add_arguments, build, field_names, load_yaml
+from cli.exit_codes import OF_TOOLS
+from common.config import ArgumentParser, Section, add_arguments, build, epilog_of, field_names, load_yaml
 from common.errors import ConfigError
+from deploy.cluster_state import the_cluster
 from kv_store.inspection import INSPECTABLE, NAMESPACE, StoredBlock, StoreInspector, find_problem, open_inspector
 
 EXIT_CORRUPT = 1  # `verify` found a block that is not what its name says
 _REMOVE_BATCH = 500  # blocks, in one round trip where the medium has such a thing
 _CONFIG_SECTION = "cluster"  # of the file that `baton up` reads
+_DESCRIPTION = (
+    "Looks into the store through which pods share KV blocks, checks it, or empties it. By default it is the store of "
+    "the cluster that `baton up --detach` started."
+)
+_EXAMPLES = (
+    "baton kv inspect",
+    "baton kv verify --connector redis --config baton.yaml",
+    "baton kv purge --connector-path /mnt/kv --all --yes",
+)
+_EXIT_CODES = OF_TOOLS | {EXIT_CORRUPT: "verify found a corrupt block"}
 _SUMMARIES = {
     "inspect": "Prints the blocks, bytes and ages of every namespace, which is one model's part of the store.",
     "verify": f"Checks every block against its name and digest. Exit code {EXIT_CORRUPT} if any is corrupt.",
@@ -29,7 +41,7 @@ _SUMMARIES = {
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which store. The same settings as those of `baton up` and of the pods."""
+    """Store: which one. The same settings as those of `baton up` and of the pods."""
 
     connector: Annotated[
         str,
@@ -44,7 +56,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises ConfigError, also if the store fails on the way."""
     args = _parser().parse_args(argv)
-    settings = build(StoreSettings, args, _section(args.config))
+    settings = _settings(args)
     options = dict(settings.connector_options)
     if settings.connector_path:
         options["path"] = settings.connector_path
@@ -156,6 +168,22 @@ def _batches(blocks: Iterator[StoredBlock]) -> Iterator[list[StoredBlock]]:
         yield batch
 
 
+def _settings(args: argparse.Namespace) -> StoreSettings:
+    """Those given, else those of the cluster in the background. Raises ConfigError."""
+    is_given = any(getattr(args, name) is not None for name in ("config", *field_names(StoreSettings)))
+    if args.name is not None and is_given:
+        raise ConfigError("--name: the cluster knows its store; leave out the options that name one", param="name")
+    cluster = None if is_given else the_cluster(args.name)
+    if cluster is None:
+        return build(StoreSettings, args, _section(args.config))
+    if cluster.store is None:
+        raise ConfigError(f"the cluster {cluster.name} has no store of KV blocks: its pods share none")
+    store = cluster.store
+    return StoreSettings(
+        connector=store.connector, connector_path=store.connector_path, connector_options=store.connector_options
+    )
+
+
 def _section(path: str | None) -> Section:
     """The store's settings out of those of a cluster."""
     if path is None:
@@ -166,13 +194,20 @@ def _section(path: str | None) -> Section:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="baton kv", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog="baton kv", description=_DESCRIPTION, epilog=epilog_of(examples=_EXAMPLES, exit_codes=_EXIT_CODES)
+    )
     commands = parser.add_subparsers(metavar="{inspect,verify,purge}", required=True)
     subparsers = {}
     for run in (inspect, verify, purge):
         name = run.__name__
         summary = _SUMMARIES[name]
-        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        subparser = commands.add_parser(
+            name, help=summary, description=summary, epilog=epilog_of(exit_codes=_EXIT_CODES)
+        )
+        subparser.add_argument(
+            "--name", help="The cluster in the background whose store it is. (default: the only one, else default)"
+        )
         subparser.add_argument(
             "--config", metavar="FILE", help=f"YAML file; its section `{_CONFIG_SECTION}` gives defaults."
         )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cli.exit_codes import EXIT_INTERRUPTED
 from common import __version__
 
 
@@ -20,7 +21,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "up": Command("cli.up", "Start a cluster on this machine: prefill pods, decode pods and a router."),
+    "up": Command("cli.up", "Start a cluster on this machine, in the foreground or with -d in the background."),
+    "status": Command("cli.status", "Show the clusters in the background and their processes."),
+    "logs": Command("cli.logs", "Show what the processes of a cluster in the background say."),
+    "down": Command("cli.down", "End a cluster in the background."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
     "complete": Command("cli.complete", "Continue a prompt.", "cli"),
     "chat": Command("cli.chat", "Talk to the model.", "cli"),
@@ -28,7 +32,25 @@ COMMANDS = {
     "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
 }
-EXIT_INTERRUPTED = 130
+TOPICS = {
+    "clusters": ("up", "status", "logs", "down", "serve"),
+    "clients": ("complete", "chat"),
+    "tools": ("kv", "keys", "certs"),
+}
+_HELP_END = """\
+examples:
+  baton up Qwen/Qwen3-0.6B -d        # a cluster in the background
+  baton chat                         # talk to it
+  baton down
+
+environment:
+  BATON_URL      address of the router for clients, http://host:port
+  BATON_API_KEY  API key for clients
+
+exit codes:
+  0 success, 1 failure, 2 wrong option or setting, 3 nothing answers or runs, 130 interrupted
+
+`baton COMMAND --help` describes a command's options and exit codes; `baton --version` prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,19 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def help_text() -> str:
     """What `baton --help` prints."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: baton COMMAND [options]",
-            "",
-            "Serves large language models with prefill and decode on separate pods.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`baton COMMAND --help` describes a command's options; `baton --version` prints the version.",
-        ]
-    )
+    lines = [
+        "usage: baton COMMAND [options]",
+        "",
+        "Serves large language models with prefill and decode on separate pods.",
+    ]
+    for topic, names in TOPICS.items():
+        lines += ["", f"{topic}:", *(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)]
+    return "\n".join([*lines, "", _HELP_END])
 
 
 def _run(arguments: list[str]) -> int:

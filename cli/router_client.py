@@ -7,17 +7,15 @@ import json
 import ssl
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
+from cli.exit_codes import EXIT_FAILED, EXIT_UNREACHABLE
 from common.errors import BatonError, ConfigError
 
 CONNECT_TIMEOUT_S = 5.0
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-EXIT_FAILED = 1  # the router refused the request or failed
-EXIT_UNREACHABLE = 3
 
 
 class RouterError(BatonError):
@@ -30,6 +28,13 @@ class RouterUnreachableError(RouterError):
     """Nothing answers at the URL."""
 
     exit_code = EXIT_UNREACHABLE
+
+
+class Piece(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    num_tokens: int | None = None  # of the whole answer, in its last piece if usage was asked for
 
 
 class RouterClient:
@@ -67,24 +72,26 @@ class RouterClient:
             raise RouterError(f"the router at {self.url} serves no model yet")
         return models[0]
 
-    def complete(self, body: Mapping[str, object]) -> str:
-        """The text of a completion."""
-        return str(self._json(self._request("POST", "/v1/completions", body))["choices"][0]["text"])
+    def complete(self, body: Mapping[str, object]) -> Piece:
+        """A completion."""
+        answer = self._json(self._request("POST", "/v1/completions", body))
+        return Piece(str(answer["choices"][0]["text"]), _num_tokens(answer))
 
-    def chat(self, body: Mapping[str, object]) -> str:
-        """The content of the assistant's message."""
+    def chat(self, body: Mapping[str, object]) -> Piece:
+        """The assistant's message."""
         answer = self._json(self._request("POST", "/v1/chat/completions", body))
-        return str(answer["choices"][0]["message"]["content"] or "")
+        return Piece(str(answer["choices"][0]["message"]["content"] or ""), _num_tokens(answer))
 
-    def stream_complete(self, body: Mapping[str, object]) -> Iterator[str]:
-        """The text of a completion, piece by piece."""
+    def stream_complete(self, body: Mapping[str, object]) -> Iterator[Piece]:
+        """A completion, piece by piece."""
         for event in self._stream("/v1/completions", body):
-            yield from (str(choice["text"]) for choice in event["choices"] if choice.get("text"))
+            yield Piece("".join(str(choice.get("text") or "") for choice in event["choices"]), _num_tokens(event))
 
-    def stream_chat(self, body: Mapping[str, object]) -> Iterator[str]:
-        """The content of the assistant's message, piece by piece."""
+    def stream_chat(self, body: Mapping[str, object]) -> Iterator[Piece]:
+        """The assistant's message, piece by piece."""
         for event in self._stream("/v1/chat/completions", body):
-            yield from (str(c["delta"]["content"]) for c in event["choices"] if c.get("delta", {}).get("content"))
+            texts = (str(choice.get("delta", {}).get("content") or "") for choice in event["choices"])
+            yield Piece("".join(texts), _num_tokens(event))
 
     def __enter__(self) -> RouterClient:
         return self
@@ -164,6 +171,11 @@ def _tls_problem(error: BaseException) -> str | None:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"{cause.verify_message}; --tls-ca names the authority to trust"
     return f"{cause.reason or cause}; does it speak plain http?"
+
+
+def _num_tokens(event: Mapping[str, Any]) -> int | None:
+    usage = event.get("usage")
+    return int(usage["completion_tokens"]) if usage else None
 
 
 def _message_of(body: Any) -> str:

@@ -14,7 +14,7 @@ component. Fields that hold another struct or None are set by the program and ar
 
 `--help` groups settings by topic: the first line of their struct's docstring up to a colon, unless the struct's TOPICS
 (heading -> names) has another one for them. Of a struct that names EVERYDAY settings, `--help` shows only these and
-`--help-all` shows all.
+`--help-all` shows all. Below them stand examples and exit codes.
 
 A `Meta` on the field gives the help text (description) and the bounds, which are checked here, by name:
 "--block-size: must be >= 1, got 0", or "baton.yaml: decode.block_size: must be ..." if that is where the value came
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,11 @@ from common.setting_values import Setting, convert, show, unwrap, without_none
 T = TypeVar("T", bound=msgspec.Struct)
 
 CONFIG_ERROR_EXIT_CODE = 2
+PROCESS_EXIT_CODES = {
+    0: "stopped as asked",
+    1: "failed while it ran; the log says why",
+    CONFIG_ERROR_EXIT_CODE: "a wrong setting; nothing was started",
+}
 
 _OPTION = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 _BYTE_SIZE_FIELD = re.compile(r".*_(memory|bytes)")
@@ -50,11 +56,63 @@ _USAGE = "%(prog)s [options]"
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse that raises ConfigError instead of printing its usage and exiting."""
+    """argparse without abbreviations that raises ConfigError instead of printing its usage and exiting."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _HelpFormatter, **kwargs})
+        self.hints: Mapping[str, str] = {}  # advice for options that this command does not have, by option
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError; abbreviated and unknown options end up here as well."""
+        """Raises ConfigError."""
         raise ConfigError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Raises ConfigError for what is not known, with the closest option; also of a subcommand."""
+        try:
+            parsed, unknown = super().parse_known_args(args, namespace)
+        except ConfigError:  # such as a required option that is missing because its name is misspelt
+            if self._subparsers is None and (misspelt := self._misspelt(args or ())):
+                raise self._unknown(misspelt) from None
+            raise
+        if unknown:
+            raise self._unknown(unknown)
+        return parsed, unknown
+
+    def _misspelt(self, arguments: Iterable[str]) -> list[str]:
+        options = (text for text in itertools.takewhile(lambda text: text != "--", arguments) if text.startswith("--"))
+        return [option for option in options if option.partition("=")[0] not in self._option_string_actions]
+
+    def _unknown(self, arguments: Sequence[str]) -> ConfigError:
+        given = next((text for text in arguments if text.startswith("-")), None)
+        if given is None:
+            return ConfigError(f"{show(arguments[0])}: unexpected argument; see {self.prog} --help")
+        option = given.partition("=")[0]
+        if option in self.hints:
+            return ConfigError(f"{option}: {self.hints[option]}")
+        known = [name for name in self._option_string_actions if name not in ("--help", _HELP_ALL)]
+        close = difflib.get_close_matches(option.replace("_", "-").lower(), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see {self.prog} {self._full_help}"
+        return ConfigError(f"{option}: unknown option; {hint}")
+
+    @property
+    def _full_help(self) -> str:
+        return _HELP_ALL if _HELP_ALL in self._option_string_actions else "--help"
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps descriptions, and leaves texts of several lines (examples) as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def epilog_of(*, examples: Sequence[str] = (), exit_codes: Mapping[int, str], more: str = "") -> str:
+    """What stands below the options in a help text."""
+    parts = [more] if more else []
+    if examples:
+        parts.append("\n".join(["examples:", *(f"  {example}" for example in examples)]))
+    parts.append("\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in sorted(exit_codes.items()))]))
+    return "\n\n".join(parts)
 
 
 class Section(Mapping[str, object]):
@@ -159,7 +217,10 @@ def create_parser(
     *,
     prog: str,
     description: str | None = None,
+    usage: str = _USAGE,
+    examples: Sequence[str] = (),
     exclude: frozenset[str] = frozenset(),
+    exit_codes: Mapping[int, str] = PROCESS_EXIT_CODES,
 ) -> ArgumentParser:
     """A parser with one option per setting of `struct_type`.
 
@@ -167,11 +228,9 @@ def create_parser(
     """
     everyday: Collection[str] | None = getattr(struct_type, "EVERYDAY", None)
     shown = None if _HELP_ALL in arguments else everyday
-    epilog = None
-    if shown is not None:
-        num_others = len(field_names(struct_type, exclude=exclude)) - len(shown)
-        epilog = f"{num_others} more settings, rarely needed: {prog} {_HELP_ALL}"
-    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False, usage=_USAGE)
+    more = f"More settings, rarely needed: {prog} {_HELP_ALL}" if shown is not None else ""
+    epilog = epilog_of(examples=examples, exit_codes=exit_codes, more=more)
+    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, usage=usage)
     if everyday is not None:
         parser.add_argument(_HELP_ALL, action="help", help="show all settings and exit")
     add_arguments(parser, struct_type, exclude=exclude, shown=shown)
@@ -184,16 +243,17 @@ def add_arguments(
     *,
     exclude: frozenset[str] = frozenset(),
     shown: Collection[str] | None = None,
+    scope: str = "",
 ) -> None:
     """Adds one option per setting of `struct_type` to `parser`, except for the field names in `exclude`.
 
-    Help has a group for each topic, and describes the settings in `shown` only, if that is given. Parsing keeps the
-    text (None: not given); `build` converts and checks it.
+    Help has a group for each topic, with `scope` before its heading, and describes the settings in `shown` only, if
+    that is given. Parsing keeps the text (None: not given); `build` converts and checks it.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in _leaves(struct_type, exclude):
         if leaf.topic not in groups:
-            groups[leaf.topic] = parser.add_argument_group(leaf.topic)
+            groups[leaf.topic] = parser.add_argument_group(scope + leaf.topic)
         text = _help(leaf) if shown is None or leaf.name in shown else argparse.SUPPRESS
         _add_argument(groups[leaf.topic], leaf, text)
 
@@ -245,11 +305,14 @@ def parse(
     prog: str,
     section: str,
     description: str | None = None,
+    examples: Sequence[str] = (),
     exclude: frozenset[str] = frozenset(),
 ) -> T:
     """The settings of a process: its options plus those of each `--config FILE`, of which it reads `section`."""
     arguments = sys.argv[1:] if argv is None else argv
-    parser = create_parser(struct_type, arguments, prog=prog, description=description, exclude=exclude)
+    parser = create_parser(
+        struct_type, arguments, prog=prog, description=description, examples=examples, exclude=exclude
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -270,17 +333,31 @@ def to_arguments(settings: msgspec.Struct, *, exclude: frozenset[str] = frozense
     arguments: list[str] = []
     for leaf in _leaves(type(settings), exclude):
         value = values[leaf.name]
-        if value == leaf.default:
-            continue
-        if isinstance(value, bool):
-            arguments.append(leaf.option if value else f"--no-{leaf.option.removeprefix('--')}")
-        elif isinstance(value, dict):
-            arguments += [f"{leaf.option}={key}={_text(item)}" for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            arguments += [f"{leaf.option}={_text(item)}" for item in value]
-        else:
-            arguments.append(f"{leaf.option}={_text(value)}")
+        if value != leaf.default:
+            arguments += _words(leaf, value)
     return arguments
+
+
+def given_arguments(
+    struct_type: type[msgspec.Struct], args: argparse.Namespace, *, exclude: frozenset[str] = frozenset()
+) -> list[str]:
+    """The options of `struct_type` that were given, for another process. Raises ConfigError for an invalid value."""
+    arguments: list[str] = []
+    for leaf in _leaves(struct_type, exclude):
+        given = getattr(args, leaf.name, None)
+        if given is not None:
+            arguments += _words(leaf, convert(given, leaf.type, Setting(leaf.option, leaf.is_byte_size)))
+    return arguments
+
+
+def _words(leaf: _Leaf, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [leaf.option if value else f"--no-{leaf.option.removeprefix('--')}"]
+    if isinstance(value, dict):
+        return [f"{leaf.option}={key}={_text(item)}" for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [f"{leaf.option}={_text(item)}" for item in value]
+    return [f"{leaf.option}={_text(value)}"]
 
 
 def report_config_error(error: ConfigError) -> int:

@@ -17,7 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a decode pod until SIGTERM or SIGINT. Returns the exit code."""
     try:
         config = parse(
-            DecodeConfig, argv, prog="baton serve decode", section="decode", description="Runs a decode pod."
+            DecodeConfig,
+            argv,
+            prog="baton serve decode",
+            section="decode",
+            description="Runs a decode pod.",
+            examples=("baton serve decode --host 10.0.0.2 --port 7002 --connector-path /mnt/kv",),
         ).named("decode")
         pod = build(config)
     except ConfigError as error:

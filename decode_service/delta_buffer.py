@@ -55,6 +55,9 @@ class DeltaBuffer:
 def _merge(pending: pods_pb2.TokenDelta, delta: pods_pb2.TokenDelta) -> None:
     if not pending.token_ids:
         pending.start_index = delta.start_index
+    if not pending.prompt_logprobs:
+        pending.prompt_start = delta.prompt_start
+    pending.prompt_logprobs.extend(delta.prompt_logprobs)
     pending.token_ids.extend(delta.token_ids)
     pending.logprobs.extend(delta.logprobs)
     pending.finish_reason = pending.finish_reason or delta.finish_reason

@@ -192,7 +192,7 @@ class DecodeRequest:
             self._pod.requests.forget(output.request_id)  # the engine has ended it, so there is nothing to abort
         if output.finish_reason is FinishReason.ERROR:
             self.fail(error_of(output))
-        elif output.tokens or output.finish_reason is not None:
+        elif output.tokens or output.prompt_logprobs or output.finish_reason is not None:
             delta = self._delta(output)
             if output.finish_reason is None:
                 self._emit(self, delta)
@@ -268,6 +268,8 @@ class DecodeRequest:
             token_ids=[token.token_id for token in output.tokens],
             logprobs=[logprobs_to_pb(token.logprobs) for token in output.tokens if token.logprobs is not None],
             finish_reason=finish_reason_to_pb(output.finish_reason),
+            prompt_logprobs=[logprobs_to_pb(entry) for entry in output.prompt_logprobs],
+            prompt_start=output.prompt_start,
         )
         if output.tokens and not self._has_reported:
             self._has_reported = True

@@ -17,7 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a prefill pod until SIGTERM or SIGINT. Returns the exit code."""
     try:
         config = parse(
-            PrefillConfig, argv, prog="baton serve prefill", section="prefill", description="Runs a prefill pod."
+            PrefillConfig,
+            argv,
+            prog="baton serve prefill",
+            section="prefill",
+            description="Runs a prefill pod.",
+            examples=("baton serve prefill --host 10.0.0.1 --port 7001 --connector-path /mnt/kv",),
         ).named("prefill")
         if not config.connector:
             raise ConfigError("--connector: required on a prefill pod, to hand its KV over", param="connector")

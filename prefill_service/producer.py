@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +30,7 @@ from common.engine.messages import (
 from common.errors import BatonError, EngineDeadError, RequestCancelledError, TransferError
 from common.pod.context import PodContext
 from common.pod.convert import error_of
-from common.types import FinishReason, RequestId, SampledToken
+from common.types import FinishReason, Logprobs, RequestId, SampledToken
 from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class FirstToken:
     num_cached_tokens: int
     queue_s: float
     compute_s: float
+    prompt_logprobs: Sequence[Logprobs] = ()  # if asked for, of each prompt token but the first
 
 
 class Producer:
@@ -60,6 +62,7 @@ class Producer:
         self._submitted_at = time.monotonic()
         self._started: RequestStarted | None = None
         self._token: SampledToken | None = None
+        self._prompt_logprobs: list[Logprobs] = []
         self._error: BatonError | None = None  # why it was cancelled
         self._saves_are_over = False  # the engine has ended its saves
         self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
@@ -124,6 +127,7 @@ class Producer:
                     self._note_started(event)
                 case KVSaved():
                     self._note_saved(event)
+        self._prompt_logprobs += output.prompt_logprobs
         if output.tokens and self._token is None:
             self._note_first_token(output.tokens[0], output.finish_reason)
         if output.finish_reason is FinishReason.ERROR:
@@ -193,6 +197,7 @@ class Producer:
             num_cached_tokens=started.num_cached_tokens,
             queue_s=started.queue_s,
             compute_s=max(0.0, elapsed - started.queue_s),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
         if not self.first_token.done():
             self.first_token.set_result(first)

@@ -24,6 +24,7 @@ from prefill_service.transfers import Reservation, Transfer, TransferKey, Transf
 logger = logging.getLogger(__name__)
 
 HANDOFF_START_TIMEOUT_S = 10.0  # for the first message of a handoff stream
+_AT_ONCE = 256  # log probabilities of a prompt's tokens that are converted; takes a few milliseconds
 RENEWALS_PER_LEASE = 3  # so that one may be late
 HANG_UP_TIMEOUT_S = 1.0  # for the decode pod to end its side, after the last event
 FLUSH_TIMEOUT_S = 2.0  # for decode pods to take the last events of a closing pod
@@ -48,7 +49,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
                 logger.info("request %s failed: %s: %s", request.request.request_id, error.code.label, error.message)
                 raise
             self._count(first)
-        return _response(first)
+        return await _response(first)
 
     async def _prefill(self, message: pods_pb2.PrefillRequest) -> FirstToken:
         request = add_request_from_pb(message.request, self._pod.spec)
@@ -250,13 +251,17 @@ def _outcome(transfer: Transfer) -> str:
     return "delivered" if transfer.is_settled else "broken"
 
 
-def _response(first: FirstToken) -> pods_pb2.PrefillResponse:
+async def _response(first: FirstToken) -> pods_pb2.PrefillResponse:
     response = pods_pb2.PrefillResponse(
         first_token_id=first.token.token_id,
         finish_reason=finish_reason_to_pb(first.finish_reason),
         num_cached_tokens=first.num_cached_tokens,
         timing=pods_pb2.PrefillTiming(queue_s=first.queue_s, compute_s=first.compute_s),
     )
+    for start in range(0, len(first.prompt_logprobs), _AT_ONCE):
+        part = first.prompt_logprobs[start : start + _AT_ONCE]
+        response.prompt_logprobs.extend(logprobs_to_pb(entry) for entry in part)
+        await asyncio.sleep(0)  # others' turn
     if first.token.logprobs is not None:
         response.logprobs.CopyFrom(logprobs_to_pb(first.token.logprobs))
     return response

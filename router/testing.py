@@ -189,6 +189,7 @@ class _FakeRequest:
         self._next = len(submit.request.output_token_ids)
         self._reported = False
         self.waits_for_prefill = pod.recomputes_only and submit.HasField("remote_prefill")
+        self._has_prompt = not submit.HasField("remote_prefill")  # computes it, or has to after all
         self._may_recompute = submit.kv_failure_policy != common_pb2.KV_FAILURE_POLICY_FAIL
         self._failure: BatonError | None = None
 
@@ -200,7 +201,7 @@ class _FakeRequest:
         """The KV will not come: go on without, unless that is forbidden."""
         if self.waits_for_prefill and not self._may_recompute:
             self._failure = UnavailableError("the KV did not come: prefill_failed", param="kv_failure_policy")
-        self.waits_for_prefill = False
+        self.waits_for_prefill, self._has_prompt = False, True
 
     def step(self) -> pods_pb2.TokenDelta:
         """The next token."""
@@ -216,6 +217,9 @@ class _FakeRequest:
         )
         if request.sampling.HasField("num_logprobs"):
             delta.logprobs.append(fake_logprobs(self._tokens[self._next], request.sampling.num_logprobs))
+        if not self._reported and self._has_prompt:
+            delta.prompt_start = 1
+            delta.prompt_logprobs.extend(_fake_prompt_logprobs(request))
         if not self._reported:
             self._reported = True
             delta.report.CopyFrom(pods_pb2.DecodeReport(num_cached_tokens=self._pod.num_cached_tokens))
@@ -230,6 +234,16 @@ def fake_logprobs(token_id: int, num_top: int) -> common_pb2.PositionLogprobs:
     """The token with -0.5, then its neighbours, each one less likely than the one before."""
     top = [common_pb2.TokenLogprob(token_id=token_id + rank, logprob=-0.5 - rank) for rank in range(num_top)]
     return common_pb2.PositionLogprobs(sampled=-0.5, top=top)
+
+
+def _fake_prompt_logprobs(request: common_pb2.EngineRequest) -> list[common_pb2.PositionLogprobs]:
+    """Of each prompt token but the first, if they are asked for."""
+    if not request.sampling.HasField("prompt_logprobs"):
+        return []
+    entries = [fake_logprobs(each, request.sampling.prompt_logprobs) for each in request.prompt_token_ids[1:]]
+    for entry in entries:
+        entry.rank = 1
+    return entries
 
 
 class _PodServicer(pods_pb2_grpc.PodServicer):
@@ -293,7 +307,11 @@ class _PrefillServicer(pods_pb2_grpc.PrefillServicer):
             if pod.failure is not None:
                 raise pod.failure
         tokens, sampling = pod.reply(request.request), request.request.sampling
-        response = pods_pb2.PrefillResponse(first_token_id=tokens[0], num_cached_tokens=pod.num_cached_tokens)
+        response = pods_pb2.PrefillResponse(
+            first_token_id=tokens[0],
+            num_cached_tokens=pod.num_cached_tokens,
+            prompt_logprobs=_fake_prompt_logprobs(request.request),
+        )
         if sampling.HasField("num_logprobs"):
             response.logprobs.CopyFrom(fake_logprobs(tokens[0], sampling.num_logprobs))
         if sampling.max_tokens == 1:

@@ -103,6 +103,18 @@ def reference_generate(model_dir: Path, prompt_token_ids: Sequence[int], max_tok
     return list(_generate(model_dir, tuple(prompt_token_ids), max_tokens))
 
 
+def reference_logprobs(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """transformers' log-softmax in float32 after each token: [tokens, vocabulary]."""
+    with torch.inference_mode():
+        logits = _reference_model(model_dir)(torch.tensor([list(token_ids)])).logits[0]
+    return torch.log_softmax(logits, dim=-1)
+
+
+def reference_model(model_dir: Path) -> transformers.PreTrainedModel:
+    """transformers' model in float32."""
+    return _reference_model(model_dir)
+
+
 def prompt_of(length: int, *, seed: int = 0) -> list[int]:
     """A random prompt of tiny-model tokens, special ones excluded."""
     generator = torch.Generator().manual_seed(1000 * seed + length)

@@ -36,6 +36,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
     ] = None
     attention_backend: Annotated[AttentionBackendName, Meta(description="Paged attention implementation.")] = "auto"
+    logits_processors: Annotated[
+        list[str],
+        Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),
+    ] = []
     num_threads: Annotated[
         PositiveInt | None, Meta(description="CPU threads of the forward pass; default: torch's.")
     ] = None

@@ -260,6 +260,8 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         num_threads=facts.num_threads,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
+        eos_token_ids=tuple(sorted(facts.eos_token_ids)),
+        logits_processors=tuple(config.model.logits_processors),
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any, Self, cast
 import msgspec
 from tqdm import tqdm
 
+from common.beam_search import BeamSearch, EarlyStopping, Hypothesis
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, SchedulerConfig
@@ -35,6 +36,7 @@ from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, I
 from common.generation_config import AUTO, read_sampling_defaults
 from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
+from common.types.generation import MAX_LOGPROBS
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -54,6 +56,8 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[Logprobs] | None  # one per token, if asked for
     num_cached_tokens: int  # prompt tokens found in the prefix cache
+    prompt_logprobs: list[Logprobs | None] | None = None  # one per prompt token, if asked for; None: of the first
+    stop_reason: str | int | None = None  # the stop text, or the one of stop_token_ids, that ended the answer
 
 
 class LLM:
@@ -129,6 +133,47 @@ class LLM:
         prompts = [self._encode_chat(conversation) for conversation in cast("Sequence[Conversation]", conversations)]
         return self._generate(prompts, params, stop, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompts,
+        width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+    ) -> list[list[Completion]]:
+        """The `width` most likely answers to each prompt, best first, as `transformers`' beam search finds them; see
+        common.beam_search. Each token is a step of one request per beam. Raises InvalidRequestError."""
+        ending = () if ignore_eos else self.spec.eos_token_ids
+        most = MAX_LOGPROBS - len(ending)
+        if not 1 <= width <= most:
+            raise InvalidRequestError(f"width must be an integer in [1, {most}], got {width}", param="width")
+        answers = []
+        for prompt in [self._encode(each) for each in _as_list(prompts)]:
+            search = BeamSearch(width, max_tokens, ending, length_penalty=length_penalty, early_stopping=early_stopping)
+            params = SamplingParams(temperature=0.0, max_tokens=1, num_logprobs=search.num_candidates)
+            validate_prompt(
+                prompt.token_ids,
+                vocab_size=self.spec.vocab_size,
+                max_model_len=self.spec.max_model_len,
+                max_tokens=max_tokens,
+            )
+            while not search.is_done:
+                beams = [[*prompt.token_ids, *beam.token_ids] for beam in search.beams]
+                steps = self.generate(beams, params, use_tqdm=False)
+                search.advance([step.logprobs[0].top if step.logprobs else [] for step in steps])
+            answers.append([self._spelled(prompt, result) for result in search.results])
+        return answers
+
+    def _spelled(self, prompt: _Prompt, result: Hypothesis) -> Completion:
+        token_ids = list(result.token_ids)
+        reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
+        text = ""
+        if self.tokenizer is not None:
+            text = OutputProcessor(self.tokenizer, continued=prompt.token_ids).push(token_ids, reason).text
+        return Completion(prompt.text, prompt.token_ids, text, token_ids, reason, logprobs=None, num_cached_tokens=0)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of generation_config.json and `override_generation_config`, else OpenAI's; `DEFAULT_MAX_TOKENS` unless
         they say how many."""
@@ -194,9 +239,20 @@ class LLM:
             sampling = self.get_default_sampling_params()
             room = self.spec.max_model_len - len(prompt.token_ids)
             sampling = msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+        has_no_output = sampling.max_tokens == 0 and sampling.prompt_logprobs is not None
+        if has_no_output:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1)
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=random.randrange(SEED_LIMIT))
         validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        if sampling.bad_words:
+            spellings = self._require_tokenizer("bad_words").spellings
+            words = tuple(token_ids for word in sampling.bad_words for token_ids in spellings(word))
+            sampling = msgspec.structs.replace(sampling, bad_word_token_ids=words)
+            validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        if sampling.vllm_xargs and not self.spec.logits_processors:
+            raise InvalidRequestError("vllm_xargs: there are no logits processors", param="vllm_xargs")
+        prompt = self._cut(prompt, sampling)
         validate_prompt(
             prompt.token_ids,
             vocab_size=self.spec.vocab_size,
@@ -210,13 +266,26 @@ class LLM:
                 continued=prompt.token_ids if prompt.is_continued else (),
                 stops=stops,
                 min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+                spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+                include_stop=sampling.include_stop_str_in_output,
             )
         return _Generation(
             request_id=RequestId(f"llm-{next(self._request_ids)}"),
             prompt=prompt,
             sampling=sampling,
             processor=processor,
+            has_no_output=has_no_output,
         )
+
+    def _cut(self, prompt: _Prompt, sampling: SamplingParams) -> _Prompt:
+        """The end of the prompt that `truncate_prompt_tokens` leaves."""
+        limit = sampling.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        if limit < 0:
+            limit = max(1, self.spec.max_model_len - sampling.max_tokens)
+        return _Prompt(prompt.text, prompt.token_ids[-limit:], prompt.is_continued)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -283,6 +352,9 @@ class _Generation:
     prompt: _Prompt
     sampling: SamplingParams
     processor: OutputProcessor | None  # None: the model has no tokenizer
+    has_no_output: bool = False  # the one token that the engine computes is dropped
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -301,13 +373,18 @@ class _Generation:
         for event in output.events:
             if isinstance(event, RequestStarted):
                 self.num_cached_tokens = event.num_cached_tokens
-        token_ids = [token.token_id for token in output.tokens]
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason = output.finish_reason
+        if self.has_no_output:
+            return
+        token_ids = [token.token_id for token in output.tokens]
+        if output.finish_reason is FinishReason.STOP and token_ids[-1] in self.sampling.stop_token_ids:
+            self.stop_reason = token_ids[-1]
         if self.processor is not None:
             piece = self.processor.push(token_ids, output.finish_reason)
             self.pieces.append(piece.text)
             if piece.is_stopped:
-                self.finish_reason = FinishReason.STOP
+                self.finish_reason, self.stop_reason = FinishReason.STOP, piece.stop
                 del token_ids[len(piece.offsets) :]
         self.token_ids += token_ids
         self.logprobs += [token.logprobs for token in output.tokens[: len(token_ids)] if token.logprobs is not None]
@@ -322,6 +399,8 @@ class _Generation:
             finish_reason=self.finish_reason.for_clients,
             logprobs=None if self.sampling.num_logprobs is None else self.logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=None if self.sampling.prompt_logprobs is None else self.prompt_logprobs,
+            stop_reason=self.stop_reason,
         )
 
 

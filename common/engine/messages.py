@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from common.types import BlockHash, FinishReason, RequestId, SampledToken, SamplingParams, TransferId
+from common.types import BlockHash, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +136,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     error_param: str = ""  # field at fault, if one is
     error_code: int = 0  # number of the common.errors.ErrorCode, set with FinishReason.ERROR
     events: list[RequestEvent] = []
+    prompt_start: int = 0  # index in the prompt of the first token in prompt_logprobs
+    prompt_logprobs: list[Logprobs] = []  # if asked for, of prompt tokens but the first; before the first token
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,6 +180,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     connector_address: bytes = b""  # of a direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
+    eos_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[str, ...] = ()  # that are loaded
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

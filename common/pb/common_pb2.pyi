@@ -167,6 +167,46 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class VllmXargsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -180,6 +220,11 @@ class SamplingParams(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VLLM_XARGS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it. In [0, 2]. Default 1."""
@@ -190,7 +235,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Tokens below min_p * max probability are dropped. In [0, 1]. Default 0."""
     seed: _builtins.int
-    """The same seed gives the same answer; default: random. In [0, 2^64)."""
+    """The same seed gives the same answer; a negative one counts modulo 2^64; default: random. In [-2^63, 2^64)."""
     max_tokens: _builtins.int
     """Most output tokens."""
     min_tokens: _builtins.int
@@ -205,9 +250,27 @@ class SamplingParams(_message.Message):
     """Subtracted per occurrence from the logit of each token already generated. In [-2, 2]. Default 0."""
     repetition_penalty: _builtins.float
     """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off. In [0.01, 100]. Default 1."""
+    prompt_logprobs: _builtins.int
+    """Log probabilities of the prompt's tokens, and so many most likely ones at each position; for them the prompt is computed even if it is cached. In [0, 20]."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the generation, besides the model's own."""
+        """Token ids that end the generation, besides the model's own. At most 256."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, before penalties. In [-100, 100]. At most 8192."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens are chosen among these ids only; empty: among all. At most 8192."""
+
+    @_builtins.property
+    def bad_word_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """`bad_words` as the tokenizer spells them. At most 256."""
+
+    @_builtins.property
+    def vllm_xargs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Arguments of logits processors, which the operator installs; over gRPC, values are JSON. At most 16."""
 
     @_builtins.property
     def structured_outputs(self) -> Global___Constraint:
@@ -229,11 +292,16 @@ class SamplingParams(_message.Message):
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_word_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        vllm_xargs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         structured_outputs: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_word_token_ids", b"bad_word_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "vllm_xargs", b"vllm_xargs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -249,6 +317,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -275,6 +345,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -325,6 +397,30 @@ class Constraint(_message.Message):
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
+class TokenIds(_message.Message):
+    """Token ids in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids in the model's vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """One candidate token and its log probability."""
 
@@ -335,7 +431,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """Token id in the model's vocabulary."""
     logprob: _builtins.float
-    """Natural logarithm of its probability, after penalties, before truncation."""
+    """Natural logarithm of its probability, before biases, penalties and masks."""
     def __init__(
         self,
         *,
@@ -352,14 +448,17 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class PositionLogprobs(_message.Message):
-    """Log probabilities at one output position."""
+    """Log probabilities at one position of an answer or of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLED_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     sampled: _builtins.float
-    """Log probability of the sampled token."""
+    """Log probability of the sampled token, or of the prompt's."""
+    rank: _builtins.int
+    """Of the prompt's token, from 1 on; 0 in answers."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """Most likely tokens, best first; as many as were asked for."""
@@ -369,10 +468,11 @@ class PositionLogprobs(_message.Message):
         *,
         sampled: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "sampled", b"sampled", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

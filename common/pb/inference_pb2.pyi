@@ -63,12 +63,15 @@ class ChatPrompt(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     chat_template_kwargs: _builtins.str
     """Variables of the template, a JSON object, such as {"enable_thinking": false}."""
     add_generation_prompt: _builtins.bool
     """Whether the template opens the assistant's turn; default true."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer begins the prompt, before the template; default false."""
+    continue_final_message: _builtins.bool
+    """The answer goes on where the last message ends."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The conversation so far, oldest first; at least one message."""
@@ -80,10 +83,11 @@ class ChatPrompt(_message.Message):
         chat_template_kwargs: _builtins.str = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -126,6 +130,46 @@ class GenerateOptions(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class VllmXargsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -140,6 +184,15 @@ class GenerateOptions(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    VLLM_XARGS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it. In [0, 2]. Default 1."""
@@ -150,7 +203,7 @@ class GenerateOptions(_message.Message):
     min_p: _builtins.float
     """Tokens below min_p * max probability are dropped. In [0, 1]. Default 0."""
     seed: _builtins.int
-    """The same seed gives the same answer; default: random. In [0, 2^64)."""
+    """The same seed gives the same answer; a negative one counts modulo 2^64; default: random. In [-2^63, 2^64)."""
     max_tokens: _builtins.int
     """Most output tokens."""
     min_tokens: _builtins.int
@@ -165,13 +218,39 @@ class GenerateOptions(_message.Message):
     """Subtracted per occurrence from the logit of each token already generated. In [-2, 2]. Default 0."""
     repetition_penalty: _builtins.float
     """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off. In [0.01, 100]. Default 1."""
+    prompt_logprobs: _builtins.int
+    """Log probabilities of the prompt's tokens, and so many most likely ones at each position; for them the prompt is computed even if it is cached. In [0, 20]."""
+    skip_special_tokens: _builtins.bool
+    """Special tokens are left out of the text. Default true."""
+    spaces_between_special_tokens: _builtins.bool
+    """False: of special tokens in a row, those after the first are spelled without the spaces that some tokenizers put between tokens. Default true."""
+    include_stop_str_in_output: _builtins.bool
+    """The stop text or stop token that ended the answer is part of its text. Default false."""
+    truncate_prompt_tokens: _builtins.int
+    """Only the last so many tokens of the prompt are taken; -1: as many as the context has room for."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the generation, besides the model's own."""
+        """Token ids that end the generation, besides the model's own. At most 256."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the generation; not part of the answer. At most 16."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, before penalties. In [-100, 100]. At most 8192."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens are chosen among these ids only; empty: among all. At most 8192."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts whose last token is masked where the answer's tokens end with those before it, with and without a space in front. At most 128."""
+
+    @_builtins.property
+    def vllm_xargs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Arguments of logits processors, which the operator installs; over gRPC, values are JSON. At most 16."""
 
     @_builtins.property
     def structured_outputs(self) -> _common_pb2.Constraint:
@@ -194,16 +273,27 @@ class GenerateOptions(_message.Message):
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        spaces_between_special_tokens: _builtins.bool | None = ...,
+        include_stop_str_in_output: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        vllm_xargs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         structured_outputs: _common_pb2.Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "vllm_xargs", b"vllm_xargs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
+    _WhichOneofReturnType__include_stop_str_in_output: _TypeAlias = _typing.Literal["include_stop_str_in_output"]  # noqa: Y015
+    _WhichOneofArgType__include_stop_str_in_output: _TypeAlias = _typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
@@ -214,10 +304,16 @@ class GenerateOptions(_message.Message):
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__spaces_between_special_tokens: _TypeAlias = _typing.Literal["spaces_between_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__spaces_between_special_tokens: _TypeAlias = _typing.Literal["_spaces_between_special_tokens", b"_spaces_between_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__structured_outputs: _TypeAlias = _typing.Literal["structured_outputs"]  # noqa: Y015
     _WhichOneofArgType__structured_outputs: _TypeAlias = _typing.Literal["_structured_outputs", b"_structured_outputs"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -226,10 +322,14 @@ class GenerateOptions(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_str_in_output) -> _WhichOneofReturnType__include_stop_str_in_output | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
@@ -241,9 +341,15 @@ class GenerateOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spaces_between_special_tokens) -> _WhichOneofReturnType__spaces_between_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__structured_outputs) -> _WhichOneofReturnType__structured_outputs | None: ...
     @_typing.overload
@@ -252,6 +358,8 @@ class GenerateOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___GenerateOptions: _TypeAlias = GenerateOptions  # noqa: Y015
 
@@ -368,12 +476,17 @@ class Choice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_TEXT_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Among the request's n answers."""
     text: _builtins.str
     """The answer."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Why it ended."""
+    stop_text: _builtins.str
+    stop_token_id: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its tokens."""
@@ -381,6 +494,10 @@ class Choice(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """One per token if asked for, else empty."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """If asked for: of each prompt token but the first."""
 
     def __init__(
         self,
@@ -390,12 +507,17 @@ class Choice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        stop_text: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stop_reason: _TypeAlias = _typing.Literal["stop_text", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stop_reason: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_reason) -> _WhichOneofReturnType_stop_reason | None: ...
 
 Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
@@ -444,6 +566,9 @@ class GenerateChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_TEXT_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As in the request, or chosen by the router."""
     index: _builtins.int
@@ -456,6 +581,9 @@ class GenerateChunk(_message.Message):
     """Set in the last chunk only."""
     event_id: _builtins.str
     """With `resumable`: where a broken stream can go on, at any router of the cluster."""
+    stop_text: _builtins.str
+    """stop_token_ids."""
+    stop_token_id: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens since the last chunk; may be empty."""
@@ -467,6 +595,10 @@ class GenerateChunk(_message.Message):
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Set in the last chunk only."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """If asked for: of each prompt token but the first; in the first chunk."""
 
     def __init__(
         self,
@@ -480,12 +612,17 @@ class GenerateChunk(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         event_id: _builtins.str = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        stop_text: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "start_index", b"start_index", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "start_index", b"start_index", "stop_reason", b"stop_reason", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stop_reason: _TypeAlias = _typing.Literal["stop_text", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stop_reason: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_reason) -> _WhichOneofReturnType_stop_reason | None: ...
 
 Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015
 

@@ -76,6 +76,7 @@ class PrefillResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     """The first output token."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -90,6 +91,10 @@ class PrefillResponse(_message.Message):
     def timing(self) -> Global___PrefillTiming:
         """Where the time went."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """If asked for: of each prompt token but the first."""
+
     def __init__(
         self,
         *,
@@ -98,10 +103,11 @@ class PrefillResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         num_cached_tokens: _builtins.int = ...,
         timing: Global___PrefillTiming | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,11 +322,15 @@ class TokenDelta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start_index: _builtins.int
     """Output index of the first token in token_ids."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set in the last delta of the request."""
+    prompt_start: _builtins.int
+    """Index in the prompt of the first token in prompt_logprobs, from 1 on."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens; may be empty."""
@@ -337,6 +347,10 @@ class TokenDelta(_message.Message):
     def report(self) -> Global___DecodeReport:
         """Set in the first delta with tokens."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """If asked for, and the pod computes the prompt; before the first token."""
+
     def __init__(
         self,
         *,
@@ -347,10 +361,12 @@ class TokenDelta(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         error: _common_pb2.Error | None = ...,
         report: Global___DecodeReport | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        prompt_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -755,6 +771,7 @@ class PodInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
     incarnation: _builtins.int
@@ -784,6 +801,10 @@ class PodInfo(_message.Message):
     """Beside streams, steps take no more of prompts than keeps them so short; 0: no limit."""
     min_prefill_tokens: _builtins.int
     """But so many prompt tokens in any case."""
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The model's end-of-sequence tokens."""
+
     def __init__(
         self,
         *,
@@ -802,10 +823,11 @@ class PodInfo(_message.Message):
         version: _builtins.str = ...,
         target_itl_ms: _builtins.float = ...,
         min_prefill_tokens: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "pod_id", b"pod_id", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

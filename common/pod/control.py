@@ -60,6 +60,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             version=__version__,
             target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
+            eos_token_ids=spec.eos_token_ids,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)

@@ -25,6 +25,8 @@ def add_request_from_pb(
         raise InvalidRequestError("request_id is empty", param="request_id")
     sampling = sampling_from_pb(message.sampling)
     validate_sampling(sampling, vocab_size=spec.vocab_size)
+    if sampling.vllm_xargs and not spec.logits_processors:
+        raise InvalidRequestError("vllm_xargs: the pods have no logits processors", param="vllm_xargs")
     prompt = list(message.prompt_token_ids)
     validate_prompt(
         prompt,

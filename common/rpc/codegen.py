@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 
 from common.types import SamplingParams
-from common.types.parameters import ParameterField, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROTO_ROOT = REPOSITORY / "proto"
 TARGET = REPOSITORY / "common" / "pb"
 PROTOC_TIMEOUT_S = 120.0
-_PROTO_FIELD = re.compile(r"  (optional |repeated )?\w+ (?P<name>\w+) = (?P<tag>\d+);")
+_PROTO_FIELD = re.compile(r"  ((optional |repeated )?\w+|map<\w+, \w+>) (?P<name>\w+) = (?P<tag>\d+);")
 
 
 def generate(target: Path) -> list[Path]:
@@ -64,22 +64,34 @@ def with_parameters(proto: str) -> str:
 
 
 def _lines(*, of_engine: bool) -> list[str]:
-    """Declarations of all parameters in one of the two messages."""
-    return [_line(field, of_engine=of_engine) for field in parameters_of(SamplingParams).values()]
+    """Declarations of the parameters in one of the two messages."""
+    tags = {
+        field.name: field.parameter.tag if of_engine else field.parameter.option_tag
+        for field in parameters_of(SamplingParams).values()
+    }
+    fields = parameters_of(SamplingParams)
+    return [_line(fields[name], tag) for name, tag in tags.items() if tag is not None]
 
 
-def _line(field: ParameterField, *, of_engine: bool) -> str:
+def _line(field: ParameterField, tag: int) -> str:
     """Fields are optional, so that one that is not set is told from one that is zero."""
     parameter = field.parameter
-    label = "repeated" if field.kind is tuple else "optional"
-    tag = parameter.tag if of_engine else parameter.option_tag
     comment = parameter.doc
     if parameter.allowed is not None and parameter.allowed.high != float("inf"):
         comment += f" In {parameter.allowed.interval}."
+    if parameter.max_entries is not None:
+        comment += f" At most {parameter.max_entries}."
     if isinstance(field.default, int | float) and field.name != "max_tokens":
         comment += f" Default {str(field.default).lower().removesuffix('.0')}."
-    declared = f"  {label} {parameter.proto_type} {field.name} = {tag};"
+    declared = f"  {_proto_type(field)} {field.name} = {tag};"
     return f"{declared:<40} // {comment}"
+
+
+def _proto_type(field: ParameterField) -> str:
+    kind = field.parameter.proto_type
+    if field.kind in (BIASES, ARGUMENTS):
+        return f"map<{'uint32' if field.kind == BIASES else 'string'}, {kind}>"
+    return f"{'repeated' if field.kind in (TOKEN_IDS, TOKEN_SEQUENCES, TEXTS) else 'optional'} {kind}"
 
 
 def _is_parameter(line: str) -> bool:

@@ -3,29 +3,89 @@ converted in `common.pod.convert`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from common.errors import InvalidRequestError
-from common.pb import common_pb2
+import msgspec
+
+from common.errors import InvalidRequestError, quoted
+from common.pb import common_pb2, inference_pb2
 from common.types import Constraint, ConstraintKind, FinishReason, Logprobs, SamplingParams
+from common.types.parameters import ARGUMENTS, BIASES, TOKEN_SEQUENCES, parameters_of
+
+_argument_decoder = msgspec.json.Decoder(str | int | float | bool)
+_SCALARS = (int, float, bool)
+
+
+_FIELDS = parameters_of(SamplingParams)
+_OF_PODS = [field.name for field in _FIELDS.values() if field.parameter.tag is not None and field.name != "seed"]
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The parameters as a message, whose fields bear the same names. All are set but those that are None."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
+    """The parameters as a message, whose fields bear the same names. All are set but those that are None or empty, and
+    those for which pods have no use."""
+    values: dict[str, Any] = {name: getattr(params, name) for name in _OF_PODS}
+    if params.bad_word_token_ids:
+        values["bad_word_token_ids"] = [common_pb2.TokenIds(token_ids=each) for each in params.bad_word_token_ids]
     if params.structured_outputs is not None:
         values["structured_outputs"] = constraint_to_pb(params.structured_outputs)
-    return common_pb2.SamplingParams(**{**values, "seed": params.settled_seed})
+    if params.vllm_xargs:
+        values["vllm_xargs"] = {name: msgspec.json.encode(each).decode() for name, each in params.vllm_xargs.items()}
+    return common_pb2.SamplingParams(**values, seed=params.settled_seed)
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default.
     Raises InvalidRequestError for a kind of constraint that this version does not know."""
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    given["stop_token_ids"] = tuple(message.stop_token_ids)
-    if message.HasField("structured_outputs"):
-        given["structured_outputs"] = constraint_from_pb(message.structured_outputs)
-    return SamplingParams(**given)
+    return SamplingParams(**parameters_from_pb(message))
+
+
+def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.GenerateOptions) -> dict[str, Any]:
+    """The fields that are set, by name; parameters as SamplingParams has them, others as they are. Raises
+    InvalidRequestError for a kind of constraint that this version does not know."""
+    given: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        field = _FIELDS.get(descriptor.name)
+        if field is None or field.kind in _SCALARS:
+            given[descriptor.name] = value
+        elif field.kind is Constraint:
+            given[descriptor.name] = constraint_from_pb(value)
+        elif field.kind == BIASES:
+            given[descriptor.name] = dict(value)
+        elif field.kind == ARGUMENTS:
+            given[descriptor.name] = {name: _argument(name, each) for name, each in value.items()}
+        elif field.kind == TOKEN_SEQUENCES:
+            given[descriptor.name] = tuple(tuple(each.token_ids) for each in value)
+        else:
+            given[descriptor.name] = tuple(value)
+    return given
+
+
+def set_options(message: inference_pb2.GenerateOptions, given: Mapping[str, Any]) -> None:
+    """Sets fields of `message` to parameters as SamplingParams has them; None is left out. Raises TypeError or
+    ValueError for a value that does not fit its field."""
+    for name, value in given.items():
+        if name == "vllm_xargs" and value:
+            message.vllm_xargs.update({key: msgspec.json.encode(each).decode() for key, each in value.items()})
+        elif isinstance(value, Constraint):
+            getattr(message, name).CopyFrom(constraint_to_pb(value))
+        elif name == "seed" and value is not None:
+            message.seed = value % 2**64
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            getattr(message, name).extend(value)
+        elif value is not None:
+            setattr(message, name, value)
+
+
+def _argument(name: str, text: str) -> str | int | float | bool:
+    try:
+        value: str | int | float | bool = _argument_decoder.decode(text)
+    except msgspec.DecodeError as error:
+        problem = f"vllm_xargs: the value of {quoted(name)} must be JSON of a text, number or boolean"
+        raise InvalidRequestError(problem, param="vllm_xargs") from error
+    return value
 
 
 def constraint_to_pb(constraint: Constraint) -> common_pb2.Constraint:
@@ -58,13 +118,15 @@ def logprobs_to_pb(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
     """One position's log probabilities as a message."""
     return common_pb2.PositionLogprobs(
         sampled=logprobs.sampled,
+        rank=logprobs.rank,
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
     )
 
 
 def logprobs_from_pb(message: common_pb2.PositionLogprobs) -> Logprobs:
     """One position's log probabilities of a message."""
-    return Logprobs(sampled=message.sampled, top=[(each.token_id, each.logprob) for each in message.top])
+    top = [(each.token_id, each.logprob) for each in message.top]
+    return Logprobs(sampled=message.sampled, top=top, rank=message.rank)
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, InvalidRequestError
 
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # what is trimmed of it shows what the template trims
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -47,23 +48,28 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Renders the prompt for a conversation, oldest message first; `variables`: further variables of the template.
+        `continue_final_message`: the prompt ends with the text of the last message.
 
         A message's content is a text, or a list of texts or of {"type": "text", "text": ...}. Raises
         InvalidRequestError if the template rejects the messages, for example an unknown role.
         """
         taken = [self._take(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        if continue_final_message:
+            _mark_end(taken[-1])
         fixed = {"messages": taken, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
+            text = self._template.render(
                 {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
                 f"the model's chat template rejects these messages: {error}", param="messages"
             ) from error
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _take(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The message as the template takes it."""
@@ -75,6 +81,34 @@ class ChatTemplate:
         if not isinstance(calls, list):
             raise InvalidRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
         return _with_reasoning({**taken, "tool_calls": [_take_call(call, f"{where}.tool_calls") for call in calls]})
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Appends the mark to the message's text, as `transformers` does. Raises InvalidRequestError if it has none."""
+    content = message["content"]
+    if not content:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with a text", param="continue_final_message"
+        )
+    if isinstance(content, str):
+        message["content"] = content + _END_MARK
+    else:
+        content[-1]["text"] += _END_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    """What precedes the mark. A template that trims contents has trimmed the mark, too, and what stood before it is
+    trimmed here."""
+    before, found, _ = text.rpartition(_END_MARK)
+    if found:
+        return before
+    before, found, _ = text.rpartition(_END_MARK.strip())
+    if not found:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    return before.rstrip()
 
 
 def _texts_of(content: str | Sequence[str | Mapping[str, Any]] | None) -> list[str]:

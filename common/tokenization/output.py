@@ -30,7 +30,7 @@ class OutputPiece(NamedTuple):
 class OutputProcessor:
     """Detokenises one answer and ends it before the first stop string.
 
-    - A token that ends the generation (end of sequence, stop token) is counted, but is not text.
+    - A token that ends the generation (end of sequence, stop token) is counted, but is not text, unless stops are.
     - Stop strings begin to count with the token after the first `min_tokens`.
     - An answer that continues its prompt's text is spelled as it would be there; one of a chat stands alone.
     """
@@ -43,17 +43,23 @@ class OutputProcessor:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        include_stop: bool = False,
         spelled_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`continued`: token ids of the prompt whose text the answer continues. `spelled_ids`: special tokens that are
-        never skipped."""
+        """`continued`: token ids of the prompt whose text the answer continues. `include_stop`: the stop string or the
+        token that ends the generation is part of the text. `spelled_ids`: special tokens that are never skipped."""
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             context=continued[-_CONTEXT_TOKENS:],
             skip_special_tokens=skip_special_tokens,
             spelled_ids=spelled_ids,
         )
-        self._stop = StopChecker(stops)
+        self._tokenizer = tokenizer
+        self._joins_special = not (skip_special_tokens or spaces_between_special_tokens)
+        self._was_special = False  # the token before was
+        self._include_stop = include_stop
+        self._stop = StopChecker(stops, is_included=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0  # so far
         self._num_chars = 0  # detokenised so far
@@ -64,13 +70,13 @@ class OutputProcessor:
         """Takes the next tokens, the last ones if there is a `finish_reason`. Omits the text of the first `num_hidden`.
         Must not be called again after the end."""
         text, hidden_text, offsets = "", "", []
-        num_spelled = len(token_ids) - (finish_reason is FinishReason.STOP)
+        num_spelled = len(token_ids) - (finish_reason is FinishReason.STOP and not self._include_stop)
         for position, token_id in enumerate(token_ids):
             offsets.append(self._num_chars)
             self._num_tokens += 1
             if position == num_spelled:
                 break
-            result = self._check(self._detokenizer.push((token_id,)))
+            result = self._check(self._spell(token_id))
             if position >= num_hidden:
                 text += result.text
             else:
@@ -84,6 +90,15 @@ class OutputProcessor:
         if not result.stop:
             text += self._stop.finish()
         return OutputPiece(text, offsets, result.stop, hidden_text)
+
+    def _spell(self, token_id: int) -> str:
+        """Text that the token completes."""
+        piece = self._detokenizer.push((token_id,))
+        if not self._joins_special:
+            return piece
+        special = self._tokenizer.added_text(token_id)
+        joins, self._was_special = self._was_special and special is not None, special is not None
+        return special if joins and special is not None else piece
 
     def _check(self, piece: str) -> StopResult:
         """Looks for stop strings in the text of the last token."""

@@ -10,7 +10,7 @@ class StopResult(NamedTuple):
     """The result of a piece."""
 
     text: str  # to be sent now
-    stop: str = ""  # the stop string that is complete; it and all that follows are dropped
+    stop: str = ""  # the stop string that is complete; all that follows it is dropped
 
     @property
     def stopped(self) -> bool:
@@ -25,11 +25,12 @@ class StopChecker:
     is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
+        """`is_included`: the stop string is part of the text. Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._is_included = is_included
         self._held = ""
 
     def push(self, piece: str) -> StopResult:
@@ -41,7 +42,7 @@ class StopChecker:
         if matches:
             self._held = ""
             end, start = min(matches)
-            return StopResult(text[:start], text[start:end])
+            return StopResult(text[: end if self._is_included else start], text[start:end])
         out = len(text) - self._longest_beginning(text)
         self._held = text[out:]
         return StopResult(text[:out])

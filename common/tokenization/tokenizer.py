@@ -86,6 +86,11 @@ class Tokenizer:
         """False if `text` certainly has more than `max_tokens` tokens; cheap, unlike encoding it."""
         return not self._keeps_length or len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
 
+    def end_of(self, text: str, max_tokens: int) -> str:
+        """The end of `text`, which has at least `max_tokens` tokens if the text has."""
+        max_chars = max_tokens * self._longest_token * _MAX_SHRINKAGE
+        return text[-max_chars:] if self._keeps_length else text
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""
         ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -107,6 +112,16 @@ class Tokenizer:
         """True if `decode` does not skip the token."""
         return token_id < len(self._is_visible) and self._is_visible[token_id] != 0
 
+    def added_text(self, token_id: int) -> str | None:
+        """How an added token, such as a special one, is spelled; None: it is an ordinary one."""
+        return self._added.get(token_id)
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of a word, as it begins a text and after a space."""
+        word = word.lstrip()
+        variants = (tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
+        return [token_ids for token_ids in dict.fromkeys(variants) if token_ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; part of a character where characters are split over tokens."""
         return self._bytes_of(token_id)
@@ -120,6 +135,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt text of a conversation; encode it with `add_special_tokens=False`.
@@ -128,7 +144,12 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise InvalidRequestError("the model has no chat template; use the completions API", param="messages")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         if (content := self._added.get(token_id)) is not None:

@@ -62,9 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[  # None: the edge (router, LLM) draws one; in an engine None counts as 0
         int | None,
         Parameter(
-            "The same seed gives the same answer; default: random.", Range(0, 2**64 - 1, integer=True), 5, 5, "uint64"
+            "The same seed gives the same answer; a negative one counts modulo 2^64; default: random.",
+            Range(-(2**63), 2**64 - 1, integer=True), 5, 5, "uint64",
         ),
-    ] = None
+    ] = None  # fmt: skip
     max_tokens: Annotated[int, Parameter("Most output tokens.", Range(1, integer=True), 6, 6, "uint32")] = 16
     min_tokens: Annotated[
         int,
@@ -75,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0  # fmt: skip
     stop_token_ids: Annotated[
         tuple[int, ...],
-        Parameter("Token ids that end the generation, besides the model's own.", None, 8, 8, "uint32"),
+        Parameter("Token ids that end the generation, besides the model's own.", None, 8, 8, "uint32", max_entries=256),
     ] = ()
     ignore_eos: Annotated[
         bool,
@@ -106,6 +107,68 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Range(0.01, 100), 13, 14, "double",
         ),
     ] = 1.0  # fmt: skip
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        Parameter(
+            "Added to the logits of these token ids, before penalties.",
+            Range(-100, 100), 20, 20, "double", max_entries=8192,
+        ),
+    ] = None  # fmt: skip
+    allowed_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter(
+            "Tokens are chosen among these ids only; empty: among all.", None, 21, 21, "uint32", max_entries=8192
+        ),
+    ] = ()
+    bad_words: Annotated[
+        tuple[str, ...],
+        Parameter(
+            "Texts whose last token is masked where the answer's tokens end with those before it, with and without a "
+            "space in front.",
+            None, None, 22, "string", max_entries=128, max_chars=256,
+        ),
+    ] = ()  # fmt: skip
+    bad_word_token_ids: Annotated[
+        tuple[tuple[int, ...], ...],
+        Parameter("`bad_words` as the tokenizer spells them.", None, 22, None, "TokenIds", max_entries=256),
+    ] = ()
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter(
+            "Log probabilities of the prompt's tokens, and so many most likely ones at each position; for them the "
+            "prompt is computed even if it is cached.",
+            Range(0, MAX_LOGPROBS, integer=True), 23, 23, "uint32",
+        ),
+    ] = None  # fmt: skip
+    vllm_xargs: Annotated[
+        dict[str, str | int | float | bool] | None,
+        Parameter(
+            "Arguments of logits processors, which the operator installs; over gRPC, values are JSON.",
+            None, 24, 28, "string", max_entries=16, max_chars=256,
+        ),
+    ] = None  # fmt: skip
+    skip_special_tokens: Annotated[
+        bool, Parameter("Special tokens are left out of the text.", None, None, 24, "bool")
+    ] = True
+    spaces_between_special_tokens: Annotated[
+        bool,
+        Parameter(
+            "False: of special tokens in a row, those after the first are spelled without the spaces that some "
+            "tokenizers put between tokens.",
+            None, None, 25, "bool",
+        ),
+    ] = True  # fmt: skip
+    include_stop_str_in_output: Annotated[
+        bool,
+        Parameter("The stop text or stop token that ended the answer is part of its text.", None, None, 26, "bool"),
+    ] = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Parameter(
+            "Only the last so many tokens of the prompt are taken; -1: as many as the context has room for.",
+            Range(-1, integer=True), None, 27, "int32",
+        ),
+    ] = None  # fmt: skip
 
     structured_outputs: Annotated[
         Constraint | None,
@@ -119,15 +182,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def settled_seed(self) -> int:
-        """Key of the counter-based generator."""
-        return 0 if self.seed is None else self.seed
+        """Key of the counter-based generator: an unsigned 64-bit integer."""
+        return 0 if self.seed is None else self.seed % 2**64
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one output position, natural logarithm, after penalties, before truncation."""
+    """Log probabilities at one position, natural logarithm, as the model computed them: before biases, penalties, masks
+    and temperature."""
 
-    sampled: float
+    sampled: float  # of the output token, or of the prompt's
     top: list[tuple[int, float]]  # (token id, logprob), best first
+    rank: int = 0  # of the prompt's token, from 1 on; 0: of an output token, where it is not computed
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

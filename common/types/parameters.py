@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -36,25 +37,35 @@ class Range(NamedTuple):
     @property
     def interval(self) -> str:
         """Such as (0, 1]; a bound beyond 32 bits as a power."""
+        low = "-2^63" if self.low == -(2**63) else self.low
         high = "2^64)" if self.high == 2**64 - 1 else f"{self.high}]"
-        return f"{'[' if self.low_included else '('}{self.low}, {high}"
+        return f"{'[' if self.low_included else '('}{low}, {high}"
+
+
+TOKEN_IDS = tuple[int, ...]
+TOKEN_SEQUENCES = tuple[tuple[int, ...], ...]
+TEXTS = tuple[str, ...]
+BIASES = dict[int, float]  # by token id
+ARGUMENTS = dict[str, str | int | float | bool]
 
 
 class Parameter(NamedTuple):
     """Stands in the annotation of a field of SamplingParams."""
 
     doc: str  # what it does; one line
-    allowed: Range | None  # None: what the type says
-    tag: int  # field number in baton.v1.SamplingParams
-    option_tag: int  # field number in baton.v1.GenerateOptions
-    proto_type: str  # "double", "uint32", "bool" and so on
+    allowed: Range | None  # of a number, or of each value of a mapping; None: what the type says
+    tag: int | None  # field number in baton.v1.SamplingParams; None: pods have no use for it
+    option_tag: int | None  # field number in baton.v1.GenerateOptions; None: clients do not give it
+    proto_type: str  # "double", "uint32", "bool" and so on; of what a list or mapping holds
+    max_entries: int | None = None  # of a list or mapping
+    max_chars: int | None = None  # of each text
 
 
 class ParameterField(NamedTuple):
     """One field of SamplingParams."""
 
     name: str
-    kind: Any  # float, int, bool, tuple: token ids, or a struct, which each protocol writes in its own way
+    kind: Any  # float, int, bool, one of the kinds above, or a struct, which each protocol writes in its own way
     default: Any
     is_optional: bool  # None is a value
     parameter: Parameter
@@ -75,7 +86,7 @@ def parameters_of(struct: type[msgspec.Struct]) -> Mapping[str, ParameterField]:
 
 def _field_of(field: msgspec.structs.FieldInfo, hint: Any) -> ParameterField:
     kind, parameter = get_args(hint)
-    options = get_args(kind) if get_origin(kind) is not tuple else (tuple,)
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     is_optional = type(None) in options
-    plain = next((option for option in options if option is not type(None)), kind)
+    plain = next(option for option in options if option is not type(None))
     return ParameterField(field.name, plain, field.default, is_optional, parameter)

@@ -5,24 +5,35 @@ Used where parameters enter: in the router's HTTP and gRPC fronts and the offlin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
 
 from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
 from common.types.constraint import check_constraint
 from common.types.generation import SamplingParams
-from common.types.parameters import parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
 
-MAX_STOP_TOKEN_IDS = 256
-SEED_LIMIT = 2**64  # seeds are unsigned 64-bit integers, [0, SEED_LIMIT)
+SEED_LIMIT = 2**64  # the generator's key is an unsigned 64-bit integer, [0, SEED_LIMIT)
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
 _NO_NAMES: Mapping[str, str] = {}
 
+_FIELDS = parameters_of(SamplingParams)
 RANGES = {
     field.name: field.parameter.allowed
-    for field in parameters_of(SamplingParams).values()
-    if field.parameter.allowed is not None
+    for field in _FIELDS.values()
+    if field.parameter.allowed is not None and field.kind != BIASES
 }
-_OPTIONAL = frozenset(field.name for field in parameters_of(SamplingParams).values() if field.is_optional)
+_OPTIONAL = frozenset(field.name for field in _FIELDS.values() if field.is_optional)
+_COLLECTIONS = [
+    field for field in _FIELDS.values() if field.kind in (ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES)
+]
+_ENTRIES: Mapping[object, str] = {
+    ARGUMENTS: "entries",
+    BIASES: "entries",
+    TEXTS: "texts",
+    TOKEN_IDS: "token ids",
+    TOKEN_SEQUENCES: "sequences",
+}
 
 
 def validate_sampling(
@@ -40,13 +51,67 @@ def validate_sampling(
     if params.min_tokens > params.max_tokens:
         limit = f"at most {names.get('max_tokens', 'max_tokens')} ({params.max_tokens})"
         raise _out_of_range("min_tokens", params.min_tokens, limit, names)
-    stop_name = names.get("stop_token_ids", "stop_token_ids")
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        problem = f"{stop_name} must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(params.stop_token_ids)}"
-        raise InvalidRequestError(problem, param=stop_name)
-    validate_token_ids(params.stop_token_ids, vocab_size=vocab_size, param=stop_name)
+    if params.truncate_prompt_tokens == 0:
+        raise _out_of_range("truncate_prompt_tokens", 0, "-1 or an integer of at least 1", names)
+    for collection in _COLLECTIONS:
+        value = getattr(params, collection.name)
+        if value:
+            _validate_collection(collection, value, vocab_size, names.get(collection.name, collection.name))
+    _validate_choice(params, names)
     if params.structured_outputs is not None:
         check_constraint(params.structured_outputs, names.get("structured_outputs", "structured_outputs"))
+
+
+def _validate_collection(field: ParameterField, value: Any, vocab_size: int | None, name: str) -> None:
+    check_num_entries(field, value, name)
+    match field.kind:
+        case kind if kind == TEXTS:
+            longest = field.parameter.max_chars or 0
+            if not all(isinstance(text, str) and text.strip() and len(text) <= longest for text in value):
+                problem = f"{name} must hold texts of 1 to {longest} characters that are not blank"
+                raise InvalidRequestError(problem, param=name)
+        case kind if kind == ARGUMENTS:
+            longest = field.parameter.max_chars or 0
+            if any(len(text) > longest for pair in value.items() for text in map(str, pair)):
+                raise InvalidRequestError(
+                    f"{name} must hold names and values of at most {longest} characters", param=name
+                )
+        case kind if kind == TOKEN_SEQUENCES:
+            for token_ids in value:
+                if not token_ids:
+                    raise InvalidRequestError(f"{name} must not hold an empty sequence", param=name)
+                validate_token_ids(token_ids, vocab_size=vocab_size, param=name)
+        case kind if kind == BIASES:
+            validate_token_ids(list(value), vocab_size=vocab_size, param=name)
+            allowed = field.parameter.allowed
+            wrong = [bias for bias in value.values() if allowed is not None and bias not in allowed]
+            if allowed is not None and wrong:
+                raise InvalidRequestError(
+                    f"{name} must hold biases in {allowed.interval}, got {quoted(wrong[0])}", param=name
+                )
+        case _:
+            validate_token_ids(value, vocab_size=vocab_size, param=name)
+
+
+def check_num_entries(field: ParameterField, value: Sized, name: str) -> None:
+    """Raises InvalidRequestError if the list or mapping is too long to be looked at."""
+    limit = field.parameter.max_entries
+    if limit is not None and len(value) > limit:
+        raise InvalidRequestError(
+            f"{name} must have at most {limit} {_ENTRIES[field.kind]}, got {len(value)}", param=name
+        )
+
+
+def _validate_choice(params: SamplingParams, names: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError if allowed_token_ids leaves no token that could be chosen first."""
+    if not params.allowed_token_ids:
+        return
+    never = {token_ids[0] for token_ids in params.bad_word_token_ids if len(token_ids) == 1}
+    if params.min_tokens:
+        never.update(params.stop_token_ids)
+    if never.issuperset(params.allowed_token_ids):
+        name = names.get("allowed_token_ids", "allowed_token_ids")
+        raise InvalidRequestError(f"{name} names only tokens that bad_words or min_tokens mask", param=name)
 
 
 def validate_prompt(

@@ -22,6 +22,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
+
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
@@ -30,16 +32,23 @@ from router.admission.goodput import Timing
 from router.dispatching.attempts import Attempts, Backoff
 from router.dispatching.dispatcher import Dispatcher, Route
 from router.dispatching.kept import KnownChoice
-from router.dispatching.legs import Legs, PrefillLeg, open_legs
+from router.dispatching.legs import Known, Legs, PrefillLeg, open_legs
 from router.dispatching.migrations import MigrationSlot
 from router.dispatching.token_log import OutputDelta, TokenLog
-from router.dispatching.validity import checked_report, checked_seconds, invalid_end, invalid_tokens
+from router.dispatching.validity import (
+    checked_report,
+    checked_seconds,
+    invalid_end,
+    invalid_prompt_logprobs,
+    invalid_tokens,
+)
 from router.placing.planner import Plan
 from router.pods import Pod
 from router.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 256  # log probabilities of a prompt's tokens that are checked; takes a few milliseconds
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
 _CONSTRAINT_PARAM = "structured_outputs"  # in a pod's error: the request's constraint has no grammar
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
@@ -71,6 +80,10 @@ class Generation:
         resumption = request.resumption
         self._output = TokenLog(resumption.known_token_ids if resumption is not None else ())
         self._num_known = len(self._output)  # before it began
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if wants_prompt else 0  # that must come first
+        self.prompt_logprobs: list[common_pb2.PositionLogprobs] = []  # complete with the first output; not of token 0
+        self._held_end: FinishReason | None = None  # it ended on its pods, and these have not come yet
         self._finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
         self._stopped_by_front = False
         self._error: BatonError | None = None
@@ -109,7 +122,7 @@ class Generation:
 
     async def __anext__(self) -> OutputDelta:
         while True:
-            if self._output.has_news:
+            if self._output.has_news and not self._lacks_prompt:
                 if self._was_cut:
                     await asyncio.sleep(0)  # others' turn
                 return self._take()
@@ -176,12 +189,16 @@ class Generation:
         if problem := self._problem_in(delta):
             self._on_disagreement(problem, is_invalid=True)
             return
+        if delta.prompt_logprobs:
+            self._take_prompt_logprobs(delta.prompt_start, delta.prompt_logprobs)
         if not self._reported and delta.HasField("report"):
             self._note(checked_report(delta.report, len(self.request.prompt_token_ids)))
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
             self._on_disagreement(conflict, is_invalid=is_invalid)
             return
-        if delta.finish_reason:
+        if self._has_lost_prompt:
+            self._lose_prompt()
+        elif delta.finish_reason:
             self._on_decode_end(delta, now)
         else:
             self._wake()
@@ -193,7 +210,14 @@ class Generation:
     def _problem_in(self, delta: pods_pb2.TokenDelta) -> str:
         start, sampling = delta.start_index, self.request.sampling
         problem = ""
-        if delta.token_ids or delta.logprobs:
+        if delta.prompt_logprobs:
+            num_prompt_tokens = len(self.request.prompt_token_ids)
+            problem = invalid_prompt_logprobs(
+                delta.prompt_start, delta.prompt_logprobs, num_prompt_tokens, sampling, self._vocab_size
+            )
+            if delta.prompt_start > len(self.prompt_logprobs) + 1:
+                problem = problem or f"log probabilities from token {delta.prompt_start} of the prompt on"
+        if not problem and (delta.token_ids or delta.logprobs):
             problem = invalid_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
         if not problem and delta.finish_reason:
             num_tokens = max(len(self._output), start + len(delta.token_ids))
@@ -243,25 +267,46 @@ class Generation:
     async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
             response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic(), self.request)
-            self._check_prefill(leg.pod, response)
+            await self._check_prefill(leg.pod, response)
         except BatonError as error:
+            legs.awaits_prefill = False
             self._on_prefill_failed(legs, leg, error)
         else:
+            legs.awaits_prefill = False
             leg.claim.prefilled(time.monotonic())
             self._on_prefill_response(leg.pod, response)
 
-    def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
+    async def _check_prefill(self, pod: Pod, response: pods_pb2.PrefillResponse) -> None:
         """Raises UnavailableError for an invalid answer."""
         sampling = self.request.sampling
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         problem = invalid_tokens(0, [response.first_token_id], logprobs, sampling, self._vocab_size)
         problem = problem or invalid_end(response.finish_reason, 1, sampling.max_tokens)
+        problem = problem or await self._problem_in_prompt(response.prompt_logprobs)
         if response.finish_reason in (common_pb2.FINISH_REASON_ABORT, common_pb2.FINISH_REASON_ERROR):
             problem = problem or f"finish reason {response.finish_reason} with a token"
         if problem:
             error = UnavailableError(f"prefill pod {pod.address} sent an invalid answer: {problem}")
             pod.note_invalid(error, self.request)
             raise error
+
+    async def _problem_in_prompt(self, found: Sequence[common_pb2.PositionLogprobs]) -> str:
+        """What is invalid about a prefill pod's log probabilities of the prompt, if they are wanted; empty: nothing.
+        They may be very many, so others have their turn in between."""
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        if not self._lacks_prompt:
+            return ""
+        if len(found) != self._num_prompt_logprobs:
+            return f"{len(found)} log probabilities of a prompt of {num_prompt_tokens} tokens"
+        for start in range(0, len(found), _AT_ONCE):
+            part = found[start : start + _AT_ONCE]
+            problem = invalid_prompt_logprobs(
+                start + 1, part, num_prompt_tokens, self.request.sampling, self._vocab_size
+            )
+            if problem:
+                return problem
+            await asyncio.sleep(0)
+        return ""
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
@@ -271,6 +316,8 @@ class Generation:
             return
         if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):
             legs.tell_prefill_failed(error.code)
+            if self._has_lost_prompt:
+                self._lose_prompt()
 
     def _on_kv_failed(self, error: BatonError) -> None:
         """The decode pod may not compute what the handoff did not bring, and has given up."""
@@ -281,7 +328,7 @@ class Generation:
         """Begin a new attempt with another prefill pod. The decode pod stays the same if it can: what it has computed
         or got by now is in its prefix cache. False: nothing was changed; there is a token already, which prefill
         cannot give any more, or no pod, or no attempt left."""
-        if legs.prefill is None or len(self._output) or self._attempts.exhausted:
+        if legs.prefill is None or self._known.token_ids or self._attempts.exhausted:
             return False
         self._failed_prefill_pods.add(legs.prefill.pod.address)
         route = self._dispatcher.reroute(self.request, legs.decode.pod, self._failed_prefill_pods)
@@ -303,6 +350,7 @@ class Generation:
         self._metrics.cached_tokens.inc(num_cached)
         self._metrics.first_token_phase.labels("queue").observe(checked_seconds(response.timing.queue_s))
         self._metrics.first_token_phase.labels("prefill").observe(checked_seconds(response.timing.compute_s))
+        self._take_prompt_logprobs(1, response.prompt_logprobs)
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         if conflict := self._accept(0, [response.first_token_id], logprobs, now):
             # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
@@ -310,6 +358,8 @@ class Generation:
             logger.error("%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict)
         elif response.finish_reason:
             self._finish(FinishReason(response.finish_reason), now)
+        if self._held_end is not None:
+            self._finish(self._held_end, now)
         self._wake()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
@@ -318,6 +368,38 @@ class Generation:
             self.fail(BatonError("internal error; the router's log has the details"))
 
     # --- output ---
+
+    @property
+    def _lacks_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are still to come. No output is told before."""
+        return len(self.prompt_logprobs) < self._num_prompt_logprobs
+
+    @property
+    def _has_lost_prompt(self) -> bool:
+        """Whether no pod will send those of the prompt any more: a pod has them before the first token."""
+        awaits_prefill = self._legs is not None and self._legs.awaits_prefill
+        return self._lacks_prompt and len(self._output) > 0 and not awaits_prefill
+
+    def _lose_prompt(self) -> None:
+        """The prompt must be computed again for its log probabilities, which were lost with the prefill leg."""
+        self._held_end = None
+        self._lose(UnavailableError("the log probabilities of the prompt were lost"), "prompt_logprobs_lost")
+
+    def _take_prompt_logprobs(self, start: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
+        """Take those of prompt tokens from index `start` on, each once."""
+        if self._lacks_prompt:
+            self.prompt_logprobs.extend(logprobs[len(self.prompt_logprobs) + 1 - start :])
+
+    @property
+    def _known(self) -> Known:
+        """What the next attempt begins with. Where the prompt is computed again for its log probabilities, the output
+        is, too; each token is compared with what is known."""
+        if self._lacks_prompt:
+            return Known((), self.request.sampling)
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Known(self._output.token_ids, sampling)
 
     def _accept(
         self,
@@ -354,6 +436,9 @@ class Generation:
         return delta
 
     def _finish(self, reason: FinishReason, now: float) -> None:
+        if self._lacks_prompt and reason is not FinishReason.ABORT:
+            self._held_end = reason
+            return
         self._finish_reason = reason
         self._close()
         metrics, num_tokens = self._metrics, len(self._output) - self._num_known
@@ -370,12 +455,13 @@ class Generation:
 
     def _dispatch(self, avoid: Pod | None = None) -> None:
         plan, self.plan = self.plan, None
-        self._open(self._dispatcher.route(self.request, plan, resumed=bool(len(self._output)), avoid=avoid))
+        resumed = bool(self._known.token_ids)
+        self._open(self._dispatcher.route(self.request, plan, resumed=resumed, avoid=avoid))
 
     def _open(self, route: Route) -> None:
         """Open both legs at once."""
         epoch = self._attempts.start()
-        self._legs = open_legs(self.request, self._output, route, self._transfer_id, epoch, self)
+        self._legs = open_legs(self.request, self._known, route, self._transfer_id, epoch, self)
         self._legs.run_prefill(self._run_prefill, self._on_task_done)
 
     def _lose(self, error: BatonError, reason: str) -> None:

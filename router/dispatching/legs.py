@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from common.errors import ErrorCode, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
+from common.types import SamplingParams
 from router.dispatching.dispatcher import Route
-from router.dispatching.token_log import TokenLog
 from router.pods import DecodeSession, DeltaSink, Pod, PodClaim
 from router.requests.request import GenerationRequest
 
@@ -20,6 +20,13 @@ _KV_FAILURE_POLICIES = {
     "fail": common_pb2.KV_FAILURE_POLICY_FAIL,
 }
 _POD_DEADLINE_SLACK_S = 5.0  # the router's deadline comes first; the pod's is for a router that is gone
+
+
+class Known(NamedTuple):
+    """What an attempt begins with."""
+
+    token_ids: Sequence[int]  # output tokens that need not be computed again
+    sampling: SamplingParams  # of what is still wanted
 
 
 class PrefillLeg(NamedTuple):
@@ -46,6 +53,7 @@ class Legs:
         self.epoch = epoch
         self.decode = decode
         self.prefill = prefill
+        self.awaits_prefill = prefill is not None  # it has neither answered nor failed
         self._task: asyncio.Task[None] | None = None  # of the Prefill call
 
     def run_prefill(
@@ -73,16 +81,21 @@ class Legs:
 
 
 def open_legs(
-    request: GenerationRequest, output: TokenLog, route: Route, transfer_id: str, epoch: int, sink: DeltaSink
+    request: GenerationRequest,
+    known: Known,
+    route: Route,
+    transfer_id: str,
+    epoch: int,
+    sink: DeltaSink,
 ) -> Legs:
-    """Submit to the decode pod, with the output so far. The caller runs the prefill leg. Owns the route's claims:
+    """Submit to the decode pod, with what is known so far. The caller runs the prefill leg. Owns the route's claims:
     raises UnavailableError, with the claims released, if the decode pod was lost in this moment."""
     leg_id = f"{transfer_id}.{epoch}"  # a pod may still be aborting the attempt before
     engine_request = common_pb2.EngineRequest(
         request_id=leg_id,
         prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=output.token_ids,
-        sampling=sampling_to_pb(request.sampling),
+        output_token_ids=known.token_ids,
+        sampling=sampling_to_pb(known.sampling),
         block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=request.priority,

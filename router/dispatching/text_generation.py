@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from common.pb import common_pb2
@@ -21,7 +22,7 @@ class TextDelta(NamedTuple):
     logprobs: list[common_pb2.PositionLogprobs]  # one per token if asked for, else empty
     text_offsets: list[int]  # where in the whole answer each token's text begins
     finish_reason: FinishReason | None
-    stop_reason: str | None = None  # the stop text that ended the answer
+    stop_reason: str | int | None = None  # the stop text, or the one of stop_token_ids, that ended the answer
 
 
 class TextGeneration:
@@ -33,12 +34,16 @@ class TextGeneration:
         self.generation = generation
         self._replay = Replay(resumption)
         self.num_tokens = self._replay.num_tokens  # delivered so far
+        sampling = request.sampling
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._processor = OutputProcessor(
             tokenizer,
             continued=request.prompt_token_ids if request.continues_prompt else (),
             stops=request.stops,
-            min_tokens=request.sampling.min_tokens,
-            skip_special_tokens=request.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
             spelled_ids=request.spelled_ids,
         )
         self.replayed_text = ""  # what the client had, as far as it is spelled again
@@ -51,6 +56,9 @@ class TextGeneration:
     async def __anext__(self) -> TextDelta:
         while not self._ended:
             output = await anext(self.generation)
+            if self.generation.request.has_no_output:
+                self._ended = True
+                return TextDelta("", 0, [], [], [], FinishReason.LENGTH)
             num_replayed = self._replay.take(output.token_ids)
             delta = self._to_text(output, num_replayed)
             self.num_tokens += len(delta.token_ids)
@@ -68,10 +76,16 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
-        elif delta.finish_reason is FinishReason.COMPLETE:
-            delta = delta._replace(finish_reason=FinishReason.STOP)
+        if delta.finish_reason is FinishReason.COMPLETE:  # of a grammar
+            return _cut(delta._replace(finish_reason=FinishReason.STOP), piece, num_replayed)
         text_delta = _cut(delta, piece, num_replayed)
-        return text_delta._replace(stop_reason=piece.stop) if piece.is_stopped else text_delta
+        if delta.finish_reason is not FinishReason.STOP:
+            return text_delta
+        return text_delta._replace(stop_reason=piece.stop or self._stop_token(delta.token_ids))
+
+    def _stop_token(self, token_ids: Sequence[int]) -> int | None:
+        """The last of these tokens if the client asked for a stop there. None: the model ended the answer."""
+        return token_ids[-1] if token_ids and token_ids[-1] in self._stop_token_ids else None
 
 
 def _cut(delta: OutputDelta, piece: OutputPiece, num_replayed: int) -> TextDelta:

@@ -20,6 +20,32 @@ _ENDS = (
 )
 
 
+def invalid_prompt_logprobs(
+    start: int,
+    logprobs: Sequence[common_pb2.PositionLogprobs],
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    vocab_size: int,
+) -> str:
+    """What is invalid about log probabilities of prompt tokens from index `start` on; empty: nothing."""
+    if sampling.prompt_logprobs is None:
+        return "log probabilities of a prompt, which were not asked for"
+    if start < 1 or start + len(logprobs) > num_prompt_tokens:
+        return f"log probabilities of tokens {start} to {start + len(logprobs)} of a prompt of {num_prompt_tokens}"
+    return _invalid_logprobs(logprobs, sampling.prompt_logprobs, vocab_size)
+
+
+def _invalid_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs], num_top: int, vocab_size: int) -> str:
+    for position in logprobs:
+        if any(not _is_logprob(value) for value in (position.sampled, *(each.logprob for each in position.top))):
+            return "a log probability that is none"
+        if len(position.top) > num_top:
+            return f"{len(position.top)} alternatives, {num_top} were asked for"
+        if any(each.token_id >= vocab_size for each in position.top):
+            return f"an alternative outside the vocabulary of {vocab_size}"
+    return ""
+
+
 def invalid_tokens(
     start: int,
     token_ids: Sequence[int],
@@ -35,14 +61,7 @@ def invalid_tokens(
     num_expected = 0 if sampling.num_logprobs is None else len(token_ids)
     if len(logprobs) != num_expected:
         return f"{len(logprobs)} log probabilities of {len(token_ids)} tokens"
-    for position in logprobs:
-        if any(not _is_logprob(value) for value in (position.sampled, *(each.logprob for each in position.top))):
-            return "a log probability that is none"
-        if len(position.top) > (sampling.num_logprobs or 0):
-            return f"{len(position.top)} alternatives, {sampling.num_logprobs} were asked for"
-        if any(each.token_id >= vocab_size for each in position.top):
-            return f"an alternative outside the vocabulary of {vocab_size}"
-    return ""
+    return _invalid_logprobs(logprobs, sampling.num_logprobs or 0, vocab_size)
 
 
 def invalid_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:

@@ -44,18 +44,33 @@ class CompletionLogprobs(_Answer):
     """Parallel lists, one entry per token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
+class PromptLogprob(_Answer):
+    """A token of a prompt, or one that might have stood there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null: the first token
+
+
 class CompletionChoice(_Answer):
-    """One answer to a prompt."""
+    """One answer to a prompt. `stop_reason` is the stop text, or the one of `stop_token_ids`, that ended it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(_Answer):
@@ -143,6 +158,8 @@ class ChatChoice(_Answer):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(_Answer):
@@ -154,6 +171,8 @@ class ChatCompletion(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(_Answer):
@@ -173,6 +192,8 @@ class ChatChunkChoice(_Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(_Answer):
@@ -184,6 +205,7 @@ class ChatChunk(_Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicUsage(_Answer):

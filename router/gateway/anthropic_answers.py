@@ -55,7 +55,9 @@ class MessagesFormat(AnswerFormat):
         ending = _ending(answer.finish_label, answer.stop_reason)
         return msgspec.json.encode({**self._message, "content": content, **ending, "usage": _usage(usage)})
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
         """See AnswerFormat."""
         assert usage is not None
         message = {**self._message, "content": [], **_ending(None, None), "usage": _usage(usage)}
@@ -110,7 +112,7 @@ class MessagesFormat(AnswerFormat):
             self._num_blocks += 1
             self._open = None
 
-    def _delta(self, finish_label: str, stop_reason: str | None, usage: dict[str, Any]) -> bytes:
+    def _delta(self, finish_label: str, stop_reason: str | int | None, usage: dict[str, Any]) -> bytes:
         return _event("message_delta", delta=_ending(finish_label, stop_reason), usage=_usage(usage))
 
 
@@ -138,8 +140,10 @@ def _block(run: Run) -> dict[str, Any]:
             return {"type": "tool_use", "id": run.call_id, "name": run.name, "input": Raw(run.arguments.encode())}
 
 
-def _ending(finish_label: str | None, stop: str | None) -> dict[str, Any]:
+def _ending(finish_label: str | None, stop: str | int | None) -> dict[str, Any]:
     reason = _STOP_REASONS[finish_label]
+    if isinstance(stop, int):  # the client named no token
+        stop = None
     if stop is not None and reason == "end_turn":
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stop}

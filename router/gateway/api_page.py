@@ -10,7 +10,7 @@ import msgspec
 import msgspec.inspect as mi
 
 from common.types import SamplingParams
-from common.types.parameters import ParameterField, parameters_of
+from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.anthropic_bodies import MessagesBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
@@ -65,6 +65,27 @@ the request begin with it, and those of pods name it, with suffixes. An id is 1 
 colons or underscores. An `x-request-id` that another running request of the same client has, such as one that a service
 passes on with several requests, gets a suffix; the same `request_id` is a 400. A resumed stream keeps its id. A
 response to what the HTTP server itself refuses, such as a malformed request line, has none.
+"""
+
+_BEAMS = """\
+`use_beam_search` answers with the `n` best of `best_of` beams (default: `n`), the same that `transformers` finds with
+`num_beams`, `length_penalty` and `early_stopping`. There are at most 16 beams, and at most 20 beams and tokens that end
+an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
+log probabilities and streams are refused with it. Each token costs a request of one token for each beam, of which the
+prefix cache has all but the last block, so a search takes far longer than an answer.
+"""
+
+_PROCESSORS = """\
+Pods load code that changes logits: `--logits-processors` of pods names entry points of the group
+`baton.logits_processors`, in the order in which they work; by default there are none. The interface is in
+[processors.py](../common/engine/sampling/processors.py). All pods of a cluster must load the same. A processor says
+from a request's parameters whether it applies to it; `vllm_xargs` are for its arguments, and are refused where no
+processor is loaded. If one raises, the requests that it works for end with an error, and others go on.
+
+```toml
+[project.entry-points."baton.logits_processors"]
+no_digits = "my_package:NoDigits"
+```
 """
 
 _MESSAGES = """\
@@ -145,6 +166,10 @@ def page() -> str:
         "### stream_options\n",
         _STREAMS,
         _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
+        "### Beam search\n",
+        _BEAMS,
+        "### Logits processors\n",
+        _PROCESSORS,
         "### messages\n",
         _MESSAGES,
         _table(("field", "type"), ((f"`{field.name}`", _type_of(field.type)) for field in _fields(Message))),
@@ -172,16 +197,31 @@ def page() -> str:
 
 
 def _parameters() -> list[ParameterField]:
-    fields = parameters_of(SamplingParams).values()
-    return [field for field in fields if field.name != "num_logprobs" and not field.is_struct]
+    """Those that clients give under these names."""
+    return [
+        field
+        for field in parameters_of(SamplingParams).values()
+        if field.parameter.option_tag is not None and field.name != "num_logprobs" and not field.is_struct
+    ]
 
 
 def _parameter_row(field: ParameterField) -> tuple[str, ...]:
-    kind = {float: "number", int: "integer", bool: "boolean", tuple: "list of integers"}[field.kind]
+    names = {
+        float: "number",
+        int: "integer",
+        bool: "boolean",
+        TOKEN_IDS: "list of integers",
+        TEXTS: "list of strings",
+        BIASES: "object of numbers",
+        ARGUMENTS: "object",
+    }
+    kind = names[field.kind]
     allowed = field.parameter.allowed
     bounds = ""
     if allowed is not None:
         bounds = f", at least {allowed.low}" if allowed.high == float("inf") else f" in {allowed.interval}"
+    if field.parameter.max_entries is not None:
+        bounds += f", at most {field.parameter.max_entries}"
     if field.name == "max_tokens":
         default = "16; of chats what is left of the context"
     else:

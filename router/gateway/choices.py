@@ -37,6 +37,18 @@ def check_num_logprobs(requests: Sequence[GenerationRequest], n: int, param: str
         raise InvalidRequestError(f"{param}: {problem}", param=param)
 
 
+def check_num_prompt_logprobs(requests: Sequence[GenerationRequest], n: int, param: str) -> None:
+    """Raises InvalidRequestError if `n` choices of each of `requests` ask for more log probabilities of prompts than
+    one answer may hold. `param` is what the client calls them."""
+    num_top = requests[0].sampling.prompt_logprobs
+    if num_top is None:
+        return
+    num_tokens = n * sum(len(request.prompt_token_ids) for request in requests)
+    if num_tokens * (num_top + 1) > MAX_LOGPROB_VALUES:
+        problem = f"prompt tokens of all choices times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
+        raise InvalidRequestError(f"{param}: {problem}", param=param)
+
+
 async def together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Returns the results of all coroutines; the first failure cancels the others and is raised as it is."""
     if len(work) == 1:

@@ -16,6 +16,7 @@ from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.errors import OPENAI_DONE, openai_error_events
 from router.gateway.one_line import encode_line
+from router.gateway.prompt_logprobs import finite
 from router.gateway.reply import Call, Part, Reasoning, Text
 
 # What ends a choice in a chunk.
@@ -23,7 +24,6 @@ _FINISH: Mapping[FinishReason | None, bytes] = {
     reason: b',"finish_reason":' + encode_line(None if reason is None else reason.label) + b"}]"
     for reason in (None, *FinishReason)
 }
-_NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 
 
 class Answer:
@@ -34,7 +34,9 @@ class Answer:
         self.parts: list[Part] = []  # of an answer that is parsed; their text is in `text` as well
         self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
         self.finish_label: str | None = None
-        self.stop_reason: str | None = None  # see TextDelta
+        self.stop_reason: str | int | None = None  # see TextDelta
+        self.token_ids: list[int] = []
+        self.prompt_fields: dict[str, Any] = {}  # what is said of its prompt
 
 
 class AnswerFormat(ABC):
@@ -58,6 +60,7 @@ class AnswerFormat(ABC):
         wants_logprobs: bool,
         has_usage_chunk: bool,
         echoed: Mapping[str, Any] = MappingProxyType({}),
+        wants_token_ids: bool = False,
     ) -> None:
         """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
         they have counts of their own. `echoed`: fields of the request, for answers that repeat them."""
@@ -65,6 +68,8 @@ class AnswerFormat(ABC):
         self._wants_logprobs = wants_logprobs
         self._has_usage_chunk = has_usage_chunk
         self._echoed = echoed
+        self._wants_token_ids = wants_token_ids
+        self._is_plain = not (wants_logprobs or wants_token_ids)
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
         self._chunk_head = b"data: " + head + b',"choices":[{"index":'
@@ -82,21 +87,38 @@ class AnswerFormat(ABC):
     def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """One choice of a whole response."""
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
         """Event that opens a choice; may be empty."""
         return b""
 
-    def chunk(self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None) -> bytes:
-        """Event with what one choice gained; `prefix` precedes its text, `usage` are its token counts so far."""
+    def chunk(
+        self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None, *, offset: int = 0
+    ) -> bytes:
+        """Event with what one choice gained; `prefix` precedes its text, of which `offset` characters precede the
+        answer, and `usage` are its token counts so far."""
+        head, text = self._text_head(index), encode_line(prefix + delta.text)
+        if delta.finish_reason is None and self._is_plain and usage is None:
+            return head + text + self._plain_tail
+        logprobs = self._logprobs_of(delta, offset)
+        more = b',"token_ids":' + encode_line(delta.token_ids) if self._wants_token_ids else b""
+        if delta.finish_reason is not None:
+            more += b',"stop_reason":' + encode_line(delta.stop_reason)
+        finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
+        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, more, finish, end))
+
+    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
+        """Event with the prompt and the log probabilities of its tokens, before an answer."""
+        values = encode_line(self._joined(logprobs))
+        head, text = self._text_head(index), encode_line(echo)
+        return b"".join((head, text, self._after_text, b',"logprobs":', values, _FINISH[None], self._end))
+
+    def _text_head(self, index: int) -> bytes:
         head = self._text_heads.get(index)
         if head is None:
             head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
-        text = encode_line(prefix + delta.text)
-        if delta.finish_reason is None and not self._wants_logprobs and usage is None:
-            return head + text + self._plain_tail
-        logprobs = self._logprobs_of(delta, len(prefix))
-        finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
-        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, finish, end))
+        return head
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Events that end a stream; `usage`: the token counts."""
@@ -133,16 +155,19 @@ class AnswerFormat(ABC):
         end of a long answer holds up no others."""
         answer.text.append(delta.text)
         answer.finish_label = None if delta.finish_reason is None else delta.finish_reason.label
-        self._add_logprobs(answer, delta, echo)
+        self._add_tokens(answer, delta, echo)
 
     def add_parts(self, answer: Answer, delta: TextDelta, parts: Sequence[Part], finish_label: str | None) -> None:
         """As `add`, for a parsed answer: `parts` are what it gains."""
         answer.parts += parts
         answer.text += [part.text for part in parts if isinstance(part, Text)]
-        answer.finish_label, answer.stop_reason = finish_label, delta.stop_reason
-        self._add_logprobs(answer, delta, "")
+        answer.finish_label = finish_label
+        self._add_tokens(answer, delta, "")
 
-    def _add_logprobs(self, answer: Answer, delta: TextDelta, echo: str) -> None:
+    def _add_tokens(self, answer: Answer, delta: TextDelta, echo: str) -> None:
+        answer.stop_reason = delta.stop_reason
+        if self._wants_token_ids:
+            answer.token_ids += delta.token_ids
         if delta.logprobs:
             for name, values in zip(self._logprob_fields, self.logprobs(delta, len(echo)), strict=True):
                 answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
@@ -152,7 +177,15 @@ class AnswerFormat(ABC):
         choices = []
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
             logprobs = self._joined(answer.logprobs) if self._wants_logprobs else None
-            choices.append(self.choice(index, echo + "".join(answer.text), answer, logprobs))
+            choice = self.choice(index, echo + "".join(answer.text), answer, logprobs)
+            of_tokens = {"token_ids": answer.token_ids} if self._wants_token_ids else {}
+            choices.append({**choice, "stop_reason": answer.stop_reason, **of_tokens})
+        return self._body(choices, answers, usage)
+
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+        """What is said of a prompt is part of each choice."""
+        for choice, answer in zip(choices, answers, strict=True):
+            choice.update(answer.prompt_fields)
         return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
 
     def _joined(self, logprobs: Mapping[str, list[bytes]]) -> dict[str, Any]:
@@ -169,6 +202,15 @@ class CompletionFormat(AnswerFormat):
     _after_text = b""
     _logprob_fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Says what the prompt's tokens are, if that is asked for."""
+        if prompt_token_ids is None:
+            return b""
+        more = b',"logprobs":null,"prompt_token_ids":' + encode_line(prompt_token_ids) + _FINISH[None]
+        return self._text_head(index) + b'""' + more + self._end_with(usage)
+
     def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """Four parallel lists."""
         text_of = self._tokenizer.token_text
@@ -178,9 +220,9 @@ class CompletionFormat(AnswerFormat):
         text_offsets: list[int] = []
         for token_id, position, start in zip(delta.token_ids, delta.logprobs, delta.text_offsets, strict=True):
             tokens.append(text_of(token_id))
-            token_logprobs.append(_finite(position.sampled))
-            top = {text_of(each.token_id): _finite(each.logprob) for each in position.top}
-            top_logprobs.append({text_of(token_id): _finite(position.sampled), **top})
+            token_logprobs.append(finite(position.sampled))
+            top = {text_of(each.token_id): finite(each.logprob) for each in position.top}
+            top_logprobs.append({text_of(token_id): finite(position.sampled), **top})
             text_offsets.append(offset + start)
         return tokens, token_logprobs, top_logprobs, text_offsets
 
@@ -199,10 +241,19 @@ class ChatFormat(AnswerFormat):
     _logprob_fields = ("content",)
     _no_logprobs = MappingProxyType({"refusal": None})
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
-        """Says whose turn it is."""
-        role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
-        return self._chunk_head + str(index).encode() + role + _FINISH[None] + self._end_with(usage)
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """Says whose turn it is, and what the prompt's tokens are."""
+        role = b',"delta":{"role":"assistant","content":""},"logprobs":null' + _FINISH[None]
+        if prompt_token_ids is not None:
+            role += b',"prompt_token_ids":' + encode_line(prompt_token_ids)
+        return self._chunk_head + str(index).encode() + role + self._end_with(usage)
+
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+        """All choices have the same prompt."""
+        fields = answers[0].prompt_fields if answers else {}
+        return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage, **fields})
 
     def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """One object per token."""
@@ -237,13 +288,18 @@ class ChatFormat(AnswerFormat):
             gained |= _both_names(reasoning)
         if calls := [part for part in parts if isinstance(part, Call)]:
             gained["tool_calls"] = [{"index": call.number, **_tool_call(call)} for call in calls]
-        choice = {"delta": gained, "logprobs": Raw(self._logprobs_of(delta, 0)), "finish_reason": finish_label}
+        choice: dict[str, Any] = {"delta": gained, "logprobs": Raw(self._logprobs_of(delta, 0))}
+        if self._wants_token_ids:
+            choice["token_ids"] = delta.token_ids
+        if finish_label is not None:
+            choice["stop_reason"] = delta.stop_reason
+        choice["finish_reason"] = finish_label
         head = self._chunk_head + str(index).encode() + b","
         return head + encode_line(choice)[1:] + b"]" + self._end_with(usage)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 def usage_of(
@@ -272,7 +328,3 @@ def _tool_call(call: Call) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _NO_LOGPROB)

@@ -13,17 +13,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
+from common.tokenization import OutputProcessor, Tokenizer
+from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.choices import check_num_logprobs, num_choices, together
+from router.gateway.beams import BeamOptions, search_beams
+from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
+from router.gateway.prompt_logprobs import by_token_id, echoed
 from router.gateway.protocol import (
     ChatBody,
     CompletionBody,
@@ -50,6 +55,7 @@ from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
+from router.security.quotas import Account
 from router.service import InferenceService
 
 
@@ -91,6 +97,8 @@ class _Job:
     event_ids: Stream | None  # of a stream that may be resumed
     usage_reports: UsageReports
     constraint_name: str  # what the client calls the field that constrains the answer
+    echoes_logprobs: bool  # those of the prompt's tokens precede those of each choice
+    prompt_fields: frozenset[str]  # what else is said of prompts: their token ids, log probabilities
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
@@ -125,7 +133,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         seed = new_seed() if resume.last_id is None else resume.last_id.seed
         with (
             self._named(parsed, resume, exchange) as request_id,
-            account.admit(num_choices(_n(parsed), parsed.num_prompts, self._service.config.max_choices)),
+            account.admit(self._num_choices(parsed)),
         ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
@@ -133,6 +141,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))
                 return
             self._service.count_prompts([prompt.request for prompt in prompts])
+            if (beams := parsed.beams()) is not None:
+                await self._answer_beams(parsed, request_id, prompts, beams, account, exchange)
+                return
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
             with self._resumable(job, terms.tenant) as resumable, _errors_of_constraint(job.constraint_name):
@@ -165,6 +176,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             return nullcontext(Running(b""))
         return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
+    def _num_choices(self, body: CompletionBody | ChatBody) -> int:
+        """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
+        beams = body.beams()
+        n = _n(body) if beams is None or _n(body) < 1 else beams.width
+        return num_choices(n, body.num_prompts, self._service.config.max_choices)
+
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
         n, limit = _n(body), self._service.max_request_tokens
@@ -183,7 +200,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
                 raise InvalidRequestError(problem, param=draft.prompt_param)
             prompts.append(_Prompt(draft, request))
-        check_num_logprobs([prompt.request for prompt in prompts], n, prompts[0].draft.names["num_logprobs"])
+        names = prompts[0].draft.names
+        requests = [prompt.request for prompt in prompts]
+        check_num_logprobs(requests, n, names["num_logprobs"])
+        check_num_prompt_logprobs(requests, n, names.get("prompt_logprobs", "prompt_logprobs"))
         return prompts
 
     async def _job(
@@ -201,31 +221,26 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if body.stream and resume.has_ids:
             digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
-        answer_format = self._api.format(
-            request_id,
-            int(time.time()),
-            model.name,
-            model.tokenizer,
-            wants_logprobs=choices[0].sampling.num_logprobs is not None,
-            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
-            echoed=body.echoed,
-        )
+        wants_logprobs = choices[0].sampling.num_logprobs is not None
+        answer_format = self._format(body, request_id, wants_logprobs=wants_logprobs)
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
         parsing = self._parsing[model.name]
         parsers = [parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
-        is_stream, reports = bool(body.stream), body.usage_reports
+        asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
             choices,
             echoes,
             parsers,
             num_prompt_tokens,
             answer_format,
-            is_stream,
+            bool(body.stream),
             event_ids,
-            reports,
-            prompts[0].draft.names[STRUCTURED],
+            body.usage_reports,
+            constraint_name=prompts[0].draft.names[STRUCTURED],
+            echoes_logprobs=isinstance(body, CompletionBody) and bool(body.echo) and body.logprobs is not None,
+            prompt_fields=frozenset(name for name, is_asked in asked.items() if is_asked),
         )
 
     async def _echo(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> str:
@@ -241,6 +256,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         async def collect(generation: TextGeneration, echo: str, parser: ReplyParser | None) -> Answer:
             answer = Answer()
             async for delta in generation:
+                if delta.start_index == 0:
+                    await self._describe_prompt(job, generation, answer)
                 if parser is None:
                     job.format.add(answer, delta, echo)
                 else:
@@ -252,17 +269,87 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         answers = await together([collect(*choice) for choice in choices])
         await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
 
+    async def _answer_beams(
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        prompts: Sequence[_Prompt],
+        options: BeamOptions,
+        account: Account,
+        exchange: Exchange,
+    ) -> None:
+        """The n best answers to each prompt, one prompt after the other."""
+        answer_format = self._format(body, request_id, wants_logprobs=False)
+        answers: list[Answer] = []
+        num_tokens = 0
+        for prompt in prompts:
+            results = await search_beams(self._service, prompt.request, options, account.spend)
+            for result in results[: _n(body)]:
+                num_tokens += len(result.token_ids)
+                answers.append(self._spelled(prompt.request, result))
+                if body.return_token_ids:
+                    answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
+        num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
+        usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
+        await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
+
+    def _spelled(self, request: GenerationRequest, result: Hypothesis) -> Answer:
+        answer, sampling, token_ids = Answer(), request.sampling, list(result.token_ids)
+        reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
+        answer.finish_label = reason.label
+        if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
+            answer.stop_reason = token_ids[-1]
+        processor = OutputProcessor(
+            self._tokenizer_of(request),
+            continued=request.prompt_token_ids if request.continues_prompt else (),
+            skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
+        )
+        answer.text.append(processor.push(token_ids, reason).text)
+        answer.token_ids = token_ids
+        return answer
+
+    def _format(self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool) -> AnswerFormat:
+        model = self._service.model(body.model)
+        return self._api.format(
+            request_id,
+            int(time.time()),
+            model.name,
+            model.tokenizer,
+            wants_logprobs=wants_logprobs,
+            has_usage_chunk=body.usage_reports is not UsageReports.NONE,
+            wants_token_ids=bool(body.return_token_ids),
+            echoed=body.echoed,
+        )
+
+    def _tokenizer_of(self, request: GenerationRequest) -> Tokenizer:
+        return self._service.model(request.model_name).tokenizer
+
+    async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
+        """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""
+        request, logprobs = generation.generation.request, generation.generation.prompt_logprobs
+        token_ids, tokenizer = request.prompt_token_ids, self._tokenizer_of(request)
+        if job.echoes_logprobs and not answer.logprobs:
+            answer.logprobs = await echoed(tokenizer, token_ids, logprobs)
+        if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
+            answer.prompt_fields["prompt_logprobs"] = await by_token_id(tokenizer, token_ids, logprobs)
+        if "prompt_token_ids" in job.prompt_fields:
+            answer.prompt_fields["prompt_token_ids"] = token_ids
+
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
         exchange.error_events = job.format.error_events
 
         async def pump(index: int, generation: TextGeneration) -> None:
-            opening, echo, parser = b"", "", job.parsers[index]
+            opening, echo, offset, parser = b"", "", len(job.echoes[index]), job.parsers[index]
+            echoes_logprobs = False
+            prompt = generation.generation.request.prompt_token_ids if "prompt_token_ids" in job.prompt_fields else None
             has_begun = ids is not None and ids.has_begun(index)
             if not has_begun:
-                opening = job.format.opening(index, _usage_of(generation, parser) if has_counts else None)
-                echo = job.echoes[index]
+                opening = job.format.opening(index, _usage_of(generation, parser) if has_counts else None, prompt)
+                echo, echoes_logprobs = job.echoes[index], job.echoes_logprobs
             async for delta in generation:
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
@@ -271,14 +358,21 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                     has_begun = False
                 parts = None if parser is None else parser.take(delta)
                 usage = _usage_of(generation, parser) if has_counts else None
+                if echoes_logprobs:
+                    logprobs = await echoed(
+                        self._tokenizer_of(generation.generation.request),
+                        generation.generation.request.prompt_token_ids,
+                        generation.generation.prompt_logprobs,
+                    )
+                    opening, echo = opening + job.format.echo_chunk(index, echo, logprobs), ""
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.
                 if parser is None or parts is None:
-                    chunk = job.format.chunk(index, delta, echo, usage)
+                    chunk = job.format.chunk(index, delta, echo, usage, offset=offset)
                 else:
                     label = parser.finish_label(delta.finish_reason)
                     chunk = job.format.parts_chunk(index, delta, parts, label, usage)
                 await exchange.send_events(opening + event_id + chunk)
-                opening, echo = b"", ""
+                opening, echo, echoes_logprobs = b"", "", False
 
         await together([pump(index, generation) for index, generation in enumerate(generations)])
         await exchange.end_events(job.format.end(_usage(job, generations)))

@@ -40,24 +40,14 @@ _NO_ADAPTERS = "adapters are not loaded"
 _ONLY_TEXT = "only text goes in and out"
 _NO_BUDGET = "reasoning is not cut short"
 _NO_TRACE = "answers have no such field"
-_FEWER_STOPS = "a stop text is never part of the answer"
 _ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"
 
 REFUSED_BY_BOTH = (
     # OpenAI
-    Refused("logit_bias", "logits are not biased", ({},)),
     # vLLM
-    Refused("use_beam_search", "there is no beam search", (False,)),
-    Refused("length_penalty", "it is a parameter of beam search", (1.0, 0)),
     Refused("watermarking", "answers are not watermarked", (False,)),
-    Refused("include_stop_str_in_output", _FEWER_STOPS, (False,)),
-    Refused("spaces_between_special_tokens", "special tokens are spelled as the tokenizer does it", (True,)),
-    Refused("truncate_prompt_tokens", "a prompt that is too long is refused, never cut"),
-    Refused("truncation_side", "a prompt that is too long is refused, never cut", ("left", "right")),
-    Refused("prompt_logprobs", "log probabilities of the prompt are not computed", (False,)),
+    Refused("truncation_side", "truncate_prompt_tokens keeps the end of the prompt", ("left",)),
     Refused("logprob_token_ids", "log probabilities are those of the most likely tokens", ([],)),
-    Refused("allowed_token_ids", "tokens are not restricted", ([],)),
-    Refused("bad_words", "words are not banned", ([],)),
     Refused("guided_json", _USE_STRUCTURED),
     Refused("guided_regex", _USE_STRUCTURED, ("",)),
     Refused("guided_choice", _USE_STRUCTURED, ([],)),
@@ -67,13 +57,11 @@ REFUSED_BY_BOTH = (
     Refused("structural_tag", _USE_STRUCTURED, ("",)),
     Refused("logits_processors", "there are no custom logits processors", ([],)),
     Refused("return_tokens_as_token_ids", _NO_TRACE, (False,)),
-    Refused("return_token_ids", _NO_TRACE, (False,)),
     Refused("return_token_offsets", _NO_TRACE, (False,)),
     Refused("return_prompt_text", _NO_TRACE, (False,)),
     Refused("routed_experts_prompt_start", _NO_TRACE, (0,)),
     Refused("kv_transfer_params", _NO_TRANSFER, ({},)),
     Refused("ec_transfer_params", _NO_TRANSFER, ({},)),
-    Refused("vllm_xargs", "there are no custom extensions", ({},)),
     Refused("repetition_detection", "answers are not searched for repetition", ({},)),
     Refused("thinking_token_budget", _NO_BUDGET, (-1,)),
     Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),
@@ -82,7 +70,7 @@ REFUSED_BY_BOTH = (
     Refused("ebnf", _USE_STRUCTURED, ("",)),
     Refused("json_schema", _USE_STRUCTURED, ("",)),
     Refused("stop_regex", _ONLY_STRINGS, ("", [])),
-    Refused("no_stop_trim", _FEWER_STOPS, (False,)),
+    Refused("no_stop_trim", "include_stop_str_in_output is the field for it", (False,)),
     Refused("lora_path", _NO_ADAPTERS, ("", [])),
     Refused("custom_logit_processor", "there are no custom logits processors", ("",)),
     Refused("custom_params", "there are no custom logits processors", ({},)),
@@ -120,9 +108,7 @@ REFUSED_BY_CHATS = (
     Refused("web_search_options", "the web is not searched"),
     # vLLM
     Refused("echo", "it is a field of completions", (False,)),
-    Refused("best_of", "it is a field of completions", (1,)),
     Refused("suffix", "it is a field of completions", ("",)),
-    Refused("continue_final_message", "an answer begins a new turn", (False,)),
     Refused("chat_template", "the template is the model's", ("",)),
     Refused("mm_processor_kwargs", _ONLY_TEXT, ({},)),
     Refused("media_io_kwargs", _ONLY_TEXT, ({},)),
@@ -143,7 +129,7 @@ REFUSED_BY_RESPONSES = (
     Refused("top_logprobs", "log probabilities are a field of chats", (0,)),
 )
 
-_OF_TOKENIZED_CHATS = {"continue_final_message", "chat_template", "mm_processor_kwargs", "media_io_kwargs"}
+_OF_TOKENIZED_CHATS = {"chat_template", "mm_processor_kwargs", "media_io_kwargs"}
 REFUSED_BY_TOKENIZED_CHATS = tuple(row for row in REFUSED_BY_CHATS if row.name in _OF_TOKENIZED_CHATS)
 
 IGNORED_BY_BOTH = (

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence, Sized
-from typing import Any
 
 import msgspec
 
 from common.errors import InvalidRequestError
 from common.pb import common_pb2, inference_pb2
-from common.rpc.convert import constraint_from_pb
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from common.rpc.convert import parameters_from_pb
+from common.types import SamplingParams
+from common.types.parameters import parameters_of
+from common.types.validation import check_num_entries
 from router.gateway.messages import Message
 from router.gateway.protocol import chat_prompt, decode_variables, request_errors
 from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
@@ -24,6 +25,11 @@ _KV_FAILURE_POLICIES: dict[int, str | None] = {
     common_pb2.KV_FAILURE_POLICY_RECOMPUTE: "recompute",
     common_pb2.KV_FAILURE_POLICY_FAIL: "fail",
 }
+_COLLECTIONS = [
+    field
+    for field in parameters_of(SamplingParams).values()
+    if field.parameter.max_entries is not None and field.parameter.option_tag is not None
+]
 _HOW_IT_TRAVELS = ("request_id", "resumable", "last_event_id")  # no part of what is asked for
 
 
@@ -32,13 +38,10 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
     long to be looked at."""
     options = message.options
     check_length(options.stop, MAX_STOPS, "stop")
-    check_length(options.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
-    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}  # zeros that were set included
+    for field in _COLLECTIONS:
+        check_num_entries(field, getattr(options, field.name), field.name)
+    given = parameters_from_pb(options)  # zeros that were set included
     stops = tuple(given.pop("stop", ()))
-    if token_ids := given.get("stop_token_ids"):
-        given["stop_token_ids"] = tuple(token_ids)
-    if options.HasField("structured_outputs"):
-        given["structured_outputs"] = constraint_from_pb(options.structured_outputs)
     prompt, param = _prompt(message)
     return Draft(
         request_id=request_id or message.request_id or f"gen-{uuid.uuid4().hex}",
@@ -107,9 +110,14 @@ def _chat(chat: inference_pb2.ChatPrompt) -> ChatPrompt:
     check_length(chat.messages, MAX_MESSAGES, "chat")
     if not chat.messages:
         raise InvalidRequestError("chat has no messages", param="chat")
+    opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+    if opens and chat.continue_final_message:
+        problem = "continue_final_message and add_generation_prompt cannot both be true"
+        raise InvalidRequestError(problem, param="continue_final_message")
     return chat_prompt(
         _messages(chat.messages),
-        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        add_generation_prompt=opens,
+        continue_final_message=chat.continue_final_message,
         add_special_tokens=chat.add_special_tokens,
         template_variables=decode_variables(msgspec.Raw(chat.chat_template_kwargs.encode())),
     )

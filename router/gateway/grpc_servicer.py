@@ -17,7 +17,7 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
-from router.gateway.choices import check_num_logprobs, num_choices, together
+from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.explain import explain
 from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
@@ -200,6 +200,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             problem = f"the prompt times n has more than the limit of {limit} tokens (max_request_tokens)"
             raise InvalidRequestError(problem, param=draft.prompt_param)
         check_num_logprobs([request], n, "num_logprobs")
+        check_num_prompt_logprobs([request], n, "prompt_logprobs")
         choices = choices_of(request, n)
         if last_id is None and not message.resumable:
             return _Prepared(draft.request_id, choices, None)
@@ -229,6 +230,8 @@ async def _choice(index: int, generation: TextGeneration) -> inference_pb2.Choic
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = finish_reason_to_pb(delta.finish_reason)
+        _set_stop_reason(choice, delta)
+    choice.prompt_logprobs.extend(generation.generation.prompt_logprobs)
     choice.text = "".join(text)
     return choice
 
@@ -236,7 +239,7 @@ async def _choice(index: int, generation: TextGeneration) -> inference_pb2.Choic
 def _chunk(job: _Job, index: int, generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
     ended = delta.finish_reason is not None
     ids = job.event_ids
-    return inference_pb2.GenerateChunk(
+    chunk = inference_pb2.GenerateChunk(
         request_id=job.request_id,
         index=index,
         text=delta.text,
@@ -246,7 +249,17 @@ def _chunk(job: _Job, index: int, generation: TextGeneration, delta: TextDelta) 
         finish_reason=finish_reason_to_pb(delta.finish_reason),
         usage=_usage(job, [generation]) if ended else None,
         event_id="" if ids is None else ids.advance_id(index, delta.token_ids, ended=ended).decode(),
+        prompt_logprobs=generation.generation.prompt_logprobs if delta.start_index == 0 else (),
     )
+    _set_stop_reason(chunk, delta)
+    return chunk
+
+
+def _set_stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk, delta: TextDelta) -> None:
+    if isinstance(delta.stop_reason, str):
+        message.stop_text = delta.stop_reason
+    elif delta.stop_reason is not None:
+        message.stop_token_id = delta.stop_reason
 
 
 def _usage(job: _Job, generations: Sequence[TextGeneration] | None = None) -> inference_pb2.Usage:

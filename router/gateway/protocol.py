@@ -15,15 +15,15 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
 from common.types import Constraint, SamplingParams
-from common.types.parameters import ParameterField, parameters_of
-from common.types.validation import MAX_STOP_TOKEN_IDS
+from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, Range, parameters_of
+from router.gateway.beams import BeamOptions
 from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
@@ -45,6 +45,7 @@ from router.gateway.structured import (
 from router.gateway.tools.forced import forced_calls
 from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
+    MAX_BEAMS,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
@@ -61,7 +62,22 @@ from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
-_ANY_SEED = -1  # as vLLM has it: no seed
+_ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
+_LENGTH_PENALTIES = Range(-10, 10)
+_NOT_WITH_BEAMS = (
+    "stream",
+    "echo",
+    "logprobs",
+    "stop",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+)
 _SEPARATORS = b",[{"  # each begins another JSON value
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
@@ -104,22 +120,29 @@ def _is_sent(value: Raw) -> bool:
 
 def _http_type(field: ParameterField) -> Any:
     """null is the same as to leave it out."""
-    kind = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] if field.kind is tuple else field.kind
+    kind = field.kind
+    if kind in (TOKEN_IDS, TEXTS):
+        kind = list[int] if kind == TOKEN_IDS else list[str]
+    if field.parameter.max_entries is not None:
+        kind = Annotated[kind, Meta(max_length=field.parameter.max_entries)]
     return Annotated[kind | None, Meta(description=field.parameter.doc)]
 
 
-# Not under its own name: bodies of completions and of chats ask for log probabilities in different ways. Those with
-# fields of their own are declared below.
+# num_logprobs not under its own name: bodies of completions and of chats ask for log probabilities in different ways.
+# Those with fields of their own are declared below.
 _PARAMETERS = {
     name: field
     for name, field in parameters_of(SamplingParams).items()
-    if name != "num_logprobs" and not field.is_struct
+    if field.parameter.option_tag is not None and name != "num_logprobs" and not field.is_struct
 }
+_LISTS = [name for name, field in _PARAMETERS.items() if field.kind in (TOKEN_IDS, TEXTS)]
 
 _values_of_parameters = operator.attrgetter(*_PARAMETERS)
 
 if TYPE_CHECKING:
-    _BothFields = msgspec.Struct
+
+    class _BothFields(msgspec.Struct, kw_only=True):
+        prompt_logprobs: int | None = None  # those that are used by name
 else:
     _BothFields = with_fields(
         msgspec.defstruct(
@@ -151,6 +174,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             "`structural_tag`; see [structured output](structured_output.md)."
         ),
     ] = field(default_factory=Raw)
+    best_of: Annotated[
+        int | None, Meta(description="Beams that are followed, of which n are the answer; else it must equal n.")
+    ] = None
 
     # Beyond OpenAI's API, with the names that vLLM gave them.
     structured_outputs: Annotated[
@@ -160,8 +186,15 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             "see [structured output](structured_output.md)."
         ),
     ] = field(default_factory=Raw)
-    skip_special_tokens: Annotated[
-        bool | None, Meta(description="Leave special tokens out of the text; default true.")
+    use_beam_search: Annotated[bool | None, Meta(description="Search for the n most likely answers; see below.")] = None
+    length_penalty: Annotated[
+        float | None, Meta(description="Of beam search: scores are divided by length to this power; default 1.")
+    ] = None
+    early_stopping: Annotated[
+        bool | Name | None, Meta(description="Of beam search: true, false or `never`, as of `transformers`.")
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Answer with the token ids of the prompt and of each choice, too.")
     ] = None
     request_id: Annotated[Name | None, Meta(description="Id of the answer; default: a random one.")] = None
     priority: Annotated[int | None, Meta(description="Lower goes first while requests wait; default 0.")] = None
@@ -207,6 +240,32 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """True if the body asks for a stream that can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
+    def _check_no_beams(self) -> None:
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        if self.length_penalty not in (None, 1.0, 0) or self.early_stopping not in (None, False):
+            name = "early_stopping" if self.length_penalty in (None, 1.0, 0) else "length_penalty"
+            raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
+
+    def beams(self) -> BeamOptions | None:
+        """How to search; None: answers are sampled. Raises InvalidRequestError for what cannot be searched for."""
+        if not self.use_beam_search:
+            return None
+        for name in _NOT_WITH_BEAMS:
+            if _asks(name, getattr(self, name, None)):
+                raise InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+        n = 1 if self.n is None else self.n
+        width = n if self.best_of is None else self.best_of
+        if not n <= width <= MAX_BEAMS:
+            raise InvalidRequestError(f"best_of must be in [n, {MAX_BEAMS}], got {width}", param="best_of")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        if penalty not in _LENGTH_PENALTIES:
+            problem = f"length_penalty must be {_LENGTH_PENALTIES}, got {quoted(penalty)}"
+            raise InvalidRequestError(problem, param="length_penalty")
+        if self.early_stopping not in (None, True, False, "never"):
+            raise InvalidRequestError("early_stopping must be true, false or never", param="early_stopping")
+        return BeamOptions(width, penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
+
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
         return replace(terms, session=self.session_id or terms.session or self.prompt_cache_key or "")
@@ -231,8 +290,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             given["top_k"] = 0
         if given.get("seed") == _ANY_SEED:
             del given["seed"]
-        if "stop_token_ids" in given:
-            given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        for name in _LISTS:
+            if name in given:
+                given[name] = tuple(given[name])
         if num_logprobs is not None:
             given["num_logprobs"] = num_logprobs
         constraint = self._constraint()
@@ -261,8 +321,21 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     def check(self, refused: RefusedFields) -> None:
         """Raises InvalidRequestError for what asks for something that Baton does not do, or makes no sense together."""
         refused.check(self)
+        if not self.use_beam_search:
+            self._check_no_beams()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether the value of a field asks for something."""
+    if value is None or value is False:
+        return False
+    if name in {"logprobs", "prompt_logprobs"}:
+        return True
+    return value != 1.0 if name == "repetition_penalty" else bool(value)
 
 
 if TYPE_CHECKING:
@@ -280,9 +353,11 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
         str | list[str | int | list[int]],
         Meta(description="A text, token ids, or a list of either: one answer each, or n."),
     ]
-    echo: Annotated[bool | None, Meta(description="Put the prompt before the answer; not with logprobs.")] = None
+    echo: Annotated[
+        bool | None,
+        Meta(description="Put the prompt before the answer, and log probabilities of its tokens before the answer's."),
+    ] = None
     logprobs: Annotated[int | None, Meta(description="Log probabilities of so many most likely tokens.")] = None
-    best_of: Annotated[int | None, Meta(description="Must equal n: other answers are not ranked.")] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says; default true.")
     ] = None
@@ -317,12 +392,12 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""
         self.check(_REFUSED_FIELDS)
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("logprobs of the prompt are not computed; use echo or logprobs", param="logprobs")
         prompts = self.prompts()
         given = self.parameters(self.logprobs)
+        names = {"num_logprobs": "logprobs"}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            given["prompt_logprobs"] = self.logprobs
+            names["prompt_logprobs"] = "logprobs"
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         return [
             Draft(
@@ -339,8 +414,8 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                names={"num_logprobs": "logprobs", STRUCTURED: self.constraint_name},
+                has_echo=bool(self.echo),
+                names=names | {STRUCTURED: self.constraint_name},
                 arrived_at=arrived_at,
             )
             for index, prompt in enumerate(prompts)
@@ -369,6 +444,10 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     add_generation_prompt: Annotated[
         bool | None, Meta(description="Have the template open the assistant's turn; default true.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        Meta(description="The answer goes on where the last message ends; then add_generation_prompt is false."),
     ] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
@@ -406,13 +485,15 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
         self.check(_REFUSED_FIELDS_OF_CHATS)
+        check_continuation(self)
         tools = read_tools(self.tools)
         choice = read_tool_choice(self.tool_choice, tools)
         prompt = chat_prompt(
             self.messages,
             tools=tools if choice.may_call else [],
             num_tool_chars=len(bytes(self.tools)),
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
             template_variables=self._template_variables(),
         )
@@ -438,7 +519,6 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 priority=self.priority or 0,
                 kv_failure_policy=self.kv_failure_policy,
                 terms=self.with_session(terms),
-                skip_special_tokens=self.skip_special_tokens is not False,
                 names={
                     "num_logprobs": "top_logprobs",
                     "max_tokens": limit_name,
@@ -480,12 +560,27 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         return variables | decode_variables(self.chat_template_kwargs)
 
 
+class Continuing(Protocol):
+    """A chat that may go on with its last message."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def check_continuation(body: Continuing) -> None:
+    """Raises InvalidRequestError if a chat both opens a turn and goes on with one."""
+    if body.continue_final_message and body.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt cannot both be true"
+        raise InvalidRequestError(problem, param="continue_final_message")
+
+
 def chat_prompt(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] = (),
     num_tool_chars: int = 0,
     add_generation_prompt: bool,
+    continue_final_message: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
 ) -> ChatPrompt:
@@ -501,6 +596,7 @@ def chat_prompt(
         tools=tools,
         num_chars=sum(message.size for message in messages) + num_tool_chars,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,
     )
@@ -525,7 +621,7 @@ def check_num_values(body: bytes, limit: int) -> None:
         raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
 
 
-_AT = re.compile(r" - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$")
+_AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 

@@ -50,7 +50,9 @@ class ResponsesFormat(AnswerFormat):
         output = [self._item(run, number) for number, run in enumerate(runs_of(answer.parts))]
         return msgspec.json.encode(self._response(answer.finish_label, output, usage))
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(
+        self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
+    ) -> bytes:
         """See AnswerFormat."""
         response = self._response(None, [], None)
         return self._event("response.created", response=response) + self._event(

@@ -188,9 +188,15 @@ async def begin(
         ) from error
     wants_logprobs = choices[0].sampling.num_logprobs is not None
     resumptions = resumptions_of(event_id, kept, wants_logprobs=wants_logprobs)
-    return stream, [
-        replace(choice, resumption=resumption) for choice, resumption in zip(choices, resumptions, strict=True)
-    ]
+    return stream, [_resumed(choice, resumption) for choice, resumption in zip(choices, resumptions, strict=True)]
+
+
+def _resumed(choice: GenerationRequest, resumption: Resumption) -> GenerationRequest:
+    """What is said of the prompt comes with the first tokens, so a client that has these has it."""
+    sampling = choice.sampling
+    if resumption.num_delivered:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return replace(choice, sampling=sampling, resumption=resumption)
 
 
 def check_fits(event_id: EventId, digest: bytes, seed: int, choices: Sequence[GenerationRequest]) -> None:

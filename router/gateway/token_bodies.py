@@ -9,7 +9,14 @@ from msgspec import Meta, Raw, field
 
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
 from router.gateway.messages import Message
-from router.gateway.protocol import ModelName, chat_prompt, decode_variables, has_messages, request_errors
+from router.gateway.protocol import (
+    ModelName,
+    chat_prompt,
+    check_continuation,
+    decode_variables,
+    has_messages,
+    request_errors,
+)
 from router.gateway.tools.request import read_tools
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt
@@ -59,6 +66,9 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[
         bool | None, Meta(description="Have the template open the assistant's turn; default true.")
     ] = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="The prompt ends where the last message ends, as of a chat.")
+    ] = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
     ] = None
@@ -71,12 +81,14 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def as_prompt(self) -> ChatPrompt:
         """What is to be tokenised. Raises InvalidRequestError."""
         _REFUSED_FIELDS.check(self)
+        check_continuation(self)
         documents = {} if self.documents is None else {"documents": self.documents}
         return chat_prompt(
             self.messages,
             tools=read_tools(self.tools),
             num_tool_chars=len(bytes(self.tools)),
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
             template_variables=documents | decode_variables(self.chat_template_kwargs),
         )

@@ -80,6 +80,11 @@ class Cluster:
         """True if a request for some model could be answered now."""
         return any(model.can_serve for model in self.models)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens, as a decode pod says; empty if none is ready."""
+        return next((tuple(pod.info.eos_token_ids) for pod in self.ready_decode() if pod.info is not None), ())
+
     def ready_decode(self) -> list[Pod]:
         """Decode pods that take requests."""
         return [pod for pod in self.decode_pods if pod.state is PodState.READY]
@@ -258,6 +263,8 @@ def _nonsense(info: pods_pb2.PodInfo) -> str:
     for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if getattr(info, name) < 1:
             return f"it reports an invalid {name}: {getattr(info, name)}"
+    if any(token_id >= info.vocab_size for token_id in info.eos_token_ids):
+        return f"it reports end-of-sequence tokens outside its vocabulary: {list(info.eos_token_ids)[:8]}"
     if not 0 <= info.target_itl_ms < math.inf:
         return f"it reports an invalid target_itl_ms: {info.target_itl_ms}"
     return ""

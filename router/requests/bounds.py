@@ -7,6 +7,7 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 8192  # of all messages together
 MAX_NAME_CHARS = 256  # role and name of a message
 MAX_STOPS = 16
+MAX_BEAMS = 16  # of a beam search
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 1024
@@ -16,4 +17,6 @@ MAX_TOOLS_BYTES = 512 * 2**10  # of all tools of a request, as JSON
 MAX_TOOL_VALUES = 2**16  # of all tools of a request: JSON values, about 20 ms of checking
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
-MAX_LOGPROB_VALUES = 2**19  # of all choices of a request that has several; JSON has up to 80 bytes for each
+MAX_LOGPROB_VALUES = (
+    2**19
+)  # of prompts, or of all choices of a request that has several; JSON has up to 80 bytes for each

@@ -79,9 +79,15 @@ class Preprocessor:
 
         started = time.monotonic()
         longest = self._longest(max_model_len)
-        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest)
+        limit = _truncation(draft, longest)
+        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest, is_cut=limit is not None)
+        if limit is not None:
+            token_ids = token_ids[-limit:]
         if self._max_prompt_tokens is not None:
             _check_length(token_ids, longest, draft.prompt_param)
+        has_no_output = _has_no_output(draft)
+        if has_no_output:
+            draft = replace(draft, max_tokens=1)
         sampling = self._sampling(draft, room=max_model_len - len(token_ids))
         validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         validate_prompt(
@@ -91,6 +97,9 @@ class Preprocessor:
             max_tokens=sampling.max_tokens,
             param=draft.prompt_param,
         )
+        if sampling.bad_words:
+            sampling = msgspec.structs.replace(sampling, bad_word_token_ids=self._spell(sampling.bad_words))
+            validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         cache_salt = _salt(draft)
         hashes = await self._hash(token_ids, model.block_size, cache_salt)
         self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
@@ -104,10 +113,10 @@ class Preprocessor:
             cache_salt=cache_salt,
             priority=priority,
             kv_failure_policy=kv_failure_policy,
-            skip_special_tokens=draft.skip_special_tokens,
             spelled_ids=draft.spelled_ids,
             terms=draft.terms,
-            continues_prompt=not isinstance(draft.prompt, ChatPrompt),
+            continues_prompt=not isinstance(draft.prompt, ChatPrompt) or draft.prompt.continue_final_message,
+            has_no_output=has_no_output,
             arrived_at=draft.arrived_at,
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
@@ -171,20 +180,26 @@ class Preprocessor:
             case other:
                 raise _invalid(f"kv_failure_policy must be recompute or fail, got {quoted(other)}", "kv_failure_policy")
 
-    async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int) -> list[int]:
+    def _spell(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(token_ids for word in words for token_ids in self._tokenizer.spellings(word))
+
+    async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int, *, is_cut: bool = False) -> list[int]:
+        """`is_cut`: only the end of the prompt matters, at most `max_model_len` tokens."""
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
         if prompt.size < _THREAD_FROM_CHARS:
-            return self._encode(prompt, param, max_model_len)
+            return self._encode(prompt, param, max_model_len, is_cut)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, prompt, param, max_model_len)
+        return await loop.run_in_executor(self._threads, self._encode, prompt, param, max_model_len, is_cut)
 
-    def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int) -> list[int]:
+    def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int, is_cut: bool) -> list[int]:
         if isinstance(prompt, TextPrompt):
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
             text, add_special_tokens = self._render(prompt), prompt.add_special_tokens
-        if not self._tokenizer.may_fit(text, max_model_len):
+        if is_cut:
+            text = self._tokenizer.end_of(text, max_model_len)
+        elif not self._tokenizer.may_fit(text, max_model_len):
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
             )
@@ -197,6 +212,7 @@ class Preprocessor:
         return self._tokenizer.render_chat(
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
             variables={**prompt.template_variables, **({"tools": prompt.tools} if prompt.tools else {})},
         )
 
@@ -228,6 +244,25 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
 def choice_id(request_id: str, index: int) -> str:
     """The id of one choice of a request that has several."""
     return f"{request_id}-{index}"
+
+
+def _truncation(draft: Draft, longest: int) -> int | None:
+    """Prompt tokens that are taken at most; None: it is not cut."""
+    limit = draft.sampling.get("truncate_prompt_tokens")
+    if limit is None or limit == 0:  # 0 is refused below
+        return None
+    room = longest - max(1, draft.max_tokens or draft.default_max_tokens or 1)
+    return max(1, room) if limit < 0 else int(limit)
+
+
+def _has_no_output(draft: Draft) -> bool:
+    """Whether nothing but the prompt is wanted. Raises InvalidRequestError if that leaves nothing to answer."""
+    if draft.max_tokens != 0:
+        return False
+    if not draft.has_echo and draft.sampling.get("prompt_logprobs") is None:
+        name = draft.names.get("max_tokens", "max_tokens")
+        raise _invalid(f"{name} must be an integer of at least 1; 0 needs echo or prompt_logprobs", name)
+    return True
 
 
 def _salt(draft: Draft) -> str:

@@ -44,6 +44,7 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     num_chars: int  # of all messages, roughly
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False  # beside those that the template writes
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
@@ -73,8 +74,8 @@ class Draft:
     cache_salt: str = ""
     priority: int = 0
     kv_failure_policy: str | None = None  # None: the router's setting
-    skip_special_tokens: bool = True
     spelled_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    has_echo: bool = False  # the answer begins with the prompt, so that it may be all of it
     terms: Terms = field(default_factory=Terms)
     names: Mapping[str, str] = field(default_factory=dict)  # field of SamplingParams -> what the front calls it
     arrived_at: float  # time.monotonic()
@@ -104,9 +105,9 @@ class GenerationRequest:
     cache_salt: str
     priority: int
     kv_failure_policy: KVFailurePolicy
-    skip_special_tokens: bool
     terms: Terms
     continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
+    has_no_output: bool = False  # max_tokens was 0: the one token that pods compute is dropped
     arrived_at: float  # time.monotonic()
     deadline: float  # time.monotonic()
     resumption: Resumption | None = None  # None: it begins at the beginning

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
@@ -71,10 +72,27 @@ _json_values = st.recursive(
 _values = _json_values.map(lambda value: json.dumps(value).encode()) | st.sampled_from(_ODD_JSON)
 _members = st.tuples(st.sampled_from(_FIELDS) | st.text(max_size=6), _values)
 
+_token_ids = st.integers(0, 2100)
+_sampling: dict[str, st.SearchStrategy[Any]] = {  # of both APIs
+    "logit_bias": st.dictionaries(_token_ids.map(str), st.floats(-110, 110), max_size=3),
+    "allowed_token_ids": st.lists(_token_ids, max_size=3),
+    "bad_words": st.lists(st.text(max_size=4), max_size=3),
+    "prompt_logprobs": st.integers(0, 21),
+    "return_token_ids": st.booleans(),
+    "truncate_prompt_tokens": st.integers(-2, 4),
+    "spaces_between_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "use_beam_search": st.booleans(),
+    "length_penalty": st.floats(-11, 11),
+    "early_stopping": st.booleans() | st.sampled_from(["never", "ever"]),
+    "vllm_xargs": st.dictionaries(st.text(max_size=2), st.integers() | st.text(max_size=2), max_size=2),
+}
+
 good_completions = st.fixed_dictionaries(
     {"prompt": st.sampled_from(["Hi", "a b c", [5, 6, 7], ["x", "y"], [[1, 2], [3]], "\x00", "\U0001f600" * 3])},
     optional={
-        "max_tokens": st.integers(1, 12),
+        **_sampling,
+        "max_tokens": st.integers(0, 12),
         "n": st.integers(1, 4),
         "stream": st.booleans(),
         "stream_options": st.dictionaries(
@@ -125,6 +143,8 @@ good_chats = st.fixed_dictionaries(
         )
     },
     optional={
+        **_sampling,
+        "continue_final_message": st.booleans(),
         "max_tokens": st.integers(1, 12),
         "n": st.integers(1, 4),
         "stream": st.booleans(),

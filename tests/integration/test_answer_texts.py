@@ -49,7 +49,7 @@ async def routed(
     ends = [index for index in ends if index > sampling.min_tokens]
     reason = FinishReason.STOP if ends else FinishReason.LENGTH
     request = SimpleNamespace(
-        prompt_token_ids=completion.prompt_token_ids, continues_prompt=not is_chat, skip_special_tokens=True,
+        prompt_token_ids=completion.prompt_token_ids, continues_prompt=not is_chat, has_no_output=False,
         spelled_ids=frozenset(), stops=tuple(stops), sampling=sampling, resumption=None,
     )  # fmt: skip
     generation = TextGeneration(Pods(request, tokens[: ends[0]] if ends else tokens, reason), tokenizer)  # type: ignore[arg-type]

@@ -153,8 +153,10 @@ class GrammarCompiler:
             trials = list(self._all_trials)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for trial in trials:
-            trial.close()
+            trial.stop()
         self._threads.shutdown(wait=True)
+        for trial in trials:
+            trial.close()
 
     # -- on a thread of the pool ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -14,6 +15,12 @@ from common.types import Constraint, ConstraintKind
 
 _BYTES_PER_CHAR = 64  # of a grammar's text; its states are made as they are needed
 _LEAST_BYTES = 64 * 2**10
+
+# Keywords of JSON schemas: of schemas by name, of schemas, of objects in parts, and of further properties.
+_NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties"})
+_WITHIN = frozenset({"items", "prefixItems", "additionalProperties"})
+_COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "not"})
+_OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 
 
 class LlguidanceBackend:
@@ -127,4 +134,23 @@ def _grammar_of_schema(schema: str, constraint: Constraint) -> str:
     value = json.loads(schema)
     if isinstance(value, bool):
         value = {} if value else {"not": {}}
-    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
+    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(_closed(value)), overrides=options))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with objects that have no properties but those that it names, unless it says otherwise, as xgrammar
+    has it. Objects that are put together from several schemas stay as they are: each part names only its own."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    is_composed = not _COMPOSING.isdisjoint(schema)
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            closed[name] = {each: _closed(inner) for each, inner in value.items()}
+        elif name in _WITHIN or (name in ("anyOf", "oneOf") and "properties" not in schema):
+            closed[name] = _closed(value)
+    if "properties" in schema and not is_composed and _OPENING.isdisjoint(schema):
+        closed["additionalProperties"] = False
+    return closed

@@ -27,6 +27,7 @@ class TrialProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
 
     def check(self, constraint: Constraint) -> None:
         """Raises InvalidRequestError if the constraint cannot be compiled, or not within the limits, and BatonError if
@@ -40,8 +41,15 @@ class TrialProcess:
         if verdict.problem:
             raise InvalidRequestError(verdict.problem)
 
+    def stop(self) -> None:
+        """Ends the process; a check under way fails, and no other process is started. May be called from any thread."""
+        self._is_stopped = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
-        """Ends the process. Idempotent; may be called from another thread, whose check then fails."""
+        """Ends the process and closes its pipes. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -56,6 +64,8 @@ class TrialProcess:
         process = self._process = subprocess.Popen(  # noqa: S603  # our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        if self._is_stopped:  # before the process could be seen
+            process.kill()
         try:
             write_frame(_stdin(process), self._settings)
             self._read(process, _START_TIMEOUT_S)

@@ -27,6 +27,10 @@ class TokenSequence(Protocol):
         """Leading tokens whose KV is in its blocks."""
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether cached blocks may be shared with it."""
+
+    @property
     def block_hashes(self) -> list[BlockHash]:
         """Hashes of leading full blocks, as far as known."""
 
@@ -86,7 +90,7 @@ class KVCacheManager:
 
     def find_cached_prefix(self, request: TokenSequence) -> list[Block]:
         """Returns the longest run of cached blocks with which `request` starts, among its shareable ones."""
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and request.reads_cache):
             return []
         max_blocks = self.num_shareable_blocks(request)
         request.complete_block_hashes(self.block_size, max_blocks)

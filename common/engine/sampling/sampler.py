@@ -1,12 +1,13 @@
 """The sampler: logits -> tokens.
 
-1. penalties over the tokens so far          3. log probabilities, if asked for
-2. stop tokens masked up to `min_tokens`,    4. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
-   and what a grammar does not allow
+1. log probabilities, if asked for           3. penalties over the tokens so far
+2. biases                                    4. logits processors; then masks: allowed tokens, bad words, stop tokens
+                                                up to `min_tokens`, what a grammar does not allow
+                                             5. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
 
 Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
 returns equal values depends on the rest of the batch. A row whose best logit is not finite has no token: the model
-computed infinities or NaN, or every token is masked.
+computed infinities or NaN. One whose every token is masked gets `MASKED`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ import numpy.typing as npt
 import torch
 
 from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.processors import LogitsProcessor, apply_processors
+from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
 
 _MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
 _MAX_LOGIT = torch.finfo(torch.float32).max
 _TIE_MARGIN = 16  # ranks taken beyond those that are wanted, so that a tie at the last of them is seen whole
+
+
+MASKED = SampledToken(-1)  # every token of the row is masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class SamplingRow:
     params: SamplingParams
     token_ids: npt.NDArray[np.int64]  # prompt and output so far
     num_prompt_tokens: int
-    ending_token_ids: npt.NDArray[np.int64]  # masked up to `min_tokens`; see `ending_tokens`
+    rules: TokenRules = NO_RULES
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def output_position(self) -> int:
@@ -45,15 +52,12 @@ class SamplingRow:
 
 def is_plain(params: SamplingParams) -> bool:
     """True if the request's next token is just the argmax of its logits, whatever came before."""
-    return params.greedy and params.num_logprobs is None and params.min_tokens == 0 and not _penalised(params)
-
-
-def ending_tokens(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Tokens that must not be sampled before `min_tokens`; empty if there is no such limit."""
-    if not params.min_tokens:
-        return np.empty(0, dtype=np.int64)
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    return np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), dtype=np.int64)
+    return (
+        params.greedy
+        and params.num_logprobs is None
+        and not (params.min_tokens or params.logit_bias or params.allowed_token_ids or params.bad_word_token_ids)
+        and not _penalised(params)
+    )
 
 
 class LogitMask(Protocol):
@@ -79,8 +83,18 @@ class Sampler:
     ) -> list[SampledToken | None]:
         """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten; None where no logit is
         finite."""
+        asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
+        computed = logits[_index(asking, logits)] if asking else None  # a copy: what follows changes logits
+        ruled = [(logits[i], row) for i, row in enumerate(rows) if row.rules is not NO_RULES]
+        processed = any(row.processors for row in rows)
+        for row_logits, row in ruled:
+            row.rules.add_biases(row_logits)
         self._penalise(logits, rows)
-        self._mask_ending_tokens(logits, rows)
+        is_computed = _is_finite(logits, logits.argmax(dim=-1)) if ruled or processed else None
+        if processed:
+            apply_processors(logits, rows)
+        for row_logits, row in ruled:
+            row.rules.mask(row_logits, row.token_ids[row.num_prompt_tokens :], row.params.min_tokens)
         if mask is not None:
             mask.apply(logits)  # after the penalties, which leave every logit finite
         token_ids = logits.argmax(dim=-1)
@@ -88,7 +102,17 @@ class Sampler:
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             token_ids[_index(drawn, logits)] = _draw(logits, rows, drawn)
-        return _tokens(token_ids, is_finite, _logprobs(logits, rows, token_ids))
+        logprobs: list[Logprobs | None] = [None] * len(rows)
+        if computed is not None:
+            counts = [rows[i].params.num_logprobs or 0 for i in asking]
+            for i, entry in zip(asking, logprobs_of(computed, token_ids[_index(asking, logits)], counts), strict=True):
+                logprobs[i] = entry
+        tokens = _tokens(token_ids, is_finite, logprobs)
+        if is_computed is not None and not is_finite.all():
+            # NaN is what a processor leaves that has failed.
+            masked = (is_computed & (logits.amax(dim=-1) == -torch.inf)).tolist()
+            tokens = [MASKED if is_masked else token for token, is_masked in zip(tokens, masked, strict=True)]
+        return tokens
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         penalised = [i for i, row in enumerate(rows) if _penalised(row.params)]
@@ -108,18 +132,6 @@ class Sampler:
         penalised_scores = scores - frequency * generated - presence * (generated > 0)
         # The largest finite logit times a penalty may be infinite, which must not look like the model's own infinity.
         logits[index] = torch.where(best.isfinite(), penalised_scores.clamp(-_MAX_LOGIT, _MAX_LOGIT), torch.nan)
-
-    def _mask_ending_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        early = [i for i, row in enumerate(rows) if row.output_position < row.params.min_tokens]
-        if not early:
-            return
-        masked = [rows[i].ending_token_ids for i in early]
-        row_of_each = np.repeat(np.array(early), [len(token_ids) for token_ids in masked])
-        index = (
-            torch.from_numpy(row_of_each).to(logits.device),
-            torch.from_numpy(np.concatenate(masked)).to(logits.device),
-        )
-        logits[index] = -torch.inf
 
 
 def _penalised(params: SamplingParams) -> bool:
@@ -202,21 +214,22 @@ def _apply_min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None
     scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + margins, -torch.inf)
 
 
-def _logprobs(logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: torch.Tensor) -> Sequence[Logprobs | None]:
-    """Logprobs of the rows that ask for them."""
-    asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
-    entries: list[Logprobs | None] = [None] * len(rows)
-    if not asking:
-        return entries
-    index = _index(asking, logits)
-    logprobs = torch.log_softmax(logits[index], dim=-1)
-    sampled = logprobs.gather(1, token_ids[index][:, None]).squeeze(1).tolist()
-    num_top = min(max(rows[i].params.num_logprobs or 0 for i in asking), logits.shape[1])
-    best, token_ids_of_best = _best(logprobs, num_top) if num_top else (logprobs[:, :0], logprobs[:, :0].long())
-    for i, own, ids, values in zip(asking, sampled, token_ids_of_best.tolist(), best.tolist(), strict=True):
-        count = rows[i].params.num_logprobs or 0
-        possible = [(token_id, value) for token_id, value in zip(ids, values, strict=True) if value != -torch.inf]
-        entries[i] = Logprobs(own, possible[:count])
+def logprobs_of(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int], *, with_ranks: bool = False
+) -> list[Logprobs]:
+    """Log probabilities of one token for each row of `logits` [rows, vocabulary], float32, and of so many most likely
+    ones. `with_ranks`: also the ranks of the tokens, of which equal ones share the best."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist() if with_ranks else [0] * len(num_top)
+    most = min(max(num_top, default=0), logits.shape[1])
+    best, best_ids = _best(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
+    entries = []
+    for value, rank, ids, values, count in zip(
+        own.squeeze(1).tolist(), ranks, best_ids.tolist(), best.tolist(), num_top, strict=True
+    ):
+        possible = [(token_id, top) for token_id, top in zip(ids, values, strict=True) if top != -torch.inf]
+        entries.append(Logprobs(value, possible[:count], rank))
     return entries
 
 

@@ -13,14 +13,15 @@ The Scheduler decides which request is next; this module carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer, Grammars
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
 from common.engine.scheduler.outbox import Outbox
-from common.engine.scheduler.output import DeadEnd
+from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, PromptLogprobs
 from common.engine.scheduler.places import Places
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.totals import Totals
@@ -189,7 +190,8 @@ class Lifecycle:
         self._kv.cache_computed(request)
         self._transfers.arrived(request, handoff)
         self._has_urgent_news |= handoff.first_token is not None
-        if handoff.may_be_written:
+        request.wants_prompt_logprobs = request.wants_prompt_logprobs and not is_complete  # else the producer has them
+        if handoff.may_be_written or request.wants_prompt_logprobs:
             self._start_over(request, handoff.first_token)
             return
         self.places.ready.append(request)
@@ -197,8 +199,8 @@ class Lifecycle:
             self._append_token(request, handoff.first_token)
 
     def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
-        """Back to the queue as an ordinary request: its blocks may still be written to. Verified blocks are
-        complete, so the prefix cache may return them."""
+        """Back to the queue as an ordinary request: its blocks may still be written to, or it must compute its whole
+        prompt. Verified blocks are complete, so the prefix cache may return them."""
         self._release_blocks(request)
         reason = self._add_token(request, first_token) if first_token is not None else None
         self._enqueue(request)
@@ -207,15 +209,13 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- steps
 
-    def step_ended(
-        self,
-        num_computed: Mapping[RequestId, int],
-        sampled: Mapping[RequestId, SampledToken | None],
-        dead_ends: Mapping[RequestId, DeadEnd],
-    ) -> None:
+    def step_ended(self, num_computed: Mapping[RequestId, int], result: ModelRunnerOutput) -> None:
         """A step has computed so many tokens of each request, and sampled one for those that then lacked none."""
-        for request_id, dead_end in dead_ends.items():
+        for request_id, dead_end in result.dead_ends.items():
             self._end_at(dead_end, request_id)
+        for request_id, found in result.prompt_logprobs.items():
+            self._take_prompt_logprobs(request_id, found)
+        sampled = result.sampled
         live, add_token, block_size = self.places.live, self._outbox.add_token, self._block_size
         running = RequestStatus.RUNNING
         num_decoded = 0
@@ -226,7 +226,7 @@ class Lifecycle:
             token = sampled.get(request_id)
             # Most decodes fill no block, so that there is nothing to cache or to move.
             if num_tokens > 1 or token is None or request.is_producer or request.num_computed_tokens % block_size == 0:
-                self._computed(request, token)
+                self._computed(request, token, result.masked)
             else:
                 num_decoded += 1
                 reason = request.append(token)
@@ -252,9 +252,26 @@ class Lifecycle:
         self.finish(request, FinishReason.ERROR)
         self._outbox.fail(request, InvalidRequestError(problem, param="structured_outputs"))
 
-    def _computed(self, request: Request, token: SampledToken | None) -> None:
+    def _take_prompt_logprobs(self, request_id: RequestId, found: PromptLogprobs) -> None:
+        """Reports those that were not reported before the request was preempted."""
+        request = self.places.live.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return
+        if any(math.isnan(entry.sampled) for entry in found.entries):
+            self._fail(request, NonFiniteError("the model computed no finite logit for a token of the prompt"))
+            return
+        num_known = request.num_prompt_logprobs + 1 - found.start
+        entries = found.entries[max(0, num_known) :]
+        self._outbox.add_prompt_logprobs(request, request.num_prompt_logprobs + 1, entries)
+        request.num_prompt_logprobs += len(entries)
+        request.wants_prompt_logprobs = request.num_prompt_logprobs < request.num_prompt_tokens - 1
+
+    def _computed(self, request: Request, token: SampledToken | None, masked: Collection[RequestId]) -> None:
         if token is None and request.num_uncomputed_tokens == 0:
-            self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
+            if request.request_id in masked:
+                self._reject(request)
+            else:
+                self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
             return
         self._kv.cache_computed(request)
         self._transfers.computed(request)
@@ -302,6 +319,12 @@ class Lifecycle:
         self._transfers.ended(request, is_aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
         self._outbox.finish(request)
         self.is_stalled = False
+
+    def _reject(self, request: Request) -> None:
+        """End a running request that forbids every token."""
+        self.finish(request, FinishReason.ERROR)
+        error = InvalidRequestError("bad_words, allowed_token_ids and the like leave no token to go on with")
+        self._outbox.fail(request, error)
 
     def _fail(self, request: Request, error: NonFiniteError) -> None:
         """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""

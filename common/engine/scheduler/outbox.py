@@ -7,7 +7,7 @@ import msgspec
 from common.engine.messages import RequestEvent, RequestOutput
 from common.engine.scheduler.request import Request
 from common.errors import BatonError
-from common.types import SampledToken
+from common.types import Logprobs, SampledToken
 
 
 class Outbox:
@@ -29,6 +29,14 @@ class Outbox:
             output.tokens.append(token)
         else:
             self._outputs[request] = msgspec.structs.replace(output, start_index=start, tokens=[token])
+
+    def add_prompt_logprobs(self, request: Request, start: int, entries: list[Logprobs]) -> None:
+        """Adds those of a run of prompt tokens, of which the first has index `start`."""
+        output = self._open(request)
+        if not output.prompt_logprobs:
+            self._outputs[request] = msgspec.structs.replace(output, prompt_start=start, prompt_logprobs=entries)
+        else:
+            output.prompt_logprobs.extend(entries)
 
     def add_event(self, request: Request, event: RequestEvent) -> None:
         """Adds an event of `request`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.engine.kv_connector import Fence
-from common.types import RequestId, SampledToken, SamplingParams
+from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
 if TYPE_CHECKING:
     from common.engine.grammar.base import CompiledGrammar
@@ -32,6 +32,14 @@ class NewRequest:
     block_ids: list[int]
     num_computed_tokens: int
     grammar: CompiledGrammar | None = None  # that its output follows
+    wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
+
+
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of a run of prompt tokens."""
+
+    start: int  # index in the prompt of the first, from 1 on: there are none of the first token
+    entries: list[Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +65,6 @@ class ModelRunnerOutput:
 
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
     dead_ends: dict[RequestId, DeadEnd] = field(default_factory=dict)  # these have sampled nothing, and end
+    masked: frozenset[RequestId] = frozenset()  # requests without a token because every one is masked
+    prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written

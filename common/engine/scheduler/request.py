@@ -52,6 +52,7 @@ class Request:
         "max_num_tokens",
         "num_computed_tokens",
         "num_kept_blocks",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_restored_tokens",
         "order",
@@ -61,6 +62,7 @@ class Request:
         "stop_token_ids",
         "target_itl_s",
         "token_ids",
+        "wants_prompt_logprobs",
     )
 
     def __init__(
@@ -99,6 +101,9 @@ class Request:
         self.awaits_handoff = role == "consumer"  # its KV comes from a producer; until that is over
         self.num_kept_blocks = 0  # leading blocks that are kept below or were found here when it asked; 0: none below
         self.num_restored_tokens = 0  # by the last restore
+        # Until they are all reported, here or by the producer of its KV.
+        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.num_prompt_logprobs = 0  # reported
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
@@ -117,6 +122,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not here; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """False if it must compute its whole prompt, for the log probabilities of the prompt's tokens."""
+        return not self.wants_prompt_logprobs or self.awaits_handoff
 
     @property
     def is_finished(self) -> bool:

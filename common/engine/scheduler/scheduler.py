@@ -55,6 +55,10 @@ from common.types import RequestId
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
 AHEAD_SHARE = 4
+# Of a step, for log probabilities of prompts: 128 MiB of logits in float32, and so many tokens, whose values a front
+# converts in a few milliseconds.
+MAX_PROMPT_LOGITS = 2**25
+MAX_PROMPT_ROWS = 512
 # Of the KV blocks, held back at admission so that running requests can grow for some steps before one is preempted.
 WATERMARK = 0.01
 
@@ -93,6 +97,7 @@ class Scheduler:
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
+        self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
         self._lifecycle = Lifecycle(kv, self._transfers, self._grammars)
@@ -143,7 +148,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step."""
-        plan = StepPlan(self._config.max_num_batched_tokens)
+        plan = StepPlan(self._config.max_num_batched_tokens, self._max_prompt_rows)
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
@@ -247,7 +252,7 @@ class Scheduler:
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
         if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
             return  # preempted in this step, and perhaps admitted again
-        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.budget)
+        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.room_for(request))
         if num_tokens and self._grow(request, num_tokens, plan):
             room.take(num_tokens, request.num_computed_tokens)
             plan.give(request, num_tokens)
@@ -272,7 +277,10 @@ class Scheduler:
         prefix = self._kv.find_cached_prefix(request)
         num_cached = len(prefix) * self._block_size
         is_kept = request.num_kept_blocks > len(prefix)
-        num_tokens = min(room.chunk(request.num_tokens - num_cached, num_cached), plan.budget) if has_slot else 0
+        if not is_kept and self._is_being_computed(request, len(prefix), plan):
+            return False
+        chunk = room.chunk(request.num_tokens - num_cached, num_cached)
+        num_tokens = min(chunk, plan.room_for(request)) if has_slot else 0
         if not num_tokens and not is_kept:
             return False
         if (is_kept and not self._may_restore) or not self._kv.can_allocate(request, prefix, self._num_held_back):
@@ -288,6 +296,23 @@ class Scheduler:
             room.take(num_tokens, num_cached)
             plan.give(request, num_tokens)
         return True
+
+    def _is_being_computed(self, request: Request, num_cached: int, plan: StepPlan) -> bool:
+        """Whether this step computes, for another request, at least half of what `request` lacks, as where one prompt
+        has several answers. A step later it is cached."""
+        if not (self._kv.enable_prefix_caching and request.reads_cache):
+            return False
+        wanted = request.block_hashes[: self._kv.num_shareable_blocks(request)]
+        if len(wanted) <= num_cached:
+            return False
+        least = num_cached + (request.num_tokens - num_cached * self._block_size) // (2 * self._block_size)
+        shared = wanted[: max(least, num_cached + 1)]  # hashes are chained: equal ends are equal blocks
+        return any(
+            num_tokens > 1
+            and other.block_hashes[len(shared) - 1 : len(shared)] == shared[-1:]
+            and other.num_computed_tokens < (num_cached + 1) * self._block_size
+            for other, num_tokens in plan.scheduled.items()
+        )
 
     @property
     def _num_held_back(self) -> int:
@@ -334,6 +359,7 @@ class Scheduler:
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=request.num_computed_tokens,
             grammar=request.grammar,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
     def take_urgent_news(self) -> list[RequestOutput]:
@@ -344,7 +370,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        self._lifecycle.step_ended(step.num_scheduled_tokens, result.sampled, result.dead_ends)
+        self._lifecycle.step_ended(step.num_scheduled_tokens, result)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core

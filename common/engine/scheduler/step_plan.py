@@ -9,10 +9,21 @@ from common.step_budget import prefill_work
 class StepPlan:
     """The tokens of the budget that each request gets."""
 
-    __slots__ = ("_max_tokens", "_prompt_work", "new_block_ids", "num_context_tokens", "scheduled")
+    __slots__ = (
+        "_max_prompt_rows",
+        "_max_tokens",
+        "_num_prompt_rows",
+        "_prompt_work",
+        "new_block_ids",
+        "num_context_tokens",
+        "scheduled",
+    )
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_prompt_rows: int) -> None:
+        """`max_prompt_rows`: most prompt tokens whose logits are kept for log probabilities, which takes memory."""
         self._max_tokens = max_tokens
+        self._max_prompt_rows = max_prompt_rows
+        self._num_prompt_rows = 0
         self._prompt_work = 0.0  # beyond one for each token
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
         self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
@@ -27,6 +38,12 @@ class StepPlan:
     def budget(self) -> int:
         """Tokens left."""
         return self._max_tokens - self.num_tokens
+
+    def room_for(self, request: Request) -> int:
+        """Tokens of its prompt that `request` may get at most."""
+        if not request.wants_prompt_logprobs:
+            return self.budget
+        return min(self.budget, self._max_prompt_rows - self._num_prompt_rows)
 
     @property
     def work(self) -> float:
@@ -57,6 +74,8 @@ class StepPlan:
 
     def _weigh(self, request: Request, num_tokens: int, sign: int) -> None:
         num_context_tokens = request.num_computed_tokens
+        if request.wants_prompt_logprobs:
+            self._num_prompt_rows += sign * num_tokens
         if num_tokens == 1:
             self.num_context_tokens += sign * num_context_tokens
         else:

@@ -133,13 +133,13 @@ class TransferPort:
     def ask(self, request: Request) -> bool:
         """See KVTransfers."""
         self._lookups.pop(request.request_id, None)
-        if not self._keeps_blocks or request.awaits_handoff:
+        if not (self._keeps_blocks and request.reads_cache) or request.awaits_handoff:
             return False
         return self._ask(request, len(self._kv.find_cached_prefix(request)), is_last=False)
 
     def ask_again(self, request: Request, num_cached_blocks: int) -> bool:
         """See KVTransfers."""
-        if not self._keeps_blocks or request.awaits_handoff:
+        if not (self._keeps_blocks and request.reads_cache) or request.awaits_handoff:
             return False
         lookup = self._lookups.get(request.request_id)
         if lookup is not None and (lookup.is_last or num_cached_blocks >= lookup.first):

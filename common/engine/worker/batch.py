@@ -15,16 +15,28 @@ from common.engine.worker.request_table import RequestTable
 from common.types import RequestId
 
 
+class PromptRun(NamedTuple):
+    """Prompt tokens of one request whose logits are wanted."""
+
+    request_id: RequestId
+    row: int  # in the request table
+    start: int  # position of the first
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Ready for the forward pass. Tensors are on the device, int64."""
 
     input_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens]
-    logits_index: torch.Tensor  # [num_sampled]: query tokens whose logits are wanted
+    logits_index: torch.Tensor  # query tokens whose logits are wanted: the sampled ones, then those of prompts
     attention: AttentionMetadata
     sampled_ids: list[RequestId]  # requests that sample, in the order of logits_index
     sampled_rows: npt.NDArray[np.int64]  # their rows in the request table
+    prompt_runs: list[
+        PromptRun
+    ]  # of requests that want log probabilities of their prompt, in the order of logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
 
 
@@ -46,13 +58,17 @@ def pack_batch(
     max_blocks = -(-max(layout.seq_lens) // block_size)
     samples = np.flatnonzero(layout.ends == table.num_tokens[rows])
     sampled_rows = rows[samples]
+    wanted, prompt_runs = layout.last_tokens[samples], list[PromptRun]()
+    if table.num_prompt_logits[rows].any():
+        prompt_runs, of_prompts = _prompt_runs(table, [request_ids[i] for i in layout.order.tolist()], rows, layout)
+        wanted = np.concatenate([wanted, *of_prompts])
 
     input_ids, positions, slots, logits_index, seq_lens, block_tables = _upload(
         [
             table.token_ids[token_rows, layout.positions],
             layout.positions,
             block_ids * block_size + offsets,
-            layout.last_tokens[samples],
+            wanted,
             layout.ends,
             table.block_tables[rows, :max_blocks].reshape(-1),
         ],
@@ -76,6 +92,7 @@ def pack_batch(
         ),
         sampled_ids=[request_ids[i] for i in layout.order[samples].tolist()],
         sampled_rows=sampled_rows,
+        prompt_runs=prompt_runs,
         opened_blocks=block_ids[opened].tolist(),
     )
 
@@ -91,6 +108,21 @@ class _Layout(NamedTuple):
     query_start: list[int]
     seq_lens: list[int]  # `ends`
     num_decodes: int
+
+
+def _prompt_runs(
+    table: RequestTable, request_ids: Sequence[RequestId], rows: npt.NDArray[np.int64], layout: _Layout
+) -> tuple[list[PromptRun], list[npt.NDArray[np.int64]]]:
+    """The prompt tokens whose logits are wanted, and their places in the batch. `request_ids` are in batch order."""
+    runs, places = [], []
+    for sequence in np.flatnonzero(table.num_prompt_logits[rows]).tolist():
+        row, first = int(rows[sequence]), layout.query_start[sequence]
+        start = int(layout.positions[first])
+        num_tokens = min(int(layout.ends[sequence]), int(table.num_prompt_logits[row])) - start
+        if num_tokens > 0:
+            runs.append(PromptRun(request_ids[sequence], row, start, num_tokens))
+            places.append(np.arange(first, first + num_tokens))
+    return runs, places
 
 
 def _lay_out_decodes(starts: npt.NDArray[np.int64]) -> _Layout:

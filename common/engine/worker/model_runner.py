@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,15 +11,18 @@ from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.config import AttentionBackendName
 from common.engine.model.loader import LoadedModel
-from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler.output import DeadEnd, NewRequest, SchedulerOutput
+from common.engine.sampling.processors import LogitsProcessor
+from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
+from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
 from common.engine.worker.batch import PackedBatch, pack_batch
 from common.engine.worker.constraints import TokenMask
 from common.engine.worker.request_table import RequestTable
-from common.types import RequestId, SampledToken, SamplingParams
+from common.types import Logprobs, RequestId, SampledToken, SamplingParams
+
+_MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 
-class StepResult(NamedTuple):
+class _Sampled(NamedTuple):
     """What a step has sampled."""
 
     sampled: dict[RequestId, SampledToken | None]
@@ -36,6 +40,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         attention_backend: AttentionBackendName,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.max_model_len = max_model_len
         self._loaded = loaded
@@ -50,6 +55,7 @@ class ModelRunner:
             self._block_size,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
+            processors=processors,
         )
 
     def update_requests(self, step: SchedulerOutput) -> None:
@@ -57,32 +63,38 @@ class ModelRunner:
         self._table.update(step)
 
     @torch.inference_mode()
-    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> StepResult:
-        """Computes the scheduled tokens; sample for the requests whose last token is among them. See `Sampler` for
+    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> ModelRunnerOutput:
+        """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
         if batch.opened_blocks:
             self._clear(batch.opened_blocks)
         self._attention.begin_step(batch.attention)
         logits = self._forward(batch)
-        return self._sample(batch, logits) if batch.sampled_ids else StepResult({}, {})
+        prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
+        if not batch.sampled_ids:
+            return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
+        sampled, dead_ends = self._sample(batch, logits[: len(batch.sampled_ids)])
+        masked = frozenset(request_id for request_id, token in sampled.items() if token is MASKED)
+        sampled.update(dict.fromkeys(masked))
+        return ModelRunnerOutput(sampled=sampled, dead_ends=dead_ends, masked=masked, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [num_sampled, vocabulary]."""
-        samples_all = len(batch.logits_index) == len(batch.input_ids)
+        """Logits [len(batch.logits_index), vocabulary]."""
+        keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
         output = self._loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=0 if samples_all else batch.logits_index,  # 0 keeps all
+            logits_to_keep=0 if keeps_all else batch.logits_index,  # 0 keeps all
         )
         logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
         return logits
 
-    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> StepResult:
+    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> _Sampled:
         constraints = self._table.constraints
         if not constraints:
-            return StepResult(self._sample_tokens(batch, logits, None), {})
+            return _Sampled(self._sample_tokens(batch, logits, None), {})
         rows = batch.sampled_rows.tolist()
         logits = logits.float()
         mask, dead_ends = constraints.mask(rows)  # while the device computes the logits
@@ -92,11 +104,11 @@ class ModelRunner:
             token = sampled[request_id]
             if position in dead_ends:
                 ended[request_id] = dead_ends[position]
-            elif token is not None:
+            elif token is not None and token is not MASKED:
                 constraints.accept(row, token.token_id)
             elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
                 ended[request_id] = DeadEnd.CONTRADICTION
-        return StepResult(sampled, ended)
+        return _Sampled(sampled, ended)
 
     def _sample_tokens(
         self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None
@@ -108,8 +120,26 @@ class ModelRunner:
             rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]
             tokens = self._sampler.sample(logits.float(), rows, mask)
         # A request without a token ends: what its row holds no longer matters.
-        self._table.append_tokens(batch.sampled_rows, [0 if token is None else token.token_id for token in tokens])
+        token_ids = [0 if token is None or token is MASKED else token.token_id for token in tokens]
+        self._table.append_tokens(batch.sampled_rows, token_ids)
         return dict(zip(batch.sampled_ids, tokens, strict=True))
+
+    def _prompt_logprobs(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, PromptLogprobs]:
+        """Log probabilities of the tokens that follow those of the prompt runs, whose logits are given; a few rows at a
+        time, as those of the whole vocabulary take much memory in float32."""
+        found: dict[RequestId, PromptLogprobs] = {}
+        first = 0
+        for run in batch.prompt_runs:
+            entries: list[Logprobs] = []
+            num_top = self._table.num_top_of_prompt(run.row)
+            following = self._table.token_ids[run.row, run.start + 1 : run.start + run.num_tokens + 1]
+            for at in range(0, run.num_tokens, _MAX_PROMPT_ROWS):
+                part = torch.from_numpy(following[at : at + _MAX_PROMPT_ROWS]).to(logits.device)
+                rows = logits[first : first + len(part)].float()
+                entries += logprobs_of(rows, part, [num_top] * len(part), with_ranks=True)
+                first += len(part)
+            found[run.request_id] = PromptLogprobs(run.start + 1, entries)
+        return found
 
     def _clear(self, block_ids: list[int]) -> None:
         """Zeroes blocks that will be partly empty: the attention masks values of an earlier owner, but a NaN would

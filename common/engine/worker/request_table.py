@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.sampling.sampler import SamplingRow, ending_tokens, is_plain
+from common.engine.sampling.processors import LogitsProcessor
+from common.engine.sampling.rules import NO_RULES, rules_of
+from common.engine.sampling.sampler import SamplingRow, is_plain
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.constraints import Constraints
 from common.types import RequestId, SamplingParams
@@ -28,9 +30,12 @@ class RequestTable:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._processors = processors
+        self._processors_of: list[tuple[LogitsProcessor, ...]] = [()] * max_num_seqs
         # One token more than the longest request: the last one sampled is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
@@ -40,8 +45,9 @@ class RequestTable:
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = [0] * max_num_seqs
         self._params = [SamplingParams()] * max_num_seqs
-        self._ending_token_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
+        self._rules = [NO_RULES] * max_num_seqs
         self.constraints = Constraints(vocab_size, eos_token_ids)
+        self.num_prompt_logits = np.zeros(max_num_seqs, dtype=np.int64)  # leading tokens whose logits are wanted
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -73,8 +79,13 @@ class RequestTable:
             self._params[row],
             self.token_ids[row, : self.num_tokens[row]],
             self._num_prompt_tokens[row],
-            self._ending_token_ids[row],
+            self._rules[row],
+            self._processors_of[row],
         )
+
+    def num_top_of_prompt(self, row: int) -> int:
+        """How many most likely tokens are reported at each position of the prompt."""
+        return self._params[row].prompt_logprobs or 0
 
     def _add(self, new: NewRequest) -> None:
         self._drop(new.request_id)
@@ -84,11 +95,14 @@ class RequestTable:
         self.token_ids[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        self.plain[row] = is_plain(new.sampling)
+        processors = tuple(each for each in self._processors if each.applies_to(new.sampling))
+        self._processors_of[row] = processors
+        self.plain[row] = is_plain(new.sampling) and not processors
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._params[row] = new.sampling
-        self._ending_token_ids[row] = ending_tokens(new.sampling, self._eos_token_ids, self._vocab_size)
+        self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
         self.constraints.add(row, new)
+        self.num_prompt_logits[row] = new.num_prompt_tokens - 1 if new.wants_prompt_logprobs else 0
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
 

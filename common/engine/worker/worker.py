@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from common.engine.executor.base import ModelFacts, OpenConnector
 from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.sampling.processors import load_processors
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
@@ -74,6 +76,9 @@ class Worker:
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=min(self._max_model_len(self._loaded), (num_blocks - 1) * block_size),
             attention_backend=self._config.model.attention_backend,
+            processors=load_processors(
+                self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
+            ),
         )
 
     def measure_steps(self) -> list[tuple[int, float]]:
@@ -98,8 +103,7 @@ class Worker:
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return ModelRunnerOutput()
-        result = self._runner.run(step.num_scheduled_tokens)
-        return ModelRunnerOutput(sampled=result.sampled, dead_ends=result.dead_ends, fence=self._fence())
+        return replace(self._runner.run(step.num_scheduled_tokens), fence=self._fence())
 
     def close(self) -> None:
         """See Executor.close."""

@@ -20,7 +20,8 @@ import yaml
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.pb import pods_pb2, pods_pb2_grpc
-from deploy.local_cluster import LOOPBACK, ClusterConfig, plan_cluster, write_private
+from deploy.cluster_config import LOOPBACK, ClusterConfig
+from deploy.cluster_plan import plan_cluster, write_private
 from deploy.pod_process import PodSpec
 from deploy.ports import pick_ports
 from deploy.scratch import scratch_directory

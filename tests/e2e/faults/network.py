@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deploy.local_cluster import LOOPBACK
+from deploy.cluster_config import LOOPBACK
 
 _HUB = "hub"  # the namespace of routers and stores; pods have one each
 _SUBNET = "10.77.0"

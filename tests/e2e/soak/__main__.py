@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.local_cluster import CONNECTORS
+from deploy.cluster_config import CONNECTORS
 from tests.e2e.machine import describe_machine
 from tests.e2e.soak.footprint import MAX_GROWTH, NUM_SPARE, Sample, baseline_of, growth_problems
 from tests.e2e.soak.run import NUM_BLOCKS, NUM_CLIENTS, Soak, soak_cluster

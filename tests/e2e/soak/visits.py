@@ -25,7 +25,7 @@ _INVALID_FIELDS: list[tuple[str, Any]] = [
     ("stop", [""]),
     ("stop_token_ids", [10**6]),
     ("priority", -(2**40)),
-    ("seed", -1),
+    ("seed", 2**64),
     ("tools", [{"type": "function"}]),
     ("response_format", {"type": "json_schema"}),
     ("structured_outputs", {"regex": "(a[b"}),

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
 import socket
 import ssl
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from cli import chat, complete
-from cli.generation import GenerationOptions, open_router
+from cli.generation import GenerationOptions, describe_speed, open_router
 from cli.main import main
-from cli.router_client import RouterClient, RouterError, RouterUnreachableError
+from cli.router_client import Piece, RouterClient, RouterError, RouterUnreachableError
 from deploy.certificates import make_certificates
+from deploy.cluster_state import ClusterState, claim
 from deploy.ports import pick_ports
 
 Respond = Callable[[httpx.Request], httpx.Response]
@@ -66,7 +70,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
 
 def test_pieces_arrive_in_order() -> None:
     with client(lambda request: sse(*({"choices": [{"text": piece}]} for piece in ("a", "", "b")))) as router:
-        assert list(router.stream_complete({})) == ["a", "b"]
+        assert [piece.text for piece in router.stream_complete({})] == ["a", "", "b"]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +131,131 @@ def test_chat_one_shot(router: FakeRouter, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_a_conversation_keeps_its_history(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    monkeypatch.setattr("sys.stdin", Terminal("first\nsecond\n/reset\nthird\n/exit\nnever\n"))
-    assert chat.main([]) == 0
-    contents = [[message["content"] for message in body["messages"]] for body in router.bodies]  # type: ignore[attr-defined]
-    assert contents == [["first"], ["first", "answer 1", "second"], ["third"]]
+
+@pytest.fixture
+def converse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`baton chat` at a terminal where these lines are typed."""
+
+    def run(*lines: str, options: tuple[str, ...] = ()) -> int:
+        monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
+        return chat.main([*options])
+
+    return run
+
+
+def contents(router: FakeRouter) -> list[list[str]]:
+    return [[message["content"] for message in body["messages"]] for body in router.bodies]  # type: ignore[attr-defined]
+
+
+def test_a_conversation_keeps_its_history(router: FakeRouter, converse: Callable[..., int]) -> None:
+    assert converse("first", "second", "/clear", "third", "/exit", "never") == 0
+    assert contents(router) == [["first"], ["first", "answer 1", "second"], ["third"]]
+
+
+def test_messages_of_several_lines(router: FakeRouter, converse: Callable[..., int]) -> None:
+    converse('"""one', "  two", "", 'three"""', "four \\", "five", '"""', "/clear", '"""', '"""six"""')
+    assert [said[-1] for said in contents(router)] == ["one\n  two\n\nthree", "four \nfive", "/clear", "six"]
+
+
+def test_settings_and_the_system_message_change(
+    router: FakeRouter, converse: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["/system Be brief.", "/set temperature 0.5", "/set stop a, b", "/set model other", "first", "/system none"]
+    lines += [
+        "/set temperature none",
+        "/set top_p 2",
+        "/set max_token 3",
+        "/set stream off",
+        "/sett",
+        "/set seed",
+        "second",
+    ]
+    assert converse(*lines) == 0
+    first, second = router.bodies
+    assert (first["temperature"], first["stop"], first["model"]) == (0.5, ["a, b"], "other")
+    assert contents(router) == [["Be brief.", "first"], ["first", "answer 1", "second"]]
+    assert "temperature" not in second
+    assert "stream" not in second
+    out = capsys.readouterr().out
+    for said in ("--top-p: must be <= 1", "max_token: unknown setting; did you mean max_tokens?", "did you mean /set?"):
+        assert said in out
+    assert "seed: a value is missing" in out
+
+
+def test_what_was_typed_is_there_in_the_next_conversation(state_home: Path) -> None:
+    readline = pytest.importorskip("readline")
+    file = state_home / "baton" / "chat_history"
+    try:
+        with chat._line_editing():
+            readline.add_history("a question")
+        readline.clear_history()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        with chat._line_editing():
+            assert readline.get_history_item(1) == "a question"
+    finally:
+        readline.clear_history()
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(
+    router: FakeRouter,
+    converse: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def until_ctrl_c(self: RouterClient, body: dict[str, object]) -> Iterator[Piece]:
+        router.bodies.append(body)
+        if len(router.bodies) < 3:
+            yield Piece("one, two" if len(router.bodies) == 1 else "")
+            raise KeyboardInterrupt
+        yield Piece("done")
+
+    monkeypatch.setattr(RouterClient, "stream_chat", until_ctrl_c)
+    assert converse("count", "wait", "go on") == 0
+    assert contents(router) == [["count"], ["count", "one, two", "wait"], ["count", "one, two", "go on"]]
+    assert capsys.readouterr().out.count("(stopped)") == 2
+
+
+def test_verbose_tells_the_speed(
+    monkeypatch: pytest.MonkeyPatch, router: FakeRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        response = router(request)
+        if request.url.path == "/v1/models":
+            return response
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}
+        return sse({"choices": [{"text": "a"}]}, usage)
+
+    monkeypatch.setattr(complete, "open_router", lambda options: client(respond))
+    assert complete.main(["Hello", "--verbose"]) == 0
+    assert router.bodies[0]["stream_options"] == {"include_usage": True}
+    out, err = capsys.readouterr()
+    assert out == "a\n"
+    assert re.fullmatch(r"7 tokens in \d\.\d\d s, the first after \d\.\d\d s, then [\d.]+ tokens/s\n", err)
+    assert describe_speed(9, 2.5, 0.5) == "9 tokens in 2.50 s, the first after 0.50 s, then 4.0 tokens/s"
+
+
+def test_the_url_of_the_environment_or_of_the_cluster_in_the_background(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def url(**given: str) -> str:
+        with open_router(GenerationOptions(**given)) as opened:
+            return opened.url
+
+    assert url() == "http://127.0.0.1:8000"
+    claimed = claim("mine")
+    claimed.save(ClusterState("mine", 1, 1, url="http://127.0.0.1:1234"))
+    assert url() == "http://127.0.0.1:1234"
+    monkeypatch.setenv("BATON_URL", " http://environment:80/ ")
+    assert url() == "http://environment:80"
+    assert url(url="http://option") == "http://option"
+    monkeypatch.setenv("BATON_URL", "environment:80")
+    assert main(["complete", "x"]) == 2
+    assert capsys.readouterr().err == "baton: error: BATON_URL: expected http://host:port, got 'environment:80'\n"
+    os.close(claimed.lock)
 
 
 def test_the_key_of_the_environment_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:

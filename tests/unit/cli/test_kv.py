@@ -17,6 +17,7 @@ import redis
 
 from cli.main import main
 from common.types import BlockHash
+from deploy.cluster_state import ClusterState, StoreState, claim
 from kv_store.base import BlockStore
 from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout
 from kv_store.redis_store import RedisOptions, RedisStore
@@ -395,3 +396,23 @@ def test_no_redis_client(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("baton: error: --connector: redis needs the extra 'redis'")
+
+
+def test_the_store_is_that_of_the_cluster_in_the_background(tmp_path, capsys):
+    fill(Directory(tmp_path), 1, 2)
+    claimed = claim("mine")
+    state = ClusterState("mine", 1, 1, store=StoreState("shared-storage", str(tmp_path), {}))
+    claimed.save(state)
+    for options in ([], ["--name", "mine"]):
+        assert main(["kv", "verify", *options]) == 0
+        assert capsys.readouterr().out.startswith("blocks: 2, ")
+    assert main(["kv", "verify", "--name", "mine", "--connector", "redis"]) == 2
+    assert "--name: the cluster knows its store" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert main(["kv", "inspect", "--connector-path", str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out == "The store is empty.\n"
+    state.store = None
+    claimed.save(state)
+    assert main(["kv", "inspect"]) == 2
+    assert "the cluster mine has no store of KV blocks" in capsys.readouterr().err
+    os.close(claimed.lock)

@@ -23,7 +23,7 @@ from common.engine.config import EngineConfig
 from common.errors import ConfigError
 from common.setting_values import parse_byte_size
 from decode_service.config import DecodeConfig
-from deploy.local_cluster import ClusterConfig
+from deploy.cluster_config import ClusterConfig
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -125,7 +125,7 @@ def test_none_unsets_an_optional() -> None:
         (["--weights", "1,x"], "--weights: expected an integer, got 'x'"),
         (["--options", "path"], "--options: expected KEY=VALUE or a JSON object, got 'path'"),
         (["--options", "{path"], "--options: expected KEY=VALUE or a JSON object, got '{path'"),
-        (["--internal", "x"], "unrecognized arguments: --internal x"),
+        (["--internal", "x"], "--internal: unknown option; see test --help"),
     ],
 )
 def test_bad_options_are_named(argv: list[str], message: str) -> None:
@@ -227,7 +227,7 @@ def test_help_describes_what_operators_turn_and_help_all_the_rest(capsys: pytest
         described[option] = " ".join(capsys.readouterr().out.split())
     assert "--block-size N Tokens per block." in described["--help"]
     assert "--policy" not in described["--help"]
-    assert "more settings, rarely needed: test --help-all" in described["--help"]
+    assert "More settings, rarely needed: test --help-all" in described["--help"]
     assert "--policy {fcfs,priority}" in described["--help-all"]
     assert "rarely needed" not in described["--help-all"]
     assert parse(Everyday, ["--policy", "priority"], prog="test", section="pod").policy == "priority"
@@ -237,7 +237,7 @@ def test_help_groups_settings_by_topic(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parse(Everyday, ["--help-all"], prog="test", section="pod")
     headings = [line[:-1] for line in capsys.readouterr().out.splitlines() if line.endswith(":") and line[0] != " "]
-    assert headings == ["options", "Cache", "A process", "KV", "A topic"]
+    assert headings == ["options", "Cache", "A process", "KV", "A topic", "exit codes"]
 
 
 PROCESSES = [RouterConfig, PrefillConfig, DecodeConfig, ClusterConfig]

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import socket
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from common.config import build, parse
+from common.config import build, field_names, parse
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
+from common.engine.model.loader import _HUB_FILES
 from common.errors import ConfigError
 from common.pod.config import PodConfig
-from deploy.local_cluster import (
-    ClusterConfig,
+from decode_service.config import DecodeConfig
+from deploy.cluster_config import ClusterConfig, ModelSource, parse_cluster
+from deploy.cluster_plan import (
     ClusterPlan,
     curl_line,
-    main,
     operator_environment,
     plan_cluster,
     pod_environment,
     write_private,
 )
+from deploy.local_cluster import has_api_keys, main
+from deploy.model_download import MODEL_FILES
 from deploy.ports import check_free, pick_ports
+from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
+from router.requests.model_files import _FILES as ROUTER_FILES
 from router.security.key_source import ENVIRONMENT, load_keys
 
 
@@ -262,19 +269,104 @@ def test_yaml_and_options_meet() -> None:
     assert built.engine.model.model == "m"
 
 
-def test_a_router_with_api_keys_has_one_for_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
-    assert operator_environment(None, {}, "the-key") == {}
+LISTED_KEY = "team:sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize("listed", [{}, {ENVIRONMENT: LISTED_KEY}])
+def test_the_probe_of_a_router_with_api_keys_has_one(listed: dict[str, str]) -> None:
+    keys = load_keys("", operator_environment(listed, "the-key"))
+    assert keys is not None
+    assert len(keys) == 1 + len(listed)
+    found = keys.find("the-key")
+    assert found is not None
+    assert found.is_operator
+
+
+def test_api_keys_come_from_a_file_an_option_or_the_environment(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
-    config.write_text("router: {log_level: info}")
-    assert operator_environment(config, {}, "the-key") == {}
     config.write_text("router: {api_keys_file: keys.yaml}")
-    listed = "team:sha256:" + "0" * 64
-    for file, env, num_keys in ((config, {}, 1), (None, {ENVIRONMENT: listed}, 2), (config, {ENVIRONMENT: listed}, 2)):
-        added = operator_environment(file, env, "the-key")
-        keys = load_keys("", added)
-        assert keys is not None
-        assert len(keys) == num_keys
-        found = keys.find("the-key")
-        assert found is not None
-        assert found.is_operator
+    assert not has_api_keys(parse_cluster([]), {})
+    assert has_api_keys(parse_cluster([]), {ENVIRONMENT: LISTED_KEY})
+    assert has_api_keys(parse_cluster(["--config", str(config)]), {})
+    assert has_api_keys(parse_cluster(["--api-keys-file", "keys.yaml"]), {})
+
+
+def test_options_of_processes_reach_those_that_have_them(tmp_path: Path) -> None:
+    config = tmp_path / "baton.yaml"
+    config.write_text("router: {remote_prefill: never, max_queued: 7}\n")
+    options = "--remote-prefill prefer --handoff-queue-timeout-s=9 --transfer-lease-s 8 --registry-namespace mine"
+    command = parse_cluster(["org/model", "--config", str(config), *options.split(), "--kv-failure-policy", "fail"])
+    planned = plan_cluster(command.config, 8000, 9000, tmp_path, command.config_file, command.passed)
+    prefill, decode = (pod.command[5:] for pod in planned.pods)
+    router = parse(RouterConfig, planned.router.command[5:], prog="", section="router")
+    assert (router.model, router.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
+    assert (router.kv_failure_policy, router.discovery.registry_namespace) == ("fail", "mine")
+    sent = parse(PrefillConfig, prefill, prog="", section="prefill")
+    assert (sent.transfer_lease_s, sent.announcing.registry_namespace) == (8, "mine")
+    received = parse(DecodeConfig, decode, prog="", section="decode")
+    assert (received.handoff_queue_timeout_s, received.kv_failure_policy) == (9, "fail")
+
+
+def test_every_setting_is_an_option_of_up_or_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_cluster(["--help-all"])
+    described = set(re.findall(r"^  (?:-d, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    for settings in (ClusterConfig, RouterConfig, PrefillConfig, DecodeConfig):
+        for name in field_names(settings):
+            option = f"--{name.replace('_', '-')}"
+            if option not in described:
+                with pytest.raises(ConfigError, match=f"{option}: `baton up` decides this for every process; "):
+                    parse_cluster([f"{option}=1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--remote-prefill", "sometimes"], "--remote-prefill: must be one of always, auto, never, prefer, got"),
+        (
+            ["--drain-timeout-s", "3"],
+            "--drain-timeout-s: `baton up` decides this for every process; use --stop-grace-s",
+        ),
+        (["--gpu-memory-utilization", "0.9"], "--gpu-memory-utilization: unknown option; --memory-fraction is "),
+        (["a/b", "--model", "a/c"], "--model: a/c is not the model named first, a/b"),
+        (["--name", "x"], "--name: needs --detach"),
+        (["-d", "--name", "../x"], "--name: expected up to 63 letters"),
+        (["--metrics-port", "65535"], "--metrics-port: 2 pods need a port each from 65535 on"),
+    ],
+)
+def test_wrong_options_of_up(argv: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(parse_cluster(argv).config)
+    assert caught.value.message.startswith(message)
+
+
+def test_a_setting_in_the_wrong_section_is_told_where_it_belongs(tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("cluster: {remote_prefill: prefer}\n")
+    with pytest.raises(ConfigError, match=r"cluster\.remote_prefill: belongs into the section router"):
+        parse_cluster(["--config", str(file)])
+
+
+def test_pods_have_metrics_ports_in_a_row() -> None:
+    first, *_ = pick_ports("127.0.0.1", 1)
+    planned = plan(ClusterConfig(prefill=1, decode=1, metrics_port=0))
+    assert len({*planned.metrics_ports.values()}) == 2
+    with socket.create_server(("127.0.0.1", first)), pytest.raises(ConfigError, match="--metrics-port: cannot listen"):
+        plan(ClusterConfig(metrics_port=first - 1))
+
+
+def test_a_model_is_fetched_once_however_many_processes_load_it(tmp_path: Path) -> None:
+    assert parse_cluster([]).model_sources == []
+    assert parse_cluster(["a/b", "--revision", "v1"]).model_sources == [ModelSource("a/b", "v1")]
+    file = tmp_path / "baton.yaml"
+    file.write_text("prefill: {model: a/b}\ndecode: {model: a/b}\nrouter: {model: a/b-tokenizer, revision: 7}\n")
+    assert parse_cluster(["--config", str(file)]).model_sources == [
+        ModelSource("a/b-tokenizer", "7"),
+        ModelSource("a/b", None),
+    ]
+    assert parse_cluster(["c/d", "--config", str(file)]).model_sources[-1] == ModelSource("c/d", None)
+
+
+def test_the_hub_is_asked_for_the_files_that_processes_load() -> None:
+    assert set(_HUB_FILES) == set(MODEL_FILES)
+    assert all(any(fnmatch(name, pattern) for pattern in MODEL_FILES) for name in ROUTER_FILES)

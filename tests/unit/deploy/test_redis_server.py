@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from common.errors import ConfigError
-from deploy.local_cluster import pod_environment, write_private
+from deploy.cluster_plan import pod_environment, write_private
 from deploy.pod_process import PodProcess
 from deploy.ports import pick_ports
 from deploy.redis_server import RedisPlan, find_redis_server, free_memory_bytes, plan_redis, redis_probe

@@ -14,7 +14,7 @@ import decode_service.handoff
 from cli.kv import _parser
 from common import errors
 from common.config import build, field_names, load_yaml
-from deploy.local_cluster import SECTIONS
+from deploy.cluster_config import SECTIONS
 from kv_store.base import StoreConnectorOptions
 from kv_store.nixl.connector import NixlOptions
 from kv_store.redis_store import RedisOptions

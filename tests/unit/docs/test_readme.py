@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cli.main import COMMANDS
-from common.config import ArgumentParser, add_arguments, build, field_names, load_yaml, parse
+from common.config import build, field_names, load_yaml, parse
 from decode_service.config import DecodeConfig
-from deploy.local_cluster import SECTIONS, ClusterConfig
+from deploy.cluster_config import SECTIONS, ClusterConfig, parse_cluster
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -47,9 +47,7 @@ def test_the_commands() -> None:
         if name == "serve":
             parse(CONFIGS[options[0]], options[1:], prog="", section="")
         elif name == "up":
-            parser = ArgumentParser()
-            add_arguments(parser, ClusterConfig)
-            build(ClusterConfig, parser.parse_args(options))
+            parse_cluster(options)
 
 
 def test_the_table_of_settings() -> None:

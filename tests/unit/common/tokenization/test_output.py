@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,27 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     text, offsets, is_stopped = spell(tokenizer, token_ids, [], stops=["STOP"])
     assert (text, is_stopped) == ("hello there ", True)
     assert tokenizer.decode(token_ids[: len(offsets)]).endswith("STOP"), "the tokens up to its end count"
+
+
+def test_a_stop_string_may_be_part_of_the_text() -> None:
+    tokenizer = byte_level()
+    token_ids = tokenizer.encode(ANSWER)
+    whole, _, _ = spell(tokenizer, token_ids, [], stops=["STOP"], include_stop=True)
+    assert whole == "hello there STOP"
+    assert spell(tokenizer, token_ids, list(range(99)), stops=["STOP"], include_stop=True)[0] == whole
+    last, _, _ = spell(tokenizer, token_ids[:2], [], FinishReason.STOP, include_stop=True)
+    assert last == tokenizer.decode(token_ids[:2])
+
+
+def test_special_tokens_in_a_row_may_be_joined() -> None:
+    """As by vLLM: the first keeps what the tokenizer puts before it."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.add_special_tokens(["<x>", "<y>"])
+    tokenizer = Tokenizer(backend)  # whose decoder puts spaces between tokens
+    token_ids = [0, 2, 3, 1, 2]
+    shown = {"skip_special_tokens": False}
+    assert spell(tokenizer, token_ids, [], **shown)[0] == "a <x> <y> b <x>"
+    assert spell(tokenizer, token_ids, [], **shown, spaces_between_special_tokens=False)[0] == "a <x><y> b <x>"
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import common.demo_model
 from common.errors import ConfigError, InvalidRequestError
@@ -163,3 +164,15 @@ def test_texts_are_joined_by_line_feeds_or_given_as_parts():
     assert one_text.render(messages) == "<one\ntwo><three>"
     parts = ChatTemplate("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", {})
     assert parts.render(messages) == "<one><two><three>"
+
+
+@pytest.mark.parametrize("shown", ["{{ m.content }}", "{{ m.content | trim }}"])
+@pytest.mark.parametrize("text", ["It is", "It is ", "It is  \n"])
+def test_a_final_message_is_continued_as_by_transformers(shown, text):
+    source = "{% for m in messages %}<{{ m.role }}>" + shown + "</>\n{% endfor %}"
+    messages = [{"role": "user", "content": "It is"}, {"role": "assistant", "content": text}]
+    ours = ChatTemplate(source, {}).render(messages, add_generation_prompt=False, continue_final_message=True)
+    (theirs,), _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
+    assert ours == theirs
+    with pytest.raises(InvalidRequestError, match="leaves the last message out"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(messages, continue_final_message=True)

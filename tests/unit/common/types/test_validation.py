@@ -33,7 +33,7 @@ GOOD = SamplingParams()
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.inf),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", 2**64),
     ],
 )

@@ -249,7 +249,7 @@ class Scripted:
         self, tokens, *, step, resumption=None, stops=(), finish=FinishReason.LENGTH, logprobs=False, merged=False
     ):
         self.request = SimpleNamespace(
-            prompt_token_ids=[600], continues_prompt=True, skip_special_tokens=True, stops=stops,
+            prompt_token_ids=[600], continues_prompt=True, stops=stops, has_no_output=False,
             spelled_ids=frozenset(), sampling=SamplingParams(min_tokens=0), resumption=resumption,
         )  # fmt: skip
         known = list(resumption.known_token_ids) if resumption else []

@@ -73,10 +73,34 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "top_k": -2}, "top_k"),
         (TEXT, {"prompt": "a", "top_k": 2**32}, "top_k"),
         (TEXT, {"prompt": "a", "min_p": 1.5}, "min_p"),
-        (TEXT, {"prompt": "a", "seed": -2}, "seed"),
+        (TEXT, {"prompt": "a", "seed": -(2**63) - 1}, "seed"),
         (TEXT, {"prompt": "a", "seed": 2**64}, "seed"),
         (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
-        (TEXT, {"prompt": "a", "logprobs": 1, "echo": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "logprobs": 21, "echo": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        (TEXT, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+        (TEXT, {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": ["5"]}, "allowed_token_ids[0]"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [5], "min_tokens": 1, "stop_token_ids": [5]}, "allowed_token_ids"),
+        (TEXT, {"prompt": "a", "bad_words": [""]}, "bad_words"),
+        (TEXT, {"prompt": "a", "bad_words": [" \n"]}, "bad_words"),
+        (TEXT, {"prompt": "a", "bad_words": "word"}, "bad_words"),
+        (TEXT, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (TEXT, {"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        (TEXT, {"prompt": [5] * 64, "truncate_prompt_tokens": 64}, "prompt"),
+        (CHAT, {"messages": HELLO, "max_tokens": 0, "prompt_logprobs": None}, "max_tokens"),
+        (
+            CHAT,
+            {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": ""}], "continue_final_message": True},
+            "continue_final_message",
+        ),
         (TEXT, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
         (TEXT, {"prompt": "a", "n": 0}, "n"),
         (TEXT, {"prompt": "a", "n": 5}, "n"),
@@ -86,7 +110,6 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         (TEXT, {"prompt": "a", "stop": [1]}, "stop[0]"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
-        (TEXT, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         (TEXT, {"prompt": "a", "typo": 1}, "typo"),
         (TEXT, {"prompt": "a", "stream_options": {"typo": 1}}, "stream_options.typo"),
         (TEXT, {"prompt": "a", "priority": 2**31}, "priority"),
@@ -123,6 +146,10 @@ async def test_token_ids_outside_the_vocabulary(cluster, token_id):
     assert str(token_id) in error["message"]
     error = error_of(await cluster.post(TEXT, prompt="a", stop_token_ids=[token_id]), 422, "unprocessable")
     assert error["param"] == "stop_token_ids"
+    error = error_of(await cluster.post(TEXT, prompt="a", allowed_token_ids=[token_id]), 422, "unprocessable")
+    assert error["param"] == "allowed_token_ids"
+    error = error_of(await cluster.post(TEXT, prompt="a", logit_bias={str(token_id): 1}), 422, "unprocessable")
+    assert error["param"] == "logit_bias"
 
 
 async def test_unknown_model(cluster):

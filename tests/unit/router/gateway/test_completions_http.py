@@ -6,8 +6,10 @@ import json
 
 import openai
 import pytest
+import transformers
 
-from router.testing import FakeDecodePod, FakePrefillPod
+from common.demo_model import demo_model_path
+from router.testing import FakeDecodePod, FakePrefillPod, fixed_reply
 
 
 @pytest.fixture
@@ -86,6 +88,53 @@ async def test_stop_strings_end_the_answer_on_all_pods(spoken, stop, stream):
     assert spoken.metric("baton_request_success_total", finished_reason="stop") == 1
     assert spoken.metric("baton_request_errors_total", code="cancelled") == 0
     await spoken.until_quiet()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_choices_say_what_stopped_them_and_which_tokens_they_are(spoken, tokenizer, path):
+    body = {
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+    body = {**body[path], "max_tokens": 64, "return_token_ids": True}
+    big = tokenizer.encode(SENTENCE)[2]
+    for changes, stop_reason, text in [
+        ({}, None, SENTENCE),  # the model's own end
+        ({"stop": ["zzz", " END"]}, " END", SENTENCE.partition(" END")[0]),
+        ({"stop": "END", "include_stop_str_in_output": True}, "END", SENTENCE.partition(" of")[0]),
+        ({"stop_token_ids": [big]}, big, None),
+    ]:
+        spoken.decode[0].reply = spoken.prefill[0].reply = fixed_reply(
+            [*tokenizer.encode(SENTENCE), tokenizer._backend.token_to_id("<|im_end|>")]
+            if stop_reason != big
+            else tokenizer.encode(SENTENCE)[:3]
+        )
+        whole = (await spoken.post(path, **body, **changes)).json()
+        (choice,) = whole["choices"]
+        assert choice["stop_reason"] == stop_reason
+        assert choice["finish_reason"] == "stop"
+        said = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert text in (None, said)
+        prompt_token_ids = whole.get("prompt_token_ids", choice.get("prompt_token_ids"))
+        assert prompt_token_ids == list(spoken.decode[0].submits[-1].request.prompt_token_ids)
+        events = events_of(await spoken.post(path, **body, **changes, stream=True))
+        streamed = [each["choices"][0] for each in events]
+        assert [token for each in streamed for token in each.get("token_ids", [])] == choice["token_ids"]
+        assert streamed[-1]["stop_reason"] == stop_reason
+        assert events[0].get("prompt_token_ids", streamed[0].get("prompt_token_ids")) == prompt_token_ids
+
+
+async def test_a_chat_goes_on_with_its_last_message(spoken, tokenizer):
+    """As of transformers, and the answer is spelled as it follows that text."""
+    reference = transformers.AutoTokenizer.from_pretrained(demo_model_path())
+    for content in ("The capital", "The capital  "):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+        answer = await spoken.post("/v1/chat/completions", messages=messages, continue_final_message=True)
+        assert answer.json()["choices"][0]["message"]["content"] == SENTENCE
+        expected = reference.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+        assert list(spoken.decode[0].submits[-1].request.prompt_token_ids) == expected
+        tokens = await spoken.post("/tokenize", messages=messages, continue_final_message=True)
+        assert tokens.json()["tokens"] == expected
 
 
 async def test_stop_strings_do_not_count_before_min_tokens(spoken):

@@ -25,6 +25,17 @@ BODIES = [
     (COMPLETIONS, {**TEXT, "seed": 2**64 - 1, "n": 3, "echo": True}),
     (COMPLETIONS, {**TEXT, "prompt": ["Hi", "Hi"], "stop": ["STOP", "nothing"]}),
     (COMPLETIONS, {**TEXT, "logprobs": 2, "stream_options": {"include_usage": True}}),
+    (
+        COMPLETIONS,
+        {
+            **TEXT,
+            "logprobs": 1,
+            "echo": True,
+            "return_token_ids": True,
+            "include_stop_str_in_output": True,
+            "stop": "STOP",
+        },
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "logprobs": True}),
 ]
 

@@ -15,7 +15,8 @@ import grpc
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.types import constraint, validation
+from common.types import SamplingParams, constraint
+from common.types.parameters import parameters_of
 from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
@@ -52,6 +53,11 @@ async def warm(pair):
     return pair
 
 
+PARAMETERS = {name: field.parameter for name, field in parameters_of(SamplingParams).items()}
+MOST = {name: parameter.max_entries for name, parameter in PARAMETERS.items() if parameter.max_entries}
+BAD_WORDS = PARAMETERS["bad_words"]
+
+
 def chat(**fields):
     return {"messages": [{"role": "user", "content": "Hi"}], **fields}
 
@@ -78,7 +84,11 @@ def message(**fields):
         (chat(model="m" * (bounds.MAX_MODEL_CHARS + 1)), "model"),
         (chat(stop=["s"] * (bounds.MAX_STOPS + 1)), "stop"),
         (chat(stop="s" * (bounds.MAX_STOP_CHARS + 1)), "stop"),
-        (chat(stop_token_ids=[5] * (validation.MAX_STOP_TOKEN_IDS + 1)), "stop_token_ids"),
+        (chat(stop_token_ids=[5] * (MOST["stop_token_ids"] + 1)), "stop_token_ids"),
+        (chat(allowed_token_ids=[5] * (MOST["allowed_token_ids"] + 1)), "allowed_token_ids"),
+        (chat(bad_words=["w"] * (MOST["bad_words"] + 1)), "bad_words"),
+        (chat(bad_words=["w" * (BAD_WORDS.max_chars + 1)]), "bad_words"),
+        (chat(logit_bias={str(token): 1 for token in range(MOST["logit_bias"] + 1)}), "logit_bias"),
         (chat(cache_salt="s" * (bounds.MAX_SALT_CHARS + 1)), "cache_salt"),
         (chat(session_id="s" * (bounds.MAX_SESSION_CHARS + 1)), "session_id"),
         (chat(user="s" * (bounds.MAX_SESSION_CHARS + 1)), "user"),
@@ -99,7 +109,6 @@ def message(**fields):
         (chat(structured_outputs={"choice": ["a"] * (constraint.MAX_CHOICES + 1)}), "structured_outputs.choice"),
         (chat(response_format=schema_format(nested(80))), "response_format"),
         (chat(response_format=schema_format({"enum": ["é" * 70_000]})), "response_format"),
-        (chat(logit_bias={str(token): 1 for token in range(100)}), "logit_bias"),
         (message(role="r" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].role"),
         (message(name="n" * (bounds.MAX_NAME_CHARS + 1)), "messages[0].name"),
         (message(tool_calls=[[]] * 100), "messages[0].tool_calls"),
@@ -128,7 +137,9 @@ async def test_a_schema_of_any_depth_is_refused(pair):
     ("fields", "param"),
     [
         ({"options": {"stop": ["s"] * (bounds.MAX_STOPS + 1)}}, "stop"),
-        ({"options": {"stop_token_ids": [5] * (validation.MAX_STOP_TOKEN_IDS + 1)}}, "stop_token_ids"),
+        ({"options": {"stop_token_ids": [5] * (MOST["stop_token_ids"] + 1)}}, "stop_token_ids"),
+        ({"options": {"bad_words": ["w"] * (MOST["bad_words"] + 1)}}, "bad_words"),
+        ({"options": {"logit_bias": dict.fromkeys(range(MOST["logit_bias"] + 1), 1.0)}}, "logit_bias"),
         ({"chat": {"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}}, "chat"),
         ({"model": "m" * (bounds.MAX_MODEL_CHARS + 1)}, "model"),
         ({"cache_salt": "s" * (bounds.MAX_SALT_CHARS + 1)}, "cache_salt"),
@@ -326,8 +337,8 @@ def test_the_documentation_names_every_bound():
     text = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
     limits = text[text.index("## What a client may send") :].replace(",", "")
     values = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
-    values["MAX_STOP_TOKEN_IDS"] = validation.MAX_STOP_TOKEN_IDS
     values |= {name: value for name, value in vars(constraint).items() if name.startswith("MAX_")}
+    values |= MOST | {"bad_words": BAD_WORDS.max_chars}
     for name, value in values.items():
         shown = f"{value // 1024} KiB" if name.endswith("_BYTES") else str(value)
         assert re.search(rf"\b{shown}\b", limits), name

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from common.engine.sampling.noise import gumbel_noise, stream_key
-from common.engine.sampling.sampler import Sampler, SamplingRow, ending_tokens, is_plain
+from common.engine.sampling.rules import rules_of
+from common.engine.sampling.sampler import MASKED, Sampler, SamplingRow, is_plain
 from common.types import SamplingParams
 
 VOCAB = 40
@@ -14,8 +15,8 @@ SAMPLER = Sampler()
 
 
 def row(params, tokens=(1, 2, 3), num_prompt=3):
-    ending = ending_tokens(params, frozenset({EOS}), VOCAB)
-    return SamplingRow(params, np.array(tokens, dtype=np.int64), num_prompt, ending)
+    rules = rules_of(params, frozenset({EOS}), VOCAB)
+    return SamplingRow(params, np.array(tokens, dtype=np.int64), num_prompt, rules)
 
 
 def sample(logits, rows):
@@ -177,13 +178,46 @@ def test_penalties():
     logits = torch.full((1, 6), 1.0)
     logits[0, 5] = -1.0
     tokens = [0, 5, 1, 1, 2]  # prompt 0 5, output 1 1 2
-    params = SamplingParams(
-        temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.125, num_logprobs=6
-    )
-    token = sample(logits, [row(params, tokens, num_prompt=2)])[0]
+    params = {"repetition_penalty": 2.0, "frequency_penalty": 0.25, "presence_penalty": 0.125}
     penalised = torch.tensor([0.5, 0.5 - 0.5 - 0.125, 0.5 - 0.25 - 0.125, 1.0, 1.0, -2.0])
-    expected = torch.log_softmax(penalised, dim=-1)
-    assert dict(token.logprobs.top) == pytest.approx({i: float(value) for i, value in enumerate(expected)})
+    rows = [row(SamplingParams(**params, seed=seed), tokens, num_prompt=2) for seed in range(4000)]
+    drawn = [token.token_id for token in sample(logits.expand(4000, -1), rows)]
+    frequencies = torch.bincount(torch.tensor(drawn), minlength=6) / 4000
+    assert_distributed(frequencies, torch.softmax(penalised, dim=-1))
+
+
+def test_logprobs_are_those_before_biases_penalties_and_masks():
+    logits = logits_of()
+    best = logits.topk(3)
+    first, second, _ = best.indices.tolist()
+    params = SamplingParams(
+        temperature=0.0, num_logprobs=3, presence_penalty=1.0, logit_bias={5: 3.0}, bad_word_token_ids=((first,),)
+    )
+    (token,) = sample(logits[None], [row(params, (second, 2), num_prompt=1)])
+    expected = torch.log_softmax(logits, dim=-1)
+    assert token.token_id != first
+    assert token.logprobs.sampled == pytest.approx(float(expected[token.token_id]))
+    assert [token_id for token_id, _ in token.logprobs.top] == best.indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "kept"),
+    [
+        ({"allowed_token_ids": (9, 4)}, (), {4, 9}),
+        ({"bad_word_token_ids": ((8,), (3, 6), (5, 3, 2), (4, 3, 1))}, (5, 3), set(range(VOCAB)) - {8, 6, 2}),
+        ({"bad_word_token_ids": ((3, 6),)}, (), set(range(VOCAB))),  # the prompt ends with 3, but is no output
+        ({"logit_bias": {11: 100.0, 12: 100.0}}, (), {11, 12}),
+        ({"logit_bias": {11: 100.0, 12: 100.0}, "allowed_token_ids": (12, 13)}, (), {12}),
+    ],
+)
+def test_only_tokens_that_the_rules_leave_are_drawn(params, output, kept):
+    logits = torch.zeros(VOCAB)
+    rows = [row(SamplingParams(**params, seed=seed), (1, 2, 3, *output)) for seed in range(1500)]
+    drawn = {token.token_id for token in sample(logits.expand(1500, -1), rows)}
+    assert drawn == kept
+    plain = row(SamplingParams(temperature=0.0))
+    (_, other) = sample(torch.stack([logits, logits_of()]), [rows[0], plain])
+    assert other.token_id == int(logits_of().argmax())  # rows beside it are left alone
 
 
 def test_stop_tokens_are_masked_until_min_tokens():
@@ -237,7 +271,8 @@ def test_a_row_without_finite_logits_has_no_token_and_its_neighbours_do(broken, 
 
 def test_no_token_where_all_are_masked():
     params = SamplingParams(min_tokens=5, stop_token_ids=tuple(range(VOCAB)), num_logprobs=1)
-    assert sample(logits_of()[None], [row(params)]) == [None]
+    assert sample(logits_of()[None], [row(params)]) == [MASKED]
+    assert sample(torch.full((1, VOCAB), torch.nan), [row(params)]) == [None]
 
 
 @pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])

@@ -166,11 +166,35 @@ class TestPrefixCache:
         engine.add(create_request("a", 14))
         assert engine.step().num_scheduled_tokens == {"a": 14}
 
-    def test_equal_prompts_in_one_step_are_computed_twice_and_cached_once(self):
+    def test_equal_prompts_are_computed_once(self):
+        """As of several answers to one prompt: the others come when its blocks can be shared."""
         engine = FakeEngine()
-        a = create_request("a", 9)
+        a = create_request("a", 14)
+        others = [create_request(name, a.prompt_token_ids) for name in "bcd"]
+        engine.add(a, *others)
+        assert engine.step().num_scheduled_tokens == {"a": 14}
+        before = engine.scheduler.stats().num_free_blocks
+        assert engine.step().num_scheduled_tokens == {"a": 1, "b": 2, "c": 2, "d": 2}
+        assert before - engine.scheduler.stats().num_free_blocks == 3  # the last, partial block of each
+        engine.run()
+        assert_answered(engine, a, *others)
+        engine.assert_idle()
+
+    def test_equal_prompts_wait_through_chunks_that_end_within_blocks(self):
+        engine = FakeEngine(create_scheduler(max_num_batched_tokens=7))
+        a = create_request("a", 26)
         b = create_request("b", a.prompt_token_ids)
         engine.add(a, b)
+        engine.run()
+        assert_answered(engine, a, b)
+        assert engine.scheduler.stats().num_prompt_tokens == 26 + 2
+
+    def test_a_prompt_does_not_wait_for_a_few_shared_blocks(self):
+        engine = FakeEngine()
+        a = create_request("a", 14)
+        b = create_request("b", [*a.prompt_token_ids[:4], *range(50, 66)])
+        engine.add(a, b)
+        assert engine.step().num_scheduled_tokens == {"a": 14, "b": 20}
         engine.run()
         assert_answered(engine, a, b)
         engine.assert_idle()

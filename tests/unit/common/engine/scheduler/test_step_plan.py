@@ -19,9 +19,9 @@ def request_at(num_computed_tokens: int) -> Request:
     [(1, 20, 1.0), (2, 0, prefill_work(2, 20)), (9, 0, prefill_work(9, 20))],
 )
 def test_what_is_given_can_be_taken_back(num_tokens, num_context_tokens, work):
-    plan, request = StepPlan(32), request_at(20)
+    plan, request = StepPlan(32, 64), request_at(20)
     plan.give(request_at(7), 5)
-    plan.decode(request_at(11))
+    plan.decode(request_at(11), 11)
     assert (plan.num_tokens, plan.budget, plan.num_context_tokens) == (6, 26, 11)
     assert plan.work == pytest.approx(1 + prefill_work(5, 7), abs=1e-9)
 
@@ -38,7 +38,7 @@ def test_what_is_given_can_be_taken_back(num_tokens, num_context_tokens, work):
 
 
 def test_one_that_was_given_nothing_can_be_taken_back():
-    plan = StepPlan(32)
-    plan.decode(request_at(11))
+    plan = StepPlan(32, 64)
+    plan.decode(request_at(11), 11)
     plan.take_back(request_at(20))
     assert (plan.num_tokens, plan.num_context_tokens, plan.work) == (1, 11, 1)

@@ -87,13 +87,14 @@ def test_an_answer_that_may_only_end_has_ended(constraints: Constraints, samplin
 
 
 def test_the_mask_comes_after_penalties() -> None:
-    """Which would make an excluded token's logit finite."""
+    """Which keep logits finite, so that an excluded token might tie with the worst of the allowed ones."""
     constraints = Constraints(VOCAB_SIZE, frozenset({EOS}))
     constraints.add(0, new_request(Sequence(7)))
     mask, _ = constraints.mask([0])
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5)
     row = SamplingRow(params, np.array([7, 7, 7]), 1, np.empty(0, dtype=np.int64))
-    logits = torch.full((1, VOCAB_SIZE), -50.0)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 7] = torch.finfo(torch.float32).min
     [token] = Sampler().sample(logits, [row], mask)
     assert token is not None
     assert token.token_id == 7

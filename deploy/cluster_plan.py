@@ -1,0 +1,255 @@
+"""What a local cluster consists of: commands, ports and environment of every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import yaml
+
+from common.config import to_arguments
+from common.errors import ConfigError
+from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
+from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig
+from deploy.cluster_state import StoreState
+from deploy.pod_process import PodSpec
+from deploy.ports import check_free, pick_ports
+from deploy.redis_server import RedisPlan, plan_redis
+from kv_store.nixl.installed import check_installed
+from router.security.key_source import ENVIRONMENT
+from router.security.keys import digest_of
+
+EXAMPLE_PROMPT = "The capital of France is"
+_NOTHING_PASSED: Mapping[str, Sequence[str]] = {}
+
+
+class ClusterPlan(msgspec.Struct, frozen=True):
+    """The processes of a cluster."""
+
+    pods: list[PodSpec]
+    router: PodSpec
+    stores: list[RedisPlan]  # to be ready before the pods are started
+    files: dict[Path, str]  # texts to be written before anything is started, for this user's eyes only
+    shared_store: StoreState | None  # through which pods share blocks; None: they do not
+    metrics_ports: dict[str, int]  # by pod, of those that have one
+
+
+class _ConnectorPlan(NamedTuple):
+    """What joins the pods."""
+
+    pod_options: list[str]
+    stores: list[RedisPlan]
+    files: dict[Path, str]
+    shared_store: StoreState | None
+
+
+_NO_CONNECTOR = _ConnectorPlan(["--connector", "none"], [], {}, None)
+_TIER_OPTIONS = {"host_bytes", "offload", "store"}  # by which pods keep blocks, whether or not they hand any over
+
+
+def plan_cluster(
+    config: ClusterConfig,
+    port: int,
+    grpc_port: int,
+    scratch: Path,
+    config_file: Path | None = None,
+    passed: Mapping[str, Sequence[str]] = _NOTHING_PASSED,
+    base_env: Mapping[str, str] = os.environ,
+) -> ClusterPlan:
+    """Commands, ports and environment of every process. Raises ConfigError for a connector that cannot join them.
+
+    `passed` are further options of the processes by role.
+    """
+    env = pod_environment(base_env, config.prefill + config.decode)
+    redis_port, *ports = pick_ports(LOOPBACK, 1 + config.prefill + config.decode)
+    needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
+    connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
+    common = ["--log-level", config.log_level]
+    if config.served_model_name:
+        common += ["--served-model-name", config.served_model_name]
+    if config_file is not None:
+        common += ["--config", str(config_file)]
+    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
+    names = [("prefill", index) for index in range(config.prefill)]
+    names += [("decode", index) for index in range(config.decode)]
+    metrics_ports = _metrics_ports(config, [f"{role}-{index}" for role, index in names])
+    pods: list[PodSpec] = []
+    for (role, index), pod_port in zip(names, ports, strict=True):
+        name = f"{role}-{index}"
+        own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
+        if name in metrics_ports:
+            own += ["--metrics-port", str(metrics_ports[name])]
+        if config.mtls:
+            own += to_arguments(_mtls_of(scratch, role))
+        options = [*own, *pod_options, *passed.get(role, ()), *common]
+        pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", options, env))
+    router_options = _router_options(config, port, grpc_port, pods, scratch)
+    router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
+    router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
+    return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
+
+
+def _router_options(
+    config: ClusterConfig, port: int, grpc_port: int, pods: Sequence[PodSpec], scratch: Path
+) -> list[str]:
+    options = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port)]
+    for pod in pods:
+        options += [f"--{pod.role}", pod.address]
+    model = config.engine.model
+    if model.model:
+        options += ["--model", model.model]
+    if model.revision:
+        options += ["--revision", model.revision]
+    if config.generation_config != "auto":
+        options += ["--generation-config", config.generation_config]
+    for name, value in config.override_generation_config.items():
+        options += ["--override-generation-config", f"{name}={value}"]
+    options.append(f"--shutdown-grace-s={config.stop_grace_s}")
+    if config.mtls:
+        options += to_arguments(_mtls_of(scratch, "router"))
+    return options
+
+
+def _metrics_ports(config: ClusterConfig, pods: Sequence[str]) -> dict[str, int]:
+    """Ports by pod; empty if there are to be none. Raises ConfigError if one is taken."""
+    first = config.metrics_port
+    if first is None:
+        return {}
+    if first == 0:
+        return dict(zip(pods, pick_ports(LOOPBACK, len(pods)), strict=True))
+    if first + len(pods) > 65536:
+        raise ConfigError(f"--metrics-port: {len(pods)} pods need a port each from {first} on", param="metrics_port")
+    ports = {pod: first + index for index, pod in enumerate(pods)}
+    for port in ports.values():
+        check_free(LOOPBACK, port, "--metrics-port")
+    return ports
+
+
+def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: Mapping[str, str]) -> _ConnectorPlan:
+    """How prefill and decode pods are joined. Raises ConfigError."""
+    if config.connector not in CONNECTORS:
+        raise ConfigError(
+            f"--connector: {config.connector!r} cannot join processes; known are {', '.join(CONNECTORS)}",
+            param="connector",
+        )
+    if config.connector == "nixl":
+        check_installed()
+    pod_options = ["--connector", config.connector]
+    options = dict(config.connector_options)
+    stores: list[RedisPlan] = []
+    files: dict[Path, str] = {}
+    store = options.get("store") if config.connector == "nixl" else None  # which keeps blocks beside it
+    url = "store.url" if store == "redis" else "url"
+    if "redis" in (config.connector, store) and not options.get(url):
+        redis = plan_redis(redis_port, config.redis_memory, scratch, env)
+        options[url] = redis.url
+        stores.append(redis)
+        files[redis.settings_file] = redis.settings
+    if store == "shared-storage":
+        options.setdefault("store.path", str(scratch))
+    if options:  # in a file, because any user of the machine can see command lines
+        pod_settings = scratch / "pods.yaml"
+        files[pod_settings] = yaml.safe_dump({role: {"connector_options": options} for role in POD_ROLES})
+        pod_options += ["--config", str(pod_settings)]
+    path = config.connector_path or str(options.get("path", ""))
+    if config.connector == "shared-storage":
+        path = path or str(scratch)
+    shared_store = StoreState(config.connector, path, options)
+    return _ConnectorPlan([*pod_options, *(["--connector-path", path] if path else [])], stores, files, shared_store)
+
+
+def _mtls_of(scratch: Path, role: str) -> ClusterTlsConfig:
+    """Where `make_mtls` puts the certificate of a role."""
+    directory = scratch / "certificates"
+    return ClusterTlsConfig(
+        cluster_ca=str(directory / "ca.pem"),
+        cluster_cert=str(directory / f"{role}.pem"),
+        cluster_key=str(directory / f"{role}.key"),
+    )
+
+
+def make_mtls(scratch: Path) -> ClusterTls | None:
+    """Makes the certificates of all roles; returns the router's, for probes. Raises ConfigError."""
+    try:
+        from deploy.certificates import make_certificates
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--mtls: needs {error.name}: pip install 'baton-llm[certs]'", param="mtls") from error
+    make_certificates(scratch / "certificates")
+    return cluster_tls(_mtls_of(scratch, "router"))
+
+
+def write_private(file: Path, text: str) -> None:
+    """A new file that only this user can read."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(text)
+
+
+def _spec(name: str, role: str, address: str, options: Sequence[str], env: Mapping[str, str]) -> PodSpec:
+    return PodSpec(name, role, (sys.executable, "-m", "cli.main", "serve", role, *options), env, address)
+
+
+# A step has hundreds of parallel regions, and waking a thread that sleeps takes longer than most of them: threads that
+# wait for the next one spin for some milliseconds before they sleep. On cores of their own that halves a step's time.
+_BRIEF_SPIN = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "100000"}
+
+
+def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]:
+    """`base` with the cores shared out among the engines, unless it says otherwise, and this code importable."""
+    num_cores = len(os.sched_getaffinity(0))
+    threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_cores // num_engines))
+    env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if threads.isdecimal() and int(threads) * num_engines <= num_cores:  # else they would spin on each other's cores
+        env |= _BRIEF_SPIN
+    return env | importable(base)
+
+
+def importable(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` as the environment of a process that runs this code, wherever it is started."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, base.get("PYTHONPATH", "")]))
+    return {
+        **base,
+        "PYTHONPATH": path,
+        "PYTHONSAFEPATH": "1",
+    }  # a package `common` in the working directory is not ours
+
+
+def operator_environment(env: Mapping[str, str], key: str) -> dict[str, str]:
+    """What makes `key` an operator's, to be added to the environment of a router that has API keys."""
+    listed = env.get(ENVIRONMENT, "").strip()
+    own = f"baton-up-probe:sha256:{digest_of(key).hex()}:operator"
+    return {ENVIRONMENT: f"{listed},{own}" if listed else own}
+
+
+def curl_line(url: str, model: str | None) -> str:
+    """A completion request to paste into a shell. `model`: None if the router wants an API key."""
+    named = {"model": model} if model else {}
+    body = json.dumps({**named, "prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0})
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if model is None else ""
+    return f"curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def base_url(host: str, port: int) -> str:
+    """The router's HTTP address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable(host: str) -> str:
+    """Where to reach a server that listens on `host`."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)  # noqa: S104
+
+
+def public_ports(config: ClusterConfig) -> tuple[int, int]:
+    """HTTP and gRPC port of the router. Raises ConfigError if one is taken."""
+    if config.port and config.port == config.grpc_port:
+        raise ConfigError("--grpc-port: must differ from --port", param="grpc_port")
+    free = iter(pick_ports(config.host, 2))
+    for port, option in ((config.port, "--port"), (config.grpc_port, "--grpc-port")):
+        if port:
+            check_free(config.host, port, option)
+    return config.port or next(free), config.grpc_port or next(free)

@@ -1,0 +1,110 @@
+"""Biases and masks choose the tokens that `transformers` chooses, on whatever pod, from the first token on."""
+
+from __future__ import annotations
+
+import grpc
+import httpx
+import pytest
+import torch
+
+from common.engine.llm import LLM
+from common.errors import BatonError
+from common.types import SamplingParams
+from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
+from tests.tiny_models import prompt_of, reference_generate, reference_model, tiny_model_dir
+
+MODEL = "llama"
+MAX_TOKENS = 10
+PROMPT = prompt_of(21)
+
+
+def reference(*, every: bool = False, **how: object) -> list:
+    prompt = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        output = reference_model(tiny_model_dir(MODEL)).generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0,
+            **how,
+        )  # fmt: skip
+    if every:  # without the padding
+        return [[token for token in row if token] for row in output[:, len(PROMPT) :].tolist()]
+    return output[0, len(PROMPT) :].tolist()
+
+
+def rules() -> list[tuple[dict[str, object], list[int]]]:
+    """Parameters, and the tokens that follow from them. Each changes the first token."""
+    plain = reference_generate(tiny_model_dir(MODEL), PROMPT, MAX_TOKENS)
+    without_first = reference(bad_words_ids=[[plain[0]]])
+    allowed = sorted({(plain[0] + 1 + 7 * step) % 250 for step in range(20)} - {plain[0]})
+    phrase = without_first[2:4]
+    biases = dict.fromkeys(allowed, 1.5) | {plain[0]: -2.0}
+    return [
+        ({"bad_word_token_ids": ((plain[0],),)}, without_first),
+        (
+            {"bad_word_token_ids": ((plain[0],), tuple(phrase))},
+            reference(bad_words_ids=[[plain[0]], phrase]),
+        ),
+        ({"allowed_token_ids": tuple(allowed)}, reference(prefix_allowed_tokens_fn=lambda *_: allowed)),
+        (
+            {"logit_bias": biases},
+            reference(sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()]),
+        ),
+    ]
+
+
+def test_offline():
+    with LLM(tiny_model_dir(MODEL), block_size=4, num_blocks=64, num_threads=1) as llm:
+        for given, expected in rules():
+            params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, **given)
+            assert llm.generate([PROMPT], params, use_tqdm=False)[0].token_ids == expected
+        expected = reference(num_beams=4, num_return_sequences=4, every=True)
+        (beams,) = llm.beam_search([PROMPT], 4, MAX_TOKENS)
+        assert [beam.token_ids for beam in beams] == expected
+        nothing_left = SamplingParams(allowed_token_ids=(5,), bad_word_token_ids=((5, 5),))
+        with pytest.raises(BatonError, match="leave no token"):
+            llm.generate([PROMPT], nothing_left, use_tqdm=False)
+
+
+async def test_through_a_prefill_pod(tmp_path):
+    """A text's bytes are its tokens there, so that a bad word is known by its bytes."""
+    async with running_cluster(tmp_path, MODEL) as cluster:
+        for given, expected in rules()[2:]:
+            answer = await cluster.generate(PROMPT, max_tokens=MAX_TOKENS, **given)
+            assert list(answer.choices[0].token_ids) == expected
+        tokenizer = cluster.router.service.model(None).tokenizer
+        allowed = tokenizer.encode("abcd")
+        spelled = {"allowed_token_ids": allowed, "max_tokens": MAX_TOKENS}
+        prompt = tokenizer.encode("Some text ")
+        plain = (await cluster.generate(prompt, **spelled)).choices[0].text
+        without = (await cluster.generate(prompt, bad_words=[plain[0]], **spelled)).choices[0].text
+        assert plain[0] not in without
+        answer = await cluster.generate(prompt, stop=[plain[1:3]], include_stop_str_in_output=True, **spelled)
+        (stopped,) = answer.choices
+        end = plain.index(plain[1:3]) + 2
+        assert (stopped.text, stopped.stop_text) == (plain[:end], plain[1:3])
+        answer = await cluster.generate(prompt, stop_token_ids=tokenizer.encode(plain[0]), **spelled)
+        (by_token,) = answer.choices
+        assert (by_token.text, by_token.stop_token_id) == ("", tokenizer.encode(plain[0])[0])
+        cut = await cluster.generate(PROMPT, truncate_prompt_tokens=7, max_tokens=MAX_TOKENS)
+        assert list(cut.choices[0].token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
+        assert cut.usage.prompt_tokens == 7
+        await check_beams(cluster)
+        with pytest.raises(grpc.aio.AioRpcError, match="the pods have no logits processors"):
+            await cluster.generate(PROMPT, vllm_xargs={"a": "1"})
+        with pytest.raises(grpc.aio.AioRpcError, match="must be JSON"):
+            await cluster.generate(PROMPT, vllm_xargs={"a": "b"})
+
+
+async def check_beams(cluster: Cluster):
+    ending = [7, 40, 90]
+    beams = {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True}
+    expected = reference(**beams, num_return_sequences=3, eos_token_id=ending, every=True)
+    body = {
+        "prompt": PROMPT, "max_tokens": MAX_TOKENS, "n": 3, "best_of": 4, "stop_token_ids": ending,
+        "use_beam_search": True, "length_penalty": 1.5, "early_stopping": True, "return_token_ids": True,
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        for refused in ({"stream": True}, {"logprobs": 0}, {"best_of": 17}, {"best_of": 2}, {"length_penalty": 11}):
+            response = await client.post("/v1/completions", json={**body, **refused})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(refused)))

@@ -1,0 +1,62 @@
+"""What distinguishes the backends, and what must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.demo_model import demo_model_path
+from common.engine.config import GrammarBackendName
+from common.engine.grammar.registry import backend_for, create_backend
+from common.engine.grammar.vocabulary import load_vocabulary
+from common.tokenization import Tokenizer
+from common.types import Constraint
+
+TOKENIZER = Tokenizer.from_directory(demo_model_path())
+VOCABULARY = load_vocabulary(demo_model_path(), 2048, frozenset({0, 2}))
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def accepts(name: GrammarBackendName, constraint: Constraint, text: str) -> bool:
+    """Whether the backend takes the whole text and lets it end there."""
+    matcher = create_backend(name, VOCABULARY).compile(constraint).matcher()
+    return all(matcher.accept(token_id) for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), 2])
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(
+    ("schema", "text", "is_accepted"),
+    [
+        (NAMED, '{"a":1}', True),
+        (NAMED, '{"a":1,"b":2}', False),
+        ({**NAMED, "additionalProperties": {"type": "integer"}}, '{"a":1,"b":2}', True),
+        ({"type": "array", "items": NAMED}, '[{"b":2}]', False),
+        ({"$defs": {"x": NAMED}, "$ref": "#/$defs/x"}, '{"b":2}', False),
+        ({"oneOf": [{"const": 1}, {"enum": [2, 3]}]}, "3", True),
+    ],
+)
+def test_backends_agree_on_schemas(
+    name: GrammarBackendName, schema: dict[str, Any], text: str, is_accepted: bool
+) -> None:
+    assert accepts(name, Constraint.json_schema(schema, any_whitespace=False), text) is is_accepted
+
+
+def test_objects_in_parts_stay_open() -> None:
+    parts = {"allOf": [NAMED, {"type": "object", "properties": {"b": {"type": "integer"}}}]}
+    assert accepts("llguidance", Constraint.json_schema(parts, any_whitespace=False), '{"a":1,"b":2}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "name"),
+    [
+        (Constraint.json_schema(NAMED), "xgrammar"),
+        (Constraint.json_schema({"type": "object", "properties": {"pattern": {"type": "string"}}}), "xgrammar"),
+        (Constraint.json_schema({"enum": [{"pattern": 1}]}), "xgrammar"),
+        (Constraint.json_schema({"type": "array", "items": {"type": "string", "maxLength": 3}}), "llguidance"),
+        (Constraint.json_object(whitespace_pattern=" ?"), "llguidance"),
+        (Constraint.regex("maxLength"), "xgrammar"),
+    ],
+)
+def test_auto_takes_the_backend_that_honours_all(constraint: Constraint, name: str) -> None:
+    assert backend_for(constraint) == name
