@@ -156,8 +156,6 @@ def test_the_processes_understand_their_options() -> None:
         served_model_name="name",
         generation_config="none",
         override_generation_config={"top_p": 0.5, "top_k": 3},
-        tool_parser="mistral",
-        reasoning_parser="none",
         engine=EngineConfig(model=ModelConfig(revision="main")),
     )
     planned = plan(config)
@@ -170,7 +168,6 @@ def test_the_processes_understand_their_options() -> None:
     assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, ["name"])
     assert router.revision == "main"
     assert (router.generation_config, router.override_generation_config) == ("none", {"top_p": 0.5, "top_k": 3})
-    assert (router.tool_parser, router.reasoning_parser) == ("mistral", "none")
 
 
 def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
