@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import socket
 import sys
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 _FIRST, _LAST = 20000, 32000
 _ATTEMPTS = 200
 _kept: list[socket.socket] = []
+atexit.register(lambda: [keeper.close() for keeper in _kept])
 
 
 def pick_ports(host: str, count: int) -> list[int]:
