@@ -123,7 +123,7 @@ class Router:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
+            InferenceServicer(self.service, self.security.access, self._parsing), self._grpc.grpc_server
         )
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
