@@ -77,6 +77,8 @@ _NOT_WITH_BEAMS = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "vllm_xargs",
+    "tools",
 )
 _SEPARATORS = b",[{"  # each begins another JSON value
 
@@ -253,7 +255,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             return None
         for name in _NOT_WITH_BEAMS:
             if _asks(name, getattr(self, name, None)):
-                raise InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+                raise _not_with_beams(name)
+        if self._constraint() is not None:
+            raise _not_with_beams(self.constraint_name)
         n = 1 if self.n is None else self.n
         width = n if self.best_of is None else self.best_of
         if not n <= width <= MAX_BEAMS:
@@ -329,10 +333,16 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
 
+def _not_with_beams(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+
+
 def _asks(name: str, value: object) -> bool:
     """Whether the value of a field asks for something."""
     if value is None or value is False:
         return False
+    if isinstance(value, Raw):
+        return bytes(value) not in (b"", b"null", b"[]")
     if name in {"logprobs", "prompt_logprobs"}:
         return True
     return value != 1.0 if name == "repetition_penalty" else bool(value)
