@@ -519,7 +519,7 @@ class GenerateRequest(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Served model name; empty takes the default model."""
+    """A served model's name; may be empty if there is only one."""
     text: _builtins.str
     """Plain text, tokenised by the router."""
     request_id: _builtins.str
@@ -877,7 +877,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCard]:
-        """Served models; the first is the default."""
+        """Served models, once for each of their names."""
 
     def __init__(
         self,
@@ -901,7 +901,7 @@ class TokenizeRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Served model name; empty takes the default model."""
+    """A served model's name; may be empty if there is only one."""
     text: _builtins.str
     """Plain text."""
     add_special_tokens: _builtins.bool
@@ -966,7 +966,7 @@ class DetokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Served model name; empty takes the default model."""
+    """A served model's name; may be empty if there is only one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids in the model's vocabulary."""

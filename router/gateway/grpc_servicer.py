@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -72,8 +72,8 @@ class _Gained(NamedTuple):
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService, access: AccessControl, parsing: ReplyParsing) -> None:
-        """Its calls come through an ApiKeyInterceptor."""
+    def __init__(self, service: InferenceService, access: AccessControl, parsing: Mapping[str, ReplyParsing]) -> None:
+        """Its calls come through an ApiKeyInterceptor. `parsing` has the first name of every model."""
         self._service = service
         self._access = access
         self._parsing = parsing
@@ -125,9 +125,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
     ) -> inference_pb2.ListModelsResponse:
-        """The served model."""
-        card = inference_pb2.ModelCard(name=self._service.model_name, max_model_len=self._service.cluster.max_model_len)
-        return inference_pb2.ListModelsResponse(models=[card])
+        """The served models, under all their names."""
+        cards = [
+            inference_pb2.ModelCard(name=name, max_model_len=model.max_model_len)
+            for model in self._service.models
+            for name in model.names
+        ]
+        return inference_pb2.ListModelsResponse(models=cards)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -139,10 +143,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 prompt, param = prompt_of(request)
-                token_ids = await self._service.tokenize(request.model or None, prompt, param)
+                model = self._service.model(request.model)
+                token_ids = await model.preprocessor.tokenize(prompt, param)
                 account.spend(len(token_ids))
-                max_model_len = self._service.cluster.max_model_len
-                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(  # noqa: N802
         self,
@@ -154,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 token_ids = list(request.token_ids)
-                text = await self._service.detokenize(request.model or None, token_ids, "token_ids")
+                text = await self._service.model(request.model).preprocessor.detokenize(token_ids, "token_ids")
                 account.spend(len(token_ids))
                 return inference_pb2.DetokenizeResponse(text=text)
 
@@ -224,19 +228,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         check_num_logprobs([request], n, "num_logprobs")
         check_num_prompt_logprobs([request], n, "prompt_logprobs")
         choices, event_ids = choices_of(request, n), None
+        model = self._service.model(message.model)
         if last_id is not None or message.resumable:
-            model = self._service.cluster.model
-            fingerprint = b"" if model is None else model.fingerprint
-            digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, fingerprint)
+            digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
-        parsers = [self._parsing.parser_for(choice, options) for choice in choices]
+        parsers = [self._parsing[model.name].parser_for(choice, options) for choice in choices]
         constraint_name = draft.names.get(STRUCTURED, STRUCTURED)
         return _Prepared(draft.request_id, choices, parsers, event_ids, constraint_name)
 
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
-        self._parsing.check(options)
-        return await self._service.prepare(replace(draft, spelled_ids=self._parsing.spelled_ids(options)))
+        parsing = self._parsing[self._service.model(draft.model).name]
+        parsing.check(options)
+        return await self._service.prepare(replace(draft, spelled_ids=parsing.spelled_ids(options)))
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""

@@ -160,7 +160,7 @@ else:
 class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completion have."""
 
-    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
     n: Annotated[int | None, Meta(description="Answers to each prompt; default 1.")] = None
     stream: Annotated[bool | None, Meta(description="Answer in server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="How to stream; see below.")] = None
