@@ -121,7 +121,7 @@ class Router:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
+            InferenceServicer(self.service, self.security.access, self._parsing), self._grpc.grpc_server
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self.service, self.security.access), self._grpc.grpc_server

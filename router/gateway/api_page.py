@@ -71,8 +71,9 @@ _BEAMS = """\
 `use_beam_search` answers with the `n` best of `best_of` beams (default: `n`), the same that `transformers` finds with
 `num_beams`, `length_penalty` and `early_stopping`. There are at most 16 beams, and at most 20 beams and tokens that end
 an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
-log probabilities and streams are refused with it. Each token costs a request of one token for each beam, of which the
-prefix cache has all but the last block, so a search takes far longer than an answer.
+log probabilities, structured output, tools, logits processors and streams are refused with it. Each token costs a
+request of one token for each beam, of which the prefix cache has all but the last block, so a search takes far longer
+than an answer.
 """
 
 _PROCESSORS = """\

@@ -49,7 +49,7 @@ from router.gateway.resume import (
     new_seed,
     read_resume_options,
 )
-from router.gateway.structured import STRUCTURED
+from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
@@ -146,7 +146,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 return
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
-            with self._resumable(job, terms.tenant) as resumable, _errors_of_constraint(job.constraint_name):
+            with self._resumable(job, terms.tenant) as resumable, errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
@@ -376,17 +376,6 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
         await together([pump(index, generation) for index, generation in enumerate(generations)])
         await exchange.end_events(job.format.end(_usage(job, generations)))
-
-
-@contextmanager
-def _errors_of_constraint(name: str) -> Iterator[None]:
-    """Pods name the constraint that they cannot keep to; the client may have given it as another field."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param != STRUCTURED:
-            raise
-        raise InvalidRequestError(error.message, param=name) from error
 
 
 def _n(body: CompletionBody | ChatBody) -> int:

@@ -261,3 +261,14 @@ async def test_status_pages(pair):
     assert (await pair.client.get("/health")).json()["status"] == "ok"
     paths = (await pair.client.get("/openapi.json")).json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions"} <= set(paths)
+
+
+async def test_beam_search_takes_fields_that_ask_for_nothing(start_cluster):
+    cluster = await start_cluster()
+    idle = {"response_format": {"type": "text"}, "structured_outputs": None}
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "tools": []}),
+    ):
+        response = await cluster.post(path, **fields, **idle, use_beam_search=True, max_tokens=1)
+        assert response.status_code == 200, response.text
