@@ -28,8 +28,9 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
-from router.gateway.protocol import ChatBody, CompletionBody, StreamOptions
+from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
+from router.gateway.stream_options import StreamOptions
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"

@@ -29,14 +29,7 @@ from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
 from router.gateway.prompt_logprobs import by_token_id, echoed
-from router.gateway.protocol import (
-    ChatBody,
-    CompletionBody,
-    UsageReports,
-    parse_any,
-    parse_chat,
-    parse_completion,
-)
+from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
 from router.gateway.reply import ReplyParser, ReplyParsing
 from router.gateway.responses_answers import ResponsesFormat
 from router.gateway.responses_bodies import parse_responses
@@ -49,6 +42,7 @@ from router.gateway.resume import (
     new_seed,
     read_resume_options,
 )
+from router.gateway.stream_options import UsageReports
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of

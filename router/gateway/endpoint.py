@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from common.errors import BatonError, ErrorCode, RequestCancelledError
+from router.gateway.decoding import check_num_values
 from router.gateway.exchange import Exchange, Receive, Scope, Send
-from router.gateway.protocol import check_num_values
 from router.security.access import AccessControl
 from router.service import InferenceService
 

@@ -16,14 +16,9 @@ from common.rpc.convert import parameters_from_pb
 from common.types import SamplingParams
 from common.types.parameters import parameters_of
 from common.types.validation import check_num_entries
+from router.gateway.chat_prompts import chat_prompt, constraint_of_calls, decode_variables, reply_options_of
+from router.gateway.decoding import request_errors
 from router.gateway.messages import Message
-from router.gateway.protocol import (
-    chat_prompt,
-    constraint_of_calls,
-    decode_variables,
-    reply_options_of,
-    request_errors,
-)
 from router.gateway.reply import ReplyOptions
 from router.gateway.structured import STRUCTURED
 from router.gateway.tools.request import Tool, ToolChoice, read_tool_choice, read_tools

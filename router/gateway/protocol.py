@@ -9,21 +9,26 @@ have is checked before; fields of any type are kept as they were sent.
 
 from __future__ import annotations
 
-import difflib
-import enum
 import operator
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw, field
 
-from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
+from common.errors import InvalidRequestError, quoted
 from common.types import Constraint, SamplingParams
 from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, Range, parameters_of
 from router.gateway.beams import BeamOptions
+from router.gateway.chat_prompts import (
+    chat_prompt,
+    check_continuation,
+    constraint_of_calls,
+    decode_variables,
+    reply_options_of,
+)
+from router.gateway.decoding import request_errors
 from router.gateway.fields import (
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
@@ -33,20 +38,18 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message, Name
 from router.gateway.reply import ReplyOptions
+from router.gateway.stream_options import StreamOptions, UsageReports
 from router.gateway.structured import (
     FORMAT,
     STRUCTURED,
-    JsonSchemaFormat,
     ResponseFormat,
     StructuredOutputs,
     constraint_of_format,
     constraint_of_structured,
 )
-from router.gateway.tools.forced import forced_calls
-from router.gateway.tools.request import Tool, ToolChoice, name_of, read_tool_choice, read_tools
+from router.gateway.tools.request import ToolChoice, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_BEAMS,
-    MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_CHARS,
@@ -55,7 +58,6 @@ from router.requests.bounds import (
     MAX_SESSION_CHARS,
     MAX_STOP_CHARS,
     MAX_STOPS,
-    MAX_TEMPLATE_BYTES,
 )
 from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.requests.terms import Terms
@@ -80,7 +82,6 @@ _NOT_WITH_BEAMS = (
     "vllm_xargs",
     "tools",
 )
-_SEPARATORS = b",[{"  # each begins another JSON value
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
@@ -88,32 +89,6 @@ _Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARS)]
 _Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 _Tag = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
 Metadata = Annotated[dict[_Tag, _Tag], Meta(max_length=MAX_METADATA)]
-
-
-class UsageReports(enum.Enum):
-    """Which chunks of a stream carry token counts."""
-
-    NONE = enum.auto()
-    LAST_CHUNK = enum.auto()
-    EVERY_CHUNK = enum.auto()
-
-
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How to stream."""
-
-    include_usage: Annotated[bool | None, Meta(description="A last chunk with token counts.")] = None
-    continuous_usage_stats: Annotated[
-        bool | None, Meta(description="With include_usage: token counts so far in every chunk.")
-    ] = None
-    include_event_ids: Annotated[
-        bool | None, Meta(description="Events have ids, as with the header `x-baton-resumable: 1`.")
-    ] = None
-    include_obfuscation: Annotated[bool | None, Meta(description="Of no effect: nothing is obfuscated.")] = None
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no option is given."""
-        return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
 def _is_sent(value: Raw) -> bool:
@@ -359,6 +334,8 @@ _REFUSED_FIELDS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_COMPLETIONS)
 class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {"messages": "/v1/chat/completions"}  # fields of the other endpoint
+
     prompt: Annotated[
         str | list[str | int | list[int]],
         Meta(description="A text, token ids, or a list of either: one answer each, or n."),
@@ -442,6 +419,8 @@ _REFUSED_FIELDS_OF_CHATS = RefusedFields(REFUSED_BY_BOTH + REFUSED_BY_CHATS)
 
 class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {"prompt": "/v1/completions"}  # fields of the other endpoint
 
     messages: Annotated[
         Annotated[list[Message], Meta(max_length=MAX_MESSAGES)],
@@ -572,100 +551,6 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         return variables | decode_variables(self.chat_template_kwargs)
 
 
-class Continuing(Protocol):
-    """A chat that may go on with its last message."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
-def check_continuation(body: Continuing) -> None:
-    """Raises InvalidRequestError if a chat both opens a turn and goes on with one."""
-    if body.continue_final_message and body.add_generation_prompt:
-        problem = "continue_final_message and add_generation_prompt cannot both be true"
-        raise InvalidRequestError(problem, param="continue_final_message")
-
-
-def chat_prompt(
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Tool] = (),
-    num_tool_chars: int = 0,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    add_special_tokens: bool,
-    template_variables: Mapping[str, Any],
-) -> ChatPrompt:
-    """The conversation for the template. Raises InvalidRequestError."""
-    if not messages:
-        raise InvalidRequestError("messages is empty", param="messages")
-    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if num_parts > MAX_CONTENT_PARTS:
-        problem = f"messages must have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}"
-        raise InvalidRequestError(problem, param="messages")
-    return ChatPrompt(
-        [message.as_template_input(index) for index, message in enumerate(messages)],
-        tools=tools,
-        num_chars=sum(message.size for message in messages) + num_tool_chars,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        add_special_tokens=add_special_tokens,
-        template_variables=template_variables,
-    )
-
-
-def constraint_of_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool, rival: str) -> Constraint:
-    """Of an answer that must call tools. `rival`: the field that constrains it as well, if one does. Raises
-    InvalidRequestError."""
-    if rival:
-        raise InvalidRequestError(f"give {rival} or force calls, not both", param="tool_choice")
-    return forced_calls(tools, choice, is_single=is_single)
-
-
-def reply_options_of(
-    prompt: ChatPrompt,
-    choice: ToolChoice,
-    *,
-    is_constrained: bool,
-    is_single: bool,
-    separates_reasoning: bool,
-    shows_reasoning: bool,
-) -> ReplyOptions:
-    """How answers to a chat are parsed. `is_constrained`: by what the client gave, not by calls that are forced."""
-    return ReplyOptions(
-        tools=frozenset(map(name_of, prompt.tools)),
-        must_call=choice.must_call,
-        max_calls=1 if is_single else None,
-        # A grammar begins with the first token, so there is no reasoning before it.
-        separates_reasoning=separates_reasoning and not (choice.must_call or is_constrained),
-        shows_reasoning=shows_reasoning,
-    )
-
-
-def decode_variables(value: Raw) -> dict[str, Any]:
-    """`chat_template_kwargs` as sent. Raises InvalidRequestError."""
-    num_bytes = len(bytes(value))
-    if not num_bytes:
-        return {}
-    if num_bytes > MAX_TEMPLATE_BYTES:
-        problem = f"chat_template_kwargs must have at most {MAX_TEMPLATE_BYTES} bytes of JSON, got {num_bytes}"
-        raise InvalidRequestError(problem, param="chat_template_kwargs")
-    with request_errors("chat_template_kwargs"):
-        return _variables_decoder.decode(value) or {}
-
-
-def check_num_values(body: bytes, limit: int) -> None:
-    """Raises PayloadTooLargeError if the JSON holds more than `limit` values, which would take long to parse. Commas
-    and brackets within texts count as well."""
-    if len(body) > limit and len(body) - len(body.translate(None, _SEPARATORS)) > limit:
-        raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
-
-
-_AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
-
-
 class _AnyBody(msgspec.Struct):
     """What tells the two bodies apart."""
 
@@ -675,14 +560,6 @@ class _AnyBody(msgspec.Struct):
 _any_decoder = msgspec.json.Decoder(_AnyBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
-_variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
-_NESTED: dict[str, type[msgspec.Struct] | None] = {
-    "stream_options": StreamOptions,
-    FORMAT: ResponseFormat,
-    f"{FORMAT}.json_schema": JsonSchemaFormat,
-    STRUCTURED: StructuredOutputs,
-}
-_MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long as both are
 
 
 def parse_completion(body: bytes) -> CompletionBody:
@@ -707,50 +584,3 @@ def parse_chat(body: bytes) -> ChatBody:
     """Raises InvalidRequestError that names the field, or says where the JSON is broken."""
     with request_errors(struct=ChatBody):
         return _chat_decoder.decode(body)
-
-
-class request_errors:  # noqa: N801  used as a context manager
-    """Turns msgspec's errors into ours."""
-
-    def __init__(self, field: str = "", *, struct: type[msgspec.Struct] | None = None) -> None:
-        """`field`: that is decoded; empty: the whole body, which is a `struct`."""
-        self._field = field
-        self._struct = struct
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, msgspec.ValidationError):
-            raise _validation_error(str(error), self._field, self._struct) from None
-        if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
-            detail = str(error).removeprefix("JSON is malformed: ")
-            raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
-
-
-def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | None) -> InvalidRequestError:
-    """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
-    where = _AT.search(message)
-    path = ".".join(filter(None, (field, where["path"] if where else "")))
-    problem = message[: where.start()] if where else message
-    if unknown := _UNKNOWN.match(problem):
-        name = unknown["name"]
-        param = f"{path}.{name}".lstrip(".")
-        return InvalidRequestError(f"unknown field {quoted(param)}{_hint(name, path, struct)}", param=param)
-    if missing := _MISSING.match(problem):
-        param = f"{path}.{missing['name']}".lstrip(".")
-        return InvalidRequestError(f"{param} is required", param=param)
-    if not path:
-        return InvalidRequestError(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
-    return InvalidRequestError(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
-
-
-def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
-    """What was probably meant by the field of that name; may be empty."""
-    known = {"": struct, **_NESTED}.get(path)
-    if known is None or len(name) > _MAX_GUESSED_CHARS:
-        return ""
-    if known in (CompletionBody, ChatBody) and name in {"prompt", "messages"}:
-        return f"; it is a field of {'/v1/completions' if name == 'prompt' else '/v1/chat/completions'}"
-    close = difflib.get_close_matches(name, known.__struct_fields__, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -9,9 +9,11 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fields
 from router.gateway.messages import ContentPart, Message, Name
-from router.gateway.protocol import ChatBody, Metadata, ModelName, StreamOptions, request_errors
+from router.gateway.protocol import ChatBody, Metadata, ModelName
+from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_SESSION_CHARS, MAX_TOOLS
 

@@ -1,0 +1,78 @@
+"""Decoding of JSON bodies: how many values they may have, and errors that name the field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import msgspec
+
+from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
+from router.gateway.stream_options import StreamOptions
+from router.gateway.structured import FORMAT, STRUCTURED, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+
+_SEPARATORS = b",[{"  # each begins another JSON value
+_AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_NESTED: dict[str, type[msgspec.Struct] | None] = {
+    "stream_options": StreamOptions,
+    FORMAT: ResponseFormat,
+    f"{FORMAT}.json_schema": JsonSchemaFormat,
+    STRUCTURED: StructuredOutputs,
+}
+_MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long as both are
+
+
+def check_num_values(body: bytes, limit: int) -> None:
+    """Raises PayloadTooLargeError if the JSON holds more than `limit` values, which would take long to parse. Commas
+    and brackets within texts count as well."""
+    if len(body) > limit and len(body) - len(body.translate(None, _SEPARATORS)) > limit:
+        raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
+
+
+class request_errors:  # noqa: N801  used as a context manager
+    """Turns msgspec's errors into ours."""
+
+    def __init__(self, field: str = "", *, struct: type[msgspec.Struct] | None = None) -> None:
+        """`field`: that is decoded; empty: the whole body, which is a `struct`."""
+        self._field = field
+        self._struct = struct
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, msgspec.ValidationError):
+            raise _validation_error(str(error), self._field, self._struct) from None
+        if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
+            detail = str(error).removeprefix("JSON is malformed: ")
+            raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
+
+
+def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | None) -> InvalidRequestError:
+    """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
+    where = _AT.search(message)
+    path = ".".join(filter(None, (field, where["path"] if where else "")))
+    problem = message[: where.start()] if where else message
+    if unknown := _UNKNOWN.match(problem):
+        name = unknown["name"]
+        param = f"{path}.{name}".lstrip(".")
+        return InvalidRequestError(f"unknown field {quoted(param)}{_hint(name, path, struct)}", param=param)
+    if missing := _MISSING.match(problem):
+        param = f"{path}.{missing['name']}".lstrip(".")
+        return InvalidRequestError(f"{param} is required", param=param)
+    if not path:
+        return InvalidRequestError(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
+    return InvalidRequestError(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
+
+
+def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
+    """What was probably meant by the field of that name; may be empty."""
+    known = {"": struct, **_NESTED}.get(path)
+    if known is None or len(name) > _MAX_GUESSED_CHARS:
+        return ""
+    if path_with_it := getattr(known, "ELSEWHERE", {}).get(name):
+        return f"; it is a field of {path_with_it}"
+    close = difflib.get_close_matches(name, known.__struct_fields__, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
