@@ -26,14 +26,16 @@ class Plan:
     repeats: int
     concurrency: int
     num_answers: int
-    streams: StreamLoad
+    fast: StreamLoad  # whose tokens come as fast as they can
+    paced: StreamLoad  # whose tokens come at a rate, as those of a model do
 
 
 class Cost(NamedTuple):
     """Processor seconds of the router, of all its threads."""
 
     request_s: float  # of a whole answer of one token
-    token_s: float  # of a stream under way
+    token_s: float  # of streams under way, as fast as they come
+    paced_token_s: float  # of those with a rate: the router wakes up for every step of the pod
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class Results:
         return {
             name: _median(
                 [
-                    Cost(now.request_s / before.request_s, now.token_s / before.token_s)
+                    Cost(*(new / old for new, old in zip(now, before, strict=True)))
                     for now, before in zip(self.now[name], costs, strict=True)
                 ]
             )
@@ -110,15 +112,18 @@ def _cost(plan: Plan, system: System, load: Child, case: Case) -> Cost:
     cpu_s = system.router.cpu_s
     _ask_answers(system, load, case, plan.concurrency, plan.num_answers)
     request_s = (system.router.cpu_s - cpu_s) / plan.num_answers
-    num_streams, num_tokens, step_s = plan.streams
+    return Cost(request_s, *(_token_s(system, load, case, streams) for streams in (plan.fast, plan.paced)))
+
+
+def _token_s(system: System, load: Child, case: Case, streams: StreamLoad) -> float:
     system.set_pace(HOLD)
-    _open(system, load, case, num_streams, num_tokens)
+    _open(system, load, case, streams.num_streams, streams.num_tokens)
     cpu_s = system.router.cpu_s
-    system.set_pace(str(step_s))
+    system.set_pace(str(streams.step_s))
     load.ask("finish")
-    token_s = (system.router.cpu_s - cpu_s) / (num_streams * (num_tokens - 1))  # the first came before
+    cpu_s = system.router.cpu_s - cpu_s
     system.set_pace("0")
-    return Cost(request_s, token_s)
+    return cpu_s / (streams.num_streams * (streams.num_tokens - 1))  # the first came before
 
 
 def _ask_answers(system: System, load: Child, case: Case, concurrency: int, count: int) -> None:

@@ -15,7 +15,9 @@ from benchmarks.gateway.report import format_page, verdicts
 from benchmarks.gateway.workload import SETUPS
 from benchmarks.router.measure import StreamLoad
 
-TINY = benchmark.Plan(repeats=2, concurrency=2, num_answers=3, streams=StreamLoad(2, 4, 0.0))
+TINY = benchmark.Plan(
+    repeats=2, concurrency=2, num_answers=3, fast=StreamLoad(2, 4, 0.0), paced=StreamLoad(2, 3, 0.001)
+)
 ROOT = Path(measure.__file__).parents[2]
 
 
@@ -40,7 +42,7 @@ def test_every_api_is_measured(run):
     assert found["before"] == {}
     for name in names:
         assert f"| {name} | " in page
-        assert [len(cost) for cost in found["now"][name]] == [2, 2]
+        assert [len(cost) for cost in found["now"][name]] == [3, 3]
         assert min(map(min, found["now"][name])) > 0
 
 
@@ -68,14 +70,14 @@ def test_what_an_older_checkout_lacks_is_left_out(run, tmp_path, monkeypatch):
 
 def results_of(*, request_s=1.5e-3, token_s=60e-6, times=1.03):
     results = Results()
-    results.now["chat"] = [Cost(request_s, token_s)] * 3
-    results.now["new"] = [Cost(1e-3, 1e-5)]
-    results.before["chat"] = [Cost(request_s / times, token_s)] * 3
+    results.now["chat"] = [Cost(request_s, token_s, 1e-4)] * 3
+    results.now["new"] = [Cost(1e-3, 1e-5, 1e-4)]
+    results.before["chat"] = [Cost(request_s / times, token_s, 1e-4)] * 3
     return results
 
 
 def test_targets_are_met_by_figures_within_them():
-    assert [verdict.is_met for verdict in verdicts(results_of(times=1.0299))] == [True] * 6
+    assert [verdict.is_met for verdict in verdicts(results_of(times=1.0299))] == [True] * 7
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,13 @@ def test_each_target_is_judged(figures, missed):
 
 def test_differences_are_those_of_pairs():
     results = results_of()
-    results.now["chat"] = [Cost(1.0, 1.0), Cost(2.0, 2.0), Cost(9.0, 3.0)]
-    results.before["chat"] = [Cost(1.0, 2.0), Cost(1.0, 4.0), Cost(6.0, 6.0)]
-    assert results.ratios == {"chat": Cost(1.5, 0.5)}
+    results.now["chat"] = [Cost(1.0, 1.0, 1.0), Cost(2.0, 2.0, 1.0), Cost(9.0, 3.0, 1.0)]
+    results.before["chat"] = [Cost(1.0, 2.0, 1.0), Cost(1.0, 4.0, 1.0), Cost(6.0, 6.0, 1.0)]
+    assert results.ratios == {"chat": Cost(1.5, 0.5, 1.0)}
     page = format_page({"cores": "2"}, TINY, results, verdicts(results), "A remark.")
-    assert "| chat | 2000.00 | 1000.00 | +50.0 % | 2000000.0 | 4000000.0 | -50.0 % |" in page
-    assert "| new | 1.00 | - | - | 10.0 | - | - |" in page
+    assert (
+        "| chat | 2000.00 | 1000.00 | +50.0 % | 2000000.0 | 4000000.0 | -50.0 % | 1000000.0 | 1000000.0 | +0.0 % |"
+        in page
+    )
+    assert "| new | 1.00 | - | - | 10.0 | - | - | 100.0 | - | - |" in page
     assert "A remark." in page
