@@ -10,9 +10,9 @@ where it carries few streams; the target is for tokens as fast as they come.
 Measured are completions, chats, chats with tools (the parser that `--tool-parser auto` finds), with reasoning, with a
 schema as response_format, Anthropic's messages, OpenAI's responses, and chats over gRPC.
 
-With --before the router of another checkout takes turns with that of this one, with the same load generator, pods and
-Python environment; what it does not have is left out. The difference is the median of those of pairs that were measured
-one after the other. Run it on a machine that does nothing else.
+With --before the router of another checkout runs beside that of this one, and they take turns, with the same load
+generator, answers and Python environment; what it does not have is left out. The difference is the median of those of
+pairs that were measured one after the other. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
