@@ -135,7 +135,7 @@ def test_roles_are_in_the_command_lines(cluster: Cluster) -> None:
 
 
 def test_sigterm_lets_running_streams_finish_and_ends_every_child() -> None:
-    prompt, max_tokens = "Once upon a time", 200
+    prompt, max_tokens = "Once upon a time", 80
     body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
     with running_cluster("--prefill", "0", "--stop-grace-s", "120") as cluster:
