@@ -1,11 +1,12 @@
-"""The measurements. This checkout and the older one take turns, each started anew for each repeat."""
+"""The measurements. The routers of this checkout and of the older one run at the same time and take turns, case by
+case, so that what else the machine does is the same for both. They are started anew for each repeat."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,14 +27,16 @@ class Plan:
     repeats: int
     concurrency: int
     num_answers: int
-    streams: StreamLoad
+    fast: StreamLoad  # whose tokens come as fast as they can
+    paced: StreamLoad  # whose tokens come at a rate, as those of a model do
 
 
 class Cost(NamedTuple):
     """Processor seconds of the router, of all its threads."""
 
     request_s: float  # of a whole answer of one token
-    token_s: float  # of a stream under way
+    token_s: float  # of streams under way, as fast as they come
+    paced_token_s: float  # of those with a rate: the router wakes up for every step of the pod
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class Results:
         return {
             name: _median(
                 [
-                    Cost(now.request_s / before.request_s, now.token_s / before.token_s)
+                    Cost(*(new / old for new, old in zip(now, before, strict=True)))
                     for now, before in zip(self.now[name], costs, strict=True)
                 ]
             )
@@ -70,30 +73,33 @@ class Results:
 def measure(plan: Plan, before: Path | None, on_figure: Callable[[str], None]) -> Results:
     """Everything, in turn. `before`: the older checkout, if there is one. `on_figure` gets a line for each figure."""
     results = Results()
-    checkouts = [None] if before is None else [None, before]
     for repeat in range(plan.repeats):
         for setup in SETUPS:
-            for checkout in checkouts if repeat % 2 == 0 else reversed(checkouts):
-                table = results.now if checkout is None else results.before
-                for name, cost in _costs(plan, setup, checkout).items():
-                    table[name].append(cost)
-                    on_figure(f"{checkout or 'this checkout'}: {name}: {cost}")
+            with Child("benchmarks.gateway.load") as load, ExitStack() as stack:
+                load.read_line()
+                sides = [(results.now, stack.enter_context(_start(setup, None)))]
+                if before is not None and (older := _start_older(setup, before, stack)) is not None:
+                    sides.append((results.before, older))
+                for case in setup.cases:
+                    for table, system in sides if repeat % 2 == 0 else reversed(sides):
+                        if table is results.before and not _has(system, load, case):
+                            continue
+                        table[case.name].append(_cost(plan, system, load, case))
+                        which = "now" if table is results.now else "before"
+                        on_figure(f"{case.name}, {which}: {table[case.name][-1]}")
     return results
 
 
-def _costs(plan: Plan, setup: Setup, checkout: Path | None) -> dict[str, Cost]:
-    """By name of the case. An older checkout may lack some, or the options of all."""
-    with ExitStack() as stack:
-        load = stack.enter_context(Child("benchmarks.gateway.load"))
-        load.read_line()
-        try:
-            system = stack.enter_context(baton(directory=checkout, options=setup.options, answer=setup.answer))
-        except ChildEndedError:
-            if checkout is None:
-                raise
-            return {}
-        cases = [case for case in setup.cases if checkout is None or _has(system, load, case)]
-        return {case.name: _cost(plan, system, load, case) for case in cases}
+def _start(setup: Setup, checkout: Path | None) -> AbstractContextManager[System]:
+    return baton(directory=checkout, options=setup.options, answer=setup.answer)
+
+
+def _start_older(setup: Setup, checkout: Path, stack: ExitStack) -> System | None:
+    """None: it does not know the options."""
+    try:
+        return stack.enter_context(_start(setup, checkout))
+    except ChildEndedError:
+        return None
 
 
 def _has(system: System, load: Child, case: Case) -> bool:
@@ -110,15 +116,18 @@ def _cost(plan: Plan, system: System, load: Child, case: Case) -> Cost:
     cpu_s = system.router.cpu_s
     _ask_answers(system, load, case, plan.concurrency, plan.num_answers)
     request_s = (system.router.cpu_s - cpu_s) / plan.num_answers
-    num_streams, num_tokens, step_s = plan.streams
+    return Cost(request_s, *(_token_s(system, load, case, streams) for streams in (plan.fast, plan.paced)))
+
+
+def _token_s(system: System, load: Child, case: Case, streams: StreamLoad) -> float:
     system.set_pace(HOLD)
-    _open(system, load, case, num_streams, num_tokens)
+    _open(system, load, case, streams.num_streams, streams.num_tokens)
     cpu_s = system.router.cpu_s
-    system.set_pace(str(step_s))
+    system.set_pace(str(streams.step_s))
     load.ask("finish")
-    token_s = (system.router.cpu_s - cpu_s) / (num_streams * (num_tokens - 1))  # the first came before
+    cpu_s = system.router.cpu_s - cpu_s
     system.set_pace("0")
-    return Cost(request_s, token_s)
+    return cpu_s / (streams.num_streams * (streams.num_tokens - 1))  # the first came before
 
 
 def _ask_answers(system: System, load: Child, case: Case, concurrency: int, count: int) -> None:

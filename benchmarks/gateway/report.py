@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.gateway.measure import Cost, Plan, Results
 from benchmarks.router.report import Verdict
@@ -20,7 +20,7 @@ def verdicts(results: Results) -> list[Verdict]:
         found.append(Verdict(f"{name}: at most 1.5 ms per request", request, cost.request_s <= MAX_REQUEST_S))
         found.append(Verdict(f"{name}: at most 60 us per streamed token", token, cost.token_s <= MAX_TOKEN_S))
     for name, ratio in results.ratios.items():
-        for what, times in zip(("request", "streamed token"), ratio, strict=True):
+        for what, times in zip(("request", "streamed token", "token with a rate"), ratio, strict=True):
             target = f"{name}: at most 3 % more than before per {what}"
             found.append(Verdict(target, f"{100 * (times - 1):+.1f} %", times <= MAX_RATIO))
     return found
@@ -35,15 +35,16 @@ def format_tables(results: Results, found: Sequence[Verdict]) -> str:
 
 def format_page(machine: Mapping[str, str], plan: Plan, results: Results, found: Sequence[Verdict], note: str) -> str:
     """The page that a run writes."""
-    load = plan.streams
+    fast, paced = plan.fast, plan.paced
     answers = f"{plan.num_answers:,} answers of one token, {plan.concurrency} at a time"
-    streams = f"{load.num_streams} streams of {load.num_tokens} tokens, one each {load.step_s * 1e3:g} ms"
+    streams = f"{fast.num_streams} streams of {fast.num_tokens} tokens, as fast as they come"
+    with_rate = f"{paced.num_streams} of {paced.num_tokens}, one each {paced.step_s * 1e3:g} ms"
     lines = [
         "# What each API of the gateway costs",
         "",
         "`python -m benchmarks.gateway`, whose help says what is measured. Processor time of the router.",
         "",
-        f"Medians of {plan.repeats} repeats, each of {answers}, and of {streams}.",
+        f"Medians of {plan.repeats} repeats, each of {answers}, of {streams}, and of {with_rate}.",
         "",
         *(f"- {name}: {value}" for name, value in machine.items()),
     ]
@@ -52,22 +53,23 @@ def format_page(machine: Mapping[str, str], plan: Plan, results: Results, found:
 
 
 def _costs(results: Results) -> list[str]:
-    lines = [
-        "| requests | ms per request | before | difference | us per streamed token | before | difference |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    kinds = ("ms per request", "us per streamed token", "us per token with a rate")
+    columns = ["requests", *(column for kind in kinds for column in (kind, "before", "difference"))]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     before, ratios = results.medians_before, results.ratios
     for name, cost in results.medians.items():
-        requests, tokens = _cells(cost, before.get(name), ratios.get(name))
-        lines.append(f"| {name} | {requests} | {tokens} |")
+        cells = _cells(cost, before.get(name), ratios.get(name))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def _cells(now: Cost, before: Cost | None, ratio: Cost | None) -> tuple[str, str]:
-    request, token = f"{now.request_s * 1e3:.2f}", f"{now.token_s * 1e6:.1f}"
-    if before is None or ratio is None:
-        return f"{request} | - | -", f"{token} | - | -"
-    return (
-        f"{request} | {before.request_s * 1e3:.2f} | {100 * (ratio.request_s - 1):+.1f} %",
-        f"{token} | {before.token_s * 1e6:.1f} | {100 * (ratio.token_s - 1):+.1f} %",
-    )
+def _cells(now: Cost, before: Cost | None, ratio: Cost | None) -> Iterator[str]:
+    for index, seconds in enumerate(now):
+        yield _figure(index, seconds)
+        yield "-" if before is None else _figure(index, before[index])
+        yield "-" if ratio is None else f"{100 * (ratio[index] - 1):+.1f} %"
+
+
+def _figure(index: int, seconds: float) -> str:
+    """The first of a Cost in ms, the others in us."""
+    return f"{seconds * 1e3:.2f}" if index == 0 else f"{seconds * 1e6:.1f}"
