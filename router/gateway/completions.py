@@ -217,7 +217,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         wants_logprobs = choices[0].sampling.num_logprobs is not None
-        answer_format = self._format(body, request_id, wants_logprobs=wants_logprobs)
+        answer_format = self._format(
+            body, request_id, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
+        )
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
         parsers = [self._parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
@@ -304,7 +306,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         answer.token_ids = token_ids
         return answer
 
-    def _format(self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool) -> AnswerFormat:
+    def _format(
+        self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool, has_event_ids: bool = False
+    ) -> AnswerFormat:
         return self._api.format(
             request_id,
             int(time.time()),
@@ -314,6 +318,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
             wants_token_ids=bool(body.return_token_ids),
             echoed=body.echoed,
+            has_event_ids=has_event_ids,
         )
 
     async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
