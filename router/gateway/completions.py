@@ -117,7 +117,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._api.parse(body)
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
-        terms = read_terms(exchange.header, exchange.tenant)
+        terms = read_terms(exchange.given_header, exchange.tenant)
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
