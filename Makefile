@@ -26,7 +26,7 @@ test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
 
 ## Clients that others wrote (openai, LangChain, guidellm ...) against a cluster; writes docs/clients.md. Installs them
-## in .venv-clients first, which takes 6 GB and a while. make clients ARGS="-k openai"
+## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.types import FinishReason, Logprobs
 
-__all__ = ["Answer", "Choice", "FinishReason", "Logprobs", "Model", "Piece", "Usage"]
+__all__ = ["Answer", "Choice", "FinishReason", "Logprobs", "Model", "Piece", "ToolCall", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,17 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # of the prompt, served by a prefix cache
+    reasoning_tokens: int | None  # of the completion; None: reasoning is not told from the answer
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model made. May be sent back among the `tool_calls` of a message."""
+
+    id: str  # for `tool_call_id` of the message with its result
+    name: str
+    arguments: str  # a JSON object
+    index: int  # among the calls of its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +34,14 @@ class Choice:
     """One answer to a prompt."""
 
     index: int
-    text: str
+    text: str  # to chats without reasoning and tool calls
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[Logprobs]  # one per token if asked for, else empty
     prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first
     stop_reason: str | int | None  # the stop text, or the one of stop_token_ids, that ended it
+    reasoning: str  # of an answer to a chat; may be empty
+    tool_calls: list[ToolCall]  # of an answer to a chat; may be empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,8 @@ class Piece:
     usage: Usage | None  # the choice's, in its last piece only
     prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first; in the choice's first piece
     stop_reason: str | int | None  # as of Choice; in its last piece only
+    reasoning: str  # may be empty
+    tool_calls: list[ToolCall]  # each comes whole; may be empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -14,6 +14,7 @@ from baton.answers import Answer, Model, Piece
 from baton.attempts import StreamProgress
 from baton.connection import Connection, Metadata
 from baton.requests import (
+    ChatRequest,
     Conversation,
     Prompt,
     Request,
@@ -78,13 +79,11 @@ class AsyncClient:
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        template_variables: Mapping[str, Any] | None = None,
-        **request: Unpack[Request],
+        **request: Unpack[ChatRequest],
     ) -> Answer:
         """Answers a conversation, each turn of it such as {"role": "user", "content": "Hello!"}; otherwise like
-        `generate`. `template_variables` are for the chat template, such as {"enable_thinking": False}."""
-        return await self._generate(chat_request(messages, params, template_variables, **request), request)
+        `generate`. See `baton.requests.ChatTerms` for tools and variables of the chat template."""
+        return await self._generate(chat_request(messages, params, **request), request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
@@ -96,12 +95,10 @@ class AsyncClient:
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        template_variables: Mapping[str, Any] | None = None,
-        **request: Unpack[Request],
+        **request: Unpack[ChatRequest],
     ) -> AsyncIterator[Piece]:
         """As `chat`, piece by piece. To leave the iteration ends the generation."""
-        return self._stream(chat_request(messages, params, template_variables, **request), request)
+        return self._stream(chat_request(messages, params, **request), request)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a running request; its caller gets what there is. False: no such request runs at a router."""
@@ -121,7 +118,7 @@ class AsyncClient:
         if isinstance(prompt, str):
             message.text = prompt
         else:
-            message.chat.CopyFrom(chat_prompt(prompt, None))
+            message.chat.CopyFrom(chat_prompt(prompt))
         return list((await self._call(lambda stub: stub.Tokenize, message)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:

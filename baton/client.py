@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -14,6 +14,7 @@ from baton.answers import Answer, Model, Piece
 from baton.attempts import Attempts, StreamProgress
 from baton.connection import Connection, Metadata
 from baton.requests import (
+    ChatRequest,
     Conversation,
     Prompt,
     Request,
@@ -71,13 +72,11 @@ class Client:
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        template_variables: Mapping[str, Any] | None = None,
-        **request: Unpack[Request],
+        **request: Unpack[ChatRequest],
     ) -> Answer:
         """Answers a conversation, each turn of it such as {"role": "user", "content": "Hello!"}; otherwise like
-        `generate`. `template_variables` are for the chat template, such as {"enable_thinking": False}."""
-        return self._generate(chat_request(messages, params, template_variables, **request), request)
+        `generate`. See `baton.requests.ChatTerms` for tools and variables of the chat template."""
+        return self._generate(chat_request(messages, params, **request), request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
@@ -89,12 +88,10 @@ class Client:
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
-        *,
-        template_variables: Mapping[str, Any] | None = None,
-        **request: Unpack[Request],
+        **request: Unpack[ChatRequest],
     ) -> Iterator[Piece]:
         """As `chat`, piece by piece. To leave the iteration ends the generation."""
-        return self._stream(chat_request(messages, params, template_variables, **request), request)
+        return self._stream(chat_request(messages, params, **request), request)
 
     def abort(self, request_id: str) -> bool:
         """Ends a running request; its caller gets what there is. False: no such request runs at a router."""
@@ -113,7 +110,7 @@ class Client:
         if isinstance(prompt, str):
             message.text = prompt
         else:
-            message.chat.CopyFrom(chat_prompt(prompt, None))
+            message.chat.CopyFrom(chat_prompt(prompt))
         return list(self._call(lambda stub: stub.Tokenize, message).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from baton.answers import Answer, Choice, Model, Piece, Usage
+from baton.answers import Answer, Choice, Model, Piece, ToolCall, Usage
 from common.errors import InvalidRequestError
 from common.pb import inference_pb2
 from common.rpc.convert import finish_reason_from_pb, logprobs_from_pb, set_options
@@ -16,6 +16,11 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 _MESSAGE_FIELDS = frozenset(inference_pb2.ChatMessage.DESCRIPTOR.fields_by_name)
+_TOOL_MODES: dict[str, inference_pb2.ToolMode.ValueType] = {
+    "auto": inference_pb2.TOOL_MODE_AUTO,
+    "none": inference_pb2.TOOL_MODE_NONE,
+    "required": inference_pb2.TOOL_MODE_REQUIRED,
+}
 _OPTION_FIELDS = frozenset(inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
@@ -62,7 +67,24 @@ class Terms(TypedDict, total=False):
 
 
 class Request(Options, Terms, total=False):
-    """Both."""
+    """What a request may have."""
+
+
+class ChatTerms(TypedDict, total=False):
+    """What a chat may have beside its messages. Tools are in OpenAI's form."""
+
+    template_variables: Mapping[str, Any]  # of the chat template, such as {"enable_thinking": False}
+    tools: Sequence[Mapping[str, Any]]  # {"type": "function", "function": {"name": ..., "parameters": {...}}}
+    tool_choice: (
+        str | Mapping[str, Any]
+    )  # "auto", "none", "required" or {"type": "function", "function": {"name": ...}}
+    parallel_tool_calls: bool  # False: at most one call per answer
+    include_reasoning: bool  # False: reasoning is left out
+    separate_reasoning: bool  # False: reasoning stays in the text with its tags
+
+
+class ChatRequest(Request, ChatTerms, total=False):
+    """What a chat may have."""
 
 
 def text_request(
@@ -78,30 +100,30 @@ def text_request(
 
 
 def chat_request(
-    messages: Conversation,
-    params: SamplingParams | None,
-    template_variables: Mapping[str, Any] | None,
-    **request: Unpack[Request],
+    messages: Conversation, params: SamplingParams | None, **request: Unpack[ChatRequest]
 ) -> inference_pb2.GenerateRequest:
     """A request to answer a conversation. Raises InvalidRequestError for what cannot be a message."""
-    message = _request(params, request)
-    message.chat.CopyFrom(chat_prompt(messages, template_variables))
+    others: Any = dict(request)
+    terms: Any = {name: others.pop(name) for name in ChatTerms.__annotations__.keys() & others.keys()}
+    message = _request(params, others)
+    message.chat.CopyFrom(chat_prompt(messages, **terms))
     return message
 
 
-def chat_prompt(messages: Conversation, template_variables: Mapping[str, Any] | None) -> inference_pb2.ChatPrompt:
+def chat_prompt(messages: Conversation, **terms: Unpack[ChatTerms]) -> inference_pb2.ChatPrompt:
     """A conversation. Raises InvalidRequestError."""
     chat = inference_pb2.ChatPrompt()
     for index, each in enumerate(messages):
-        if unknown := each.keys() - _MESSAGE_FIELDS:
-            field = f"messages[{index}].{min(unknown)}"
-            raise InvalidRequestError(f"{field} is not a field of a message over gRPC", param=field)
-        try:
-            chat.messages.add(**each)
-        except TypeError as error:
-            raise InvalidRequestError(f"messages[{index}]: {error}", param=f"messages[{index}]") from error
-    if template_variables:
-        chat.chat_template_kwargs = json.dumps(template_variables)
+        _add_message(chat, each, f"messages[{index}]")
+    if variables := terms.get("template_variables"):
+        chat.chat_template_kwargs = json.dumps(variables)
+    for index, tool in enumerate(terms.get("tools", ())):
+        _add_tool(chat, tool, f"tools[{index}]")
+    if (choice := terms.get("tool_choice")) is not None:
+        _set_tool_choice(chat, choice)
+    for name in ("parallel_tool_calls", "include_reasoning", "separate_reasoning"):
+        if name in terms:
+            setattr(chat, name, terms[name])
     return chat
 
 
@@ -131,12 +153,64 @@ def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
         None if finish_reason is None else _usage(message.usage),
         [logprobs_from_pb(each) for each in message.prompt_logprobs],
         _stop_reason(message),
+        message.reasoning,
+        [_call_from_pb(each) for each in message.tool_calls],
     )
 
 
 def models_of(message: inference_pb2.ListModelsResponse) -> list[Model]:
     """The served models."""
     return [Model(each.name, each.max_model_len) for each in message.models]
+
+
+def _add_message(chat: inference_pb2.ChatPrompt, message: Mapping[str, Any], where: str) -> None:
+    if unknown := message.keys() - _MESSAGE_FIELDS:
+        field = f"{where}.{min(unknown)}"
+        raise InvalidRequestError(f"{field} is not a field of a message over gRPC", param=field)
+    calls = [_call_to_pb(each, f"{where}.tool_calls[{index}]") for index, each in enumerate(_calls_of(message))]
+    try:
+        chat.messages.add(**{**message, "tool_calls": calls})
+    except TypeError as error:
+        raise InvalidRequestError(f"{where}: {error}", param=where) from error
+
+
+def _calls_of(message: Mapping[str, Any]) -> Sequence[ToolCall | Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _call_to_pb(call: ToolCall | Mapping[str, Any], where: str) -> inference_pb2.ToolCall:
+    if isinstance(call, ToolCall):
+        return inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+    try:
+        function = call["function"]
+        return inference_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+    except (KeyError, TypeError) as error:
+        problem = f"{where} must be a ToolCall or a call in OpenAI's form: {error!r}"
+        raise InvalidRequestError(problem, param=where) from error
+
+
+def _add_tool(chat: inference_pb2.ChatPrompt, tool: Mapping[str, Any], where: str) -> None:
+    try:
+        function = tool["function"]
+        parameters = function.get("parameters")
+        chat.tools.add(
+            name=function["name"],
+            description=function.get("description"),
+            parameters=None if parameters is None else json.dumps(parameters),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{where} must be a function in OpenAI's form: {error!r}", param=where) from error
+
+
+def _set_tool_choice(chat: inference_pb2.ChatPrompt, choice: str | Mapping[str, Any]) -> None:
+    try:
+        if isinstance(choice, str):
+            chat.tool_mode = _TOOL_MODES[choice]
+        else:
+            chat.tool_name = choice["function"]["name"]
+    except (KeyError, TypeError) as error:
+        problem = 'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+        raise InvalidRequestError(f"tool_choice {problem}", param="tool_choice") from error
 
 
 def _request(params: SamplingParams | None, request: Request) -> inference_pb2.GenerateRequest:
@@ -175,6 +249,8 @@ def _choice(message: inference_pb2.Choice) -> Choice:
         [logprobs_from_pb(each) for each in message.logprobs],
         [logprobs_from_pb(each) for each in message.prompt_logprobs],
         _stop_reason(message),
+        message.reasoning,
+        [_call_from_pb(each) for each in message.tool_calls],
     )
 
 
@@ -188,5 +264,10 @@ def _stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk) ->
             return None
 
 
+def _call_from_pb(message: inference_pb2.ToolCall) -> ToolCall:
+    return ToolCall(message.id, message.name, message.arguments, message.index)
+
+
 def _usage(message: inference_pb2.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+    reasoning_tokens = message.reasoning_tokens if message.HasField("reasoning_tokens") else None
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens, reasoning_tokens)

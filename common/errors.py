@@ -7,6 +7,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   |-- PromptTooLongError      400 on HTTP as OpenAI does it
 |   `-- UnprocessableError      422; a value of the right type that is out of range
 |-- UnknownModelError           404
+|-- UnknownPodError             404
 |-- UnauthenticatedError        401; no valid API key
 |-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
@@ -135,6 +136,12 @@ class UnprocessableError(InvalidRequestError):
 
 class UnknownModelError(BatonError):
     """No model of that name is served."""
+
+    code = ErrorCode.NOT_FOUND
+
+
+class UnknownPodError(BatonError):
+    """No pod has that address."""
 
     code = ErrorCode.NOT_FOUND
 

@@ -29,7 +29,7 @@ class Quarantine:
         """True: prefill pods should get no more blocks for now."""
         return self.num_blocks >= self._max_blocks
 
-    def hold(self, num_blocks: int, duration_s: float, on_end: Callable[[], None]) -> None:
+    def hold(self, request_id: str, num_blocks: int, duration_s: float, on_end: Callable[[], None]) -> None:
         """Calls `on_end` after so many seconds, when these blocks can no longer be written to."""
         if self._is_closed:
             return
@@ -40,7 +40,8 @@ class Quarantine:
             on_end()
 
         logger.warning(
-            "%d KV blocks are in quarantine for %g s: a lost prefill pod may still write to them",
+            "request %s: %d KV blocks are in quarantine for %g s: a lost prefill pod may still write to them",
+            request_id,
             num_blocks,
             duration_s,
         )

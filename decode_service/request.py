@@ -174,7 +174,7 @@ class DecodeRequest:
 
     def quarantine(self, num_blocks: int, duration_s: float) -> None:
         """Keeps the blocks until the quarantine ends."""
-        self._services.quarantine.hold(num_blocks, duration_s, self.note_quiescent)
+        self._services.quarantine.hold(self.request_id, num_blocks, duration_s, self.note_quiescent)
 
     # -- OutputSink -------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ _ROUTER_SETTINGS = {
     "grpc_port": "grpc_port",
     "prefill": "prefill",
     "decode": "decode",
+    "models": "model",
     "shutdown_grace_s": "stop_grace_s",
     "log_level": "log_level",
     "tls_cert": "",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import random
 import socket
 import sys
@@ -12,7 +14,8 @@ from common.errors import ConfigError
 # between its choice and its use, nor between a death and the restart.
 _FIRST, _LAST = 20000, 32000
 _ATTEMPTS = 200
-_kept: list[socket.socket] = []
+_kept = contextlib.ExitStack()
+atexit.register(_kept.close)
 
 
 def pick_ports(host: str, count: int) -> list[int]:
@@ -42,7 +45,7 @@ def _keep(host: str, port: int) -> bool:
         return False
     if sys.platform == "linux":
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now a server may bind it, too
-        _kept.append(keeper)
+        _kept.enter_context(keeper)
     else:
         keeper.close()
     return True

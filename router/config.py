@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from router.discovery.dns import PREFIX, parse_dns
 from router.dispatching.config import SurvivalConfig
 from router.placing.policy_spec import POLICY_NAMES, parse_policy
 from router.pods.config import HealthConfig
+from router.requests.bounds import MAX_MODEL_CHARS
 from router.security.config import LimitsConfig, SecurityConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
@@ -27,7 +29,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
         "Addresses": ("host", "port", "grpc_port"),
         "Pods": ("prefill", "decode"),
-        "Model": ("model", "revision", "served_model_name", "generation_config", "override_generation_config"),
+        "Model": (
+            "model",
+            "revision",
+            "served_model_name",
+            "models",
+            "generation_config",
+            "override_generation_config",
+        ),
         "Answers": ("tool_parser", "reasoning_parser"),
         "Routing": (
             "prefill_policy",
@@ -49,6 +58,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "decode",
             "model",
             "served_model_name",
+            "models",
             "generation_config",
             "tool_parser",
             "prefill_policy",
@@ -86,8 +96,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     revision: Annotated[str | None, Meta(description="Revision on the hub.")] = None
     served_model_name: Annotated[
-        str | None, Meta(description="Name of the model in the API; default: the last part of its path or hub id.")
-    ] = None
+        list[str],
+        Meta(
+            description="Names of the model in the API, the first of which is in answers; default: the last part of "
+            "its path, or its hub id."
+        ),
+    ] = []
+    models: Annotated[
+        dict[str, str],
+        Meta(
+            description="Several models, as name=directory or name=hub id; names of the same one are its aliases. A "
+            "pod belongs to the model that its own --served-model-name names."
+        ),
+    ] = {}
     generation_config: Annotated[
         str,
         Meta(
@@ -173,6 +194,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if limit is not None and limit < self.max_body_bytes:
                 option = f"--{setting.replace('_', '-')}"
                 raise ValueError(f"{option}: must be at least max_body_bytes, {self.max_body_bytes}, got {limit}")
+        _check_models(self)
         for setting in ("prefill", "decode"):
             for address in getattr(self, setting):
                 _check_address(setting, address)
@@ -182,6 +204,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
         if twice := set(self.prefill) & set(self.decode):
             raise ValueError(f"--prefill and --decode: {', '.join(sorted(twice))} cannot be both")
+
+
+def _check_models(config: RouterConfig) -> None:
+    if config.models:
+        for setting in ("model", "revision", "served_model_name"):
+            if getattr(config, setting):
+                raise ValueError(f"--models and --{setting.replace('_', '-')} exclude each other")
+    for setting in ("served_model_name", "models"):
+        names: Collection[str] = getattr(config, setting)
+        if len(names) != len(set(names)) or not all(0 < len(name) <= MAX_MODEL_CHARS for name in names):
+            problem = f"names must differ and have 1 to {MAX_MODEL_CHARS} characters"
+            raise ValueError(f"--{setting.replace('_', '-')}: {problem}")
 
 
 def _check_address(setting: str, address: str) -> None:

@@ -7,28 +7,28 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError
-from common.generation_config import SamplingDefaults
-from common.tokenization import Tokenizer
+from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError, UnknownModelError, quoted
 from common.types import FinishReason
-from router.admission.admission import Admission, Outlook
+from router.administration import Administration
+from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
 from router.admission.fair_queue import Ticket
-from router.admission.gate import Gate
 from router.admission.metrics import AdmissionMetrics
 from router.config import RouterConfig
 from router.dispatching.batch import Batch
-from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.drain import DrainWatch
 from router.dispatching.generation import Generation
 from router.dispatching.kept import ResumableStreams
+from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
 from router.placing.planner import Plan
 from router.pods import Cluster
-from router.requests.preprocess import Preprocessor, choice_id
-from router.requests.request import Draft, GenerationRequest, Prompt
+from router.requests.bounds import MAX_MODEL_CHARS
+from router.requests.preprocess import choice_id
+from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import Tenant
+from router.served_model import ModelSource, ServedModel, SharedMetrics
 
 _SHUTTING_DOWN = "the router is shutting down"
 _MAX_OTHER_VALUES = 4096  # of a body beside its prompt
@@ -45,48 +45,29 @@ class Run(NamedTuple):
 
 
 class InferenceService:
-    """Serves one model. `prepare` a draft, then `run` what comes of it."""
+    """Serves one or several models. `prepare` a draft, then `run` what comes of it."""
 
     def __init__(
-        self,
-        config: RouterConfig,
-        model_name: str,
-        tokenizer: Tokenizer,
-        sampling_defaults: SamplingDefaults,
-        cluster: Cluster,
-        metrics: RouterMetrics,
+        self, config: RouterConfig, models: Sequence[ModelSource], cluster: Cluster, metrics: RouterMetrics
     ) -> None:
+        """The models in the order of the cluster's."""
         self.config = config
-        self.model_name = model_name
-        self.tokenizer = tokenizer
         self.cluster = cluster
         self.metrics = metrics
-        self._preprocessor = Preprocessor(
-            tokenizer,
-            cluster,
-            metrics,
-            model_name=model_name,
-            timeout_s=config.request_timeout_s,
-            kv_failure_policy=config.kv_failure_policy,
-            sampling_defaults=sampling_defaults,
-            max_prompt_tokens=config.limits.max_prompt_tokens,
-        )
-        self._dispatcher = Dispatcher(cluster, config, metrics)
+        self.administration = Administration(cluster)
+        survival_metrics = SurvivalMetrics(metrics.registry)
+        self._admission_metrics = AdmissionMetrics(metrics.registry)
+        shared = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
+        self.models = [
+            ServedModel(source, pods, cluster, config, shared)
+            for source, pods in zip(models, cluster.models, strict=True)
+        ]
+        self._models = {name: model for model in self.models for name in model.names}
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
-            metrics=self._dispatcher.survival_metrics,
+            metrics=survival_metrics,
         )
-        self._admission_metrics = AdmissionMetrics(metrics.registry)
-        self._gate = Gate(
-            Admission(config.admission),
-            self._dispatcher,
-            self._admission_metrics,
-            pod_wait_s=config.survival.pod_wait_s,
-        )
-        cluster.on_change(self._gate.wake)
-        cluster.prefill_table.on_change(self._gate.wake)
-        cluster.decode_table.on_change(self._gate.wake)
         self._running: dict[_RunningId, Generation] = {}  # those that wait included
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)
@@ -97,52 +78,75 @@ class InferenceService:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no request can be served now; empty: one can."""
-        return _SHUTTING_DOWN if self._draining else self._dispatcher.unavailable_reason
+        """Why no request can be served now, of whatever model; empty: some model can be served."""
+        if self._draining:
+            return _SHUTTING_DOWN
+        reasons = [model.dispatcher.unavailable_reason for model in self.models]
+        if not all(reasons):
+            return ""
+        if len(reasons) == 1:
+            return reasons[0]
+        each = zip(self.models, reasons, strict=True)
+        return f"no model can be served: {'; '.join(f'{model.name}: {reason}' for model, reason in each)}"
 
-    def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is the served model or absent."""
-        self._preprocessor.check_model(name)
+    def model(self, name: str | None) -> ServedModel:
+        """The model of this name; without a name, the only one. Raises UnknownModelError, and InvalidRequestError
+        without a name if there are several."""
+        if not name:
+            if len(self.models) == 1:
+                return self.models[0]
+            problem = f"model is required: this router serves {self._known_models}"
+            raise InvalidRequestError(problem, param="model")
+        if len(name) > MAX_MODEL_CHARS:
+            raise InvalidRequestError(f"model must have at most {MAX_MODEL_CHARS} characters", param="model")
+        model = self._models.get(name)
+        if model is None:
+            problem = f"the model {quoted(name)} is not served here; use {self._known_models}"
+            raise UnknownModelError(problem, param="model")
+        return model
+
+    @property
+    def _known_models(self) -> str:
+        return ", ".join(repr(name) for name in self._models)
+
+    @property
+    def num_under_way(self) -> int:
+        """Generations that run or wait for their turn."""
+        return len(self._running)
 
     @property
     def max_request_tokens(self) -> int:
         """Most prompt tokens of one request, over its prompts and choices; one that fits the model may always come."""
-        return max(self.config.limits.max_request_tokens, self.cluster.max_model_len)
+        return max(self.config.limits.max_request_tokens, self._max_model_len)
 
     @property
     def max_body_values(self) -> int:
         """Most JSON values of an HTTP body; the tokens of a prompt that fits the model may always come."""
-        return max(self.config.limits.max_body_values, self.cluster.max_model_len + _MAX_OTHER_VALUES)
+        return max(self.config.limits.max_body_values, self._max_model_len + _MAX_OTHER_VALUES)
+
+    @property
+    def _max_model_len(self) -> int:
+        """Of all models."""
+        return max(model.max_model_len for model in self.models)
 
     async def prepare(self, draft: Draft) -> GenerationRequest:
-        """See Preprocessor.prepare."""
-        return await self._preprocessor.prepare(draft)
-
-    async def tokenize(self, model_name: str | None, prompt: Prompt, param: str) -> list[int]:
-        """See Preprocessor.tokenize."""
-        return await self._preprocessor.tokenize(model_name, prompt, param)
-
-    async def detokenize(self, model_name: str | None, token_ids: list[int], param: str) -> str:
-        """See Preprocessor.detokenize."""
-        return await self._preprocessor.detokenize(model_name, token_ids, param)
-
-    async def pieces(self, token_ids: list[int]) -> list[str]:
-        """See Preprocessor.pieces."""
-        return await self._preprocessor.pieces(token_ids)
+        """Raises as `model` and Preprocessor.prepare do."""
+        return await self.model(draft.model).preprocessor.prepare(draft)
 
     def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
         """Counts the prompts of what is about to run: one request for each, however many choices it has."""
         for request in requests:
-            self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-            self.metrics.prompt_length.observe(len(request.prompt_token_ids))
+            metrics = self._model_of(request).metrics
+            metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+            metrics.prompt_length.observe(len(request.prompt_token_ids))
 
     def plan(self, request: GenerationRequest) -> Plan:
         """Where the request would go now. Changes and counts nothing; raises as `run` does."""
-        return self._dispatcher.plan(request)
+        return self._model_of(request).dispatcher.plan(request)
 
     @asynccontextmanager
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Run]:
-        """Start generations together when it is their turn; leaving the context ends those that still run.
+        """Start generations of one model together when it is their turn; leaving the context ends those that still run.
 
         Raises OverloadedError if they would have to wait too long, or there is no place to wait in; UnattainableError
         if no pod can keep a limit that they name; UnavailableError if no pod is there for them or the router is
@@ -150,16 +154,17 @@ class InferenceService:
         request id is in use, or they are more than may ever be under way.
         """
         self._check(requests)
-        ticket, outlook, plan = self._appraise(requests)
-        generations = [Generation(request, self._dispatcher) for request in requests]
+        model = self._model_of(requests[0])
+        ticket, outlook, plan = _appraise(requests, model)
+        generations = [Generation(request, model.dispatcher) for request in requests]
         with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
-            if len(generations) == 1 and self._gate.passes(ticket):
+            if len(generations) == 1 and model.gate.passes(ticket):
                 generations[0].plan = plan  # it is dispatched before anything changes
-            async with self._gate.admitted(ticket, outlook, lambda: self._dispatch(batch)) as waited_s:
+            async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:
                 while not batch.is_dispatched:
                     await asyncio.sleep(0)
-                    self._dispatch(batch)
-                yield Run([TextGeneration(generation, self.tokenizer) for generation in generations], waited_s)
+                    _dispatch(batch, model)
+                yield Run([TextGeneration(generation, model.tokenizer) for generation in generations], waited_s)
 
     @asynccontextmanager
     async def counted_errors(self) -> AsyncIterator[None]:
@@ -191,7 +196,7 @@ class InferenceService:
         for generation in generations:
             generation.finish(FinishReason.ABORT)
         if batch.is_over:
-            self._gate.withdraw(batch.ticket)
+            self._model_of(batch.generations[0].request).gate.withdraw(batch.ticket)
         return True
 
     def stop_accepting(self) -> None:
@@ -206,14 +211,16 @@ class InferenceService:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._gate.fail_all(UnavailableError(_SHUTTING_DOWN))
+            for model in self.models:
+                model.gate.fail_all(UnavailableError(_SHUTTING_DOWN))
             for generation in list(self._running.values()):
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
 
     def close(self) -> None:
         """Release threads and timers. Idempotent."""
         self._leaving.close()
-        self._preprocessor.close()
+        for model in self.models:
+            model.close()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         if self._draining:
@@ -225,20 +232,8 @@ class InferenceService:
             if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
 
-    def _appraise(self, requests: Sequence[GenerationRequest]) -> tuple[Ticket, Outlook | None, Plan | None]:
-        """Planning takes longer than all the rest here, so it is only done here if it decides on admission. The plan is
-        that of the longest request."""
-        dispatcher, ticket = self._dispatcher, unplanned_ticket(requests)
-        if not requests[0].terms.has_limits and self._gate.passes(ticket):
-            return ticket, None, None
-        with dispatcher.expecting(self._gate.backlog_s):
-            plan = dispatcher.plan(longest_of(requests))
-        ticket, outlook = appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
-        return ticket, outlook, plan
-
-    def _dispatch(self, batch: Batch) -> None:
-        with self._dispatcher.expecting(self._gate.backlog_s if batch.ticket.is_local else 0.0):
-            batch.dispatch()
+    def _model_of(self, request: GenerationRequest) -> ServedModel:
+        return self._models[request.model_name]
 
     @contextmanager
     def _registered(self, batch: Batch) -> Iterator[None]:
@@ -258,3 +253,20 @@ class InferenceService:
 def _running_id(request: GenerationRequest) -> _RunningId:
     """Tenants know nothing of each other's ids."""
     return request.terms.tenant.name, request.request_id
+
+
+def _appraise(requests: Sequence[GenerationRequest], model: ServedModel) -> tuple[Ticket, Outlook | None, Plan | None]:
+    """Planning takes longer than all the rest here, so it is only done here if it decides on admission. The plan is
+    that of the longest request."""
+    dispatcher, gate, ticket = model.dispatcher, model.gate, unplanned_ticket(requests)
+    if not requests[0].terms.has_limits and gate.passes(ticket):
+        return ticket, None, None
+    with dispatcher.expecting(gate.backlog_s):
+        plan = dispatcher.plan(longest_of(requests))
+    ticket, outlook = appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
+    return ticket, outlook, plan
+
+
+def _dispatch(batch: Batch, model: ServedModel) -> None:
+    with model.dispatcher.expecting(model.gate.backlog_s if batch.ticket.is_local else 0.0):
+        batch.dispatch()

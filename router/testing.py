@@ -53,14 +53,16 @@ class FakePod:
         vocab_size: int = 2048,
         max_model_len: int = 4096,
         connector: str = "fake",
+        model_name: str = "fake",
     ) -> None:
         self.reply = reply
         self.num_cached_tokens = 0  # reported for each request
+        self.num_cache_resets = 0
         self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100)
         self.info = pods_pb2.PodInfo(
             pod_id=f"fake-{os.getpid()}-{next(_incarnations)}",
             role=self.role,
-            model_name="fake",
+            model_name=model_name,
             fingerprint=fingerprint,
             block_size=block_size,
             num_blocks=100,
@@ -266,6 +268,18 @@ class _PodServicer(pods_pb2_grpc.PodServicer):
     ) -> pods_pb2.DrainResponse:
         await self._pod.set_stats(pods_pb2.PodStats(draining=True))
         return pods_pb2.DrainResponse()
+
+    async def Undrain(  # noqa: N802
+        self, request: pods_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.UndrainResponse:
+        await self._pod.set_stats(pods_pb2.PodStats(num_free_blocks=100, num_blocks=100))
+        return pods_pb2.UndrainResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: pods_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.ResetPrefixCacheResponse:
+        self._pod.num_cache_resets += 1
+        return pods_pb2.ResetPrefixCacheResponse()
 
     async def CheckIntegrity(  # noqa: N802
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -2,11 +2,11 @@
 
 Orders come as lines of JSON on stdin, each is answered by one line on stdout:
 
-    answers ADDRESS CONCURRENCY COUNT   whole answers of one token -> their latencies
-    pods PREFILL DECODE CONCURRENCY COUNT   the same, asked of fake pods directly, both legs
-    open ADDRESS STREAMS TOKENS         streams that stay open; answered when each had its first event
-    finish                              wait for their ends -> what came
-    close                               drop them
+    answers ADDRESS CONCURRENCY COUNT [CALL]   whole answers of one token -> their latencies
+    pods PREFILL DECODE CONCURRENCY COUNT      the same, asked of fake pods directly, both legs
+    open ADDRESS STREAMS TOKENS [CALL]         streams that stay open; answered when each had its first event
+    finish                                     wait for their ends -> what came
+    close                                      drop them
 
 The client is cheap, so that it hardly competes with what it measures: one connection per stream, C parser, no tasks.
 """
@@ -18,16 +18,27 @@ import itertools
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import httptools
 import uvloop
 
 from benchmarks.router.direct import PodClient
-from benchmarks.router.workload import completion_body
+from benchmarks.router.workload import COMPLETION, Call
 
-_END = b"data: [DONE]"
-_OPENED_AT_ONCE = 16  # with all at once, the memory of their beginnings would count as that of streams
+_TOLD_BYTES = 512  # of an error
+OPENED_AT_ONCE = 16  # with all at once, the memory of their beginnings would count as that of streams
+
+
+class Stream(Protocol):
+    """One that is open."""
+
+    num_events: int  # so far
+    is_complete: bool  # it ended as it should
+
+    def close(self) -> None:
+        """Drop it."""
 
 
 class _Client(asyncio.Protocol):
@@ -36,6 +47,7 @@ class _Client(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser: Any = None
         self._transport: Any = None
+        self._end = b""
         self._tail = b""
         self._first: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -57,13 +69,14 @@ class _Client(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """A part of the answer; an event may be cut in two."""
         self.num_events += body.count(b"\n\n")
-        self._tail = (self._tail + body)[-len(_END) - 2 :]
+        seen = self._tail + body
+        self.is_complete = self.is_complete or self._end in seen
+        self._tail = seen[-max(len(self._end), _TOLD_BYTES) :]
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
 
     def on_message_complete(self) -> None:
         """The answer is whole."""
-        self.is_complete = _END in self._tail
         status = self._parser.get_status_code()
         if self._ended is not None and not self._ended.done():
             if status == 200:
@@ -71,13 +84,14 @@ class _Client(asyncio.Protocol):
             else:
                 self._ended.set_exception(RuntimeError(f"status {status}: {self._tail!r}"))
 
-    def post(self, host: str, body: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+    def post(self, host: str, call: Call, body: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
         """Send a request; futures of the first part of its answer and of its end."""
         loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._first, self._ended = loop.create_future(), loop.create_future()
         self.num_events, self.is_complete, self._tail = 0, False, b""
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        self._end = call.stream_end.encode()
+        head = f"POST {call.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         return self._first, self._ended
 
@@ -86,22 +100,27 @@ class _Client(asyncio.Protocol):
         self._transport.abort()
 
 
-class _Load:
+class Load:
+    """What carries out orders."""
+
     def __init__(self) -> None:
-        self._streams: list[_Client] = []
+        self._streams: list[Stream] = []
         self._ends: list[asyncio.Future[None]] = []
         self._num_seen = 0  # events, when all streams were open
         self._pods: dict[tuple[str, str], PodClient] = {}
 
-    async def answers(self, address: str, concurrency: int, count: int) -> dict[str, Any]:
+    async def answers(
+        self, address: str, concurrency: int, count: int, call: Sequence[Any] = COMPLETION
+    ) -> dict[str, Any]:
         """Latencies of so many one-token answers."""
         clients = [await _connect(address) for _ in range(concurrency)]
-        body = completion_body(1, stream=False)
+        asked = Call(*call)
+        body = asked.body(1, stream=False)
 
         async def ask(client: _Client) -> None:
-            await client.post(address, body)[1]
+            await client.post(address, asked, body)[1]
 
-        measured = await _repeat([lambda client=client: ask(client) for client in clients], count)
+        measured = await repeat([lambda client=client: ask(client) for client in clients], count)
         for client in clients:
             client.close()
         return measured
@@ -111,26 +130,32 @@ class _Load:
         if (prefill, decode) not in self._pods:
             self._pods[prefill, decode] = PodClient(prefill, decode)
         client = self._pods[prefill, decode]
-        return await _repeat([client.first_token] * concurrency, count)
+        return await repeat([client.first_token] * concurrency, count)
 
-    async def open(self, address: str, streams: int, tokens: int) -> dict[str, Any]:
+    async def open(self, address: str, streams: int, tokens: int, call: Sequence[Any] = COMPLETION) -> dict[str, Any]:
         """More streams, which go on until finish or close."""
-        body = completion_body(tokens, stream=True)
-        for start in range(0, streams, _OPENED_AT_ONCE):
-            clients = [await _connect(address) for _ in range(min(_OPENED_AT_ONCE, streams - start))]
-            begun = [client.post(address, body) for client in clients]
+        asked = Call(*call)
+        body = asked.body(tokens, stream=True)
+        for start in range(0, streams, OPENED_AT_ONCE):
+            clients = [await _connect(address) for _ in range(min(OPENED_AT_ONCE, streams - start))]
+            begun = [client.post(address, asked, body) for client in clients]
             await asyncio.gather(*(first for first, _ in begun))
-            self._streams += clients
-            self._ends += [ended for _, ended in begun]
-        self._num_seen = sum(client.num_events for client in self._streams)
+            self.add([(client, ended) for client, (_, ended) in zip(clients, begun, strict=True)])
         return {}
+
+    def add(self, begun: Sequence[tuple[Stream, asyncio.Future[None]]]) -> None:
+        """Streams that have had their first event, with their ends."""
+        for stream, ended in begun:
+            self._streams.append(stream)
+            self._ends.append(ended)
+        self._num_seen = sum(stream.num_events for stream in self._streams)
 
     async def finish(self) -> dict[str, Any]:
         """What came until all had ended, since they were open."""
         await asyncio.gather(*self._ends)
         broken = sum(not client.is_complete for client in self._streams)
         if broken:
-            raise RuntimeError(f"{broken} of {len(self._streams)} streams did not end with [DONE]")
+            raise RuntimeError(f"{broken} of {len(self._streams)} streams did not end as they should")
         num_events = sum(client.num_events for client in self._streams) - self._num_seen
         num_events -= len(self._streams)  # [DONE] is none of them
         await self.close()
@@ -144,7 +169,7 @@ class _Load:
         return {}
 
 
-async def _repeat(askers: list[Any], count: int) -> dict[str, Any]:
+async def repeat(askers: list[Any], count: int) -> dict[str, Any]:
     """`count` calls in all, by all askers at once; each goes on as soon as it is answered."""
     latencies: list[float] = []
     turns = itertools.count()
@@ -166,8 +191,8 @@ async def _connect(address: str) -> _Client:
     return client
 
 
-async def _obey() -> None:
-    load = _Load()
+async def obey(load: Load) -> None:
+    """Takes orders until stdin ends."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -180,4 +205,4 @@ async def _obey() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_obey())
+    uvloop.run(obey(Load()))

@@ -1,4 +1,4 @@
-"""A fake pod that answers at once, in a process of its own: `python -m benchmarks.router.pods prefill|decode`.
+"""A fake pod that answers at once, in a process of its own: `python -m benchmarks.router.pods prefill|decode [ANSWER]`.
 
 Real gRPC and the real protocol; only the engine is missing. A decode pod sends one message per step with one token for
 each of its requests, as fast as it can or as it is told (see pace).
@@ -130,9 +130,9 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
                     running.pop(command.abort.request_id, None)
 
 
-async def _serve(role: str) -> None:
+async def _serve(role: str, text: str = ANSWER) -> None:
     directory, _ = resolve_model("", None)
-    answer = Tokenizer.from_directory(directory).encode(ANSWER)
+    answer = Tokenizer.from_directory(directory).encode(text)
     pod = _PrefillPod(answer) if role == "prefill" else _DecodePod(answer)
     async with pod:
         print(pod.address, flush=True)
@@ -140,4 +140,4 @@ async def _serve(role: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve(sys.argv[1]))
+    uvloop.run(_serve(*sys.argv[1:]))

@@ -7,13 +7,14 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.router.processes import Child
-from benchmarks.router.workload import MODEL
+from benchmarks.router.processes import Child, ChildEndedError
+from benchmarks.router.workload import ANSWER, MODEL
 
 _START_S = 60.0
 _POLL_S = 0.05
@@ -33,6 +34,7 @@ class System:
     prefill: str  # address
     decode: str
     decode_side: Child
+    grpc_address: str = ""  # of ours
 
     def set_pace(self, word: str) -> None:
         """See Pace.set."""
@@ -46,19 +48,23 @@ class System:
 
 
 @contextmanager
-def baton() -> Iterator[System]:
-    """Our router between fake pods."""
+def baton(*, directory: Path | None = None, options: Sequence[str] = (), answer: str = ANSWER) -> Iterator[System]:
+    """Our router between fake pods that give this answer. `directory`: the checkout that the router is of, by default
+    this one; `options`: more of its options. Raises ChildEndedError if it does not start."""
     with ExitStack() as stack:
-        sides = [stack.enter_context(Child("benchmarks.router.pods", role)) for role in ("prefill", "decode")]
+        sides = [stack.enter_context(Child("benchmarks.router.pods", role, answer)) for role in ("prefill", "decode")]
         prefill, decode = (side.read_line() for side in sides)
         # The knobs of the benchmark, and none for speed: these are the defaults.
-        options = ["--prefill", prefill, "--decode", decode, "--port", "0", "--grpc-port", "0"]
-        options += ["--served-model-name", MODEL, "--remote-prefill", "prefer", "--max-inflight", str(_MAX_STREAMS)]
-        router = stack.enter_context(Child("router", *options, "--log-level", "warning"))
+        settings = ["--prefill", prefill, "--decode", decode, "--port", "0", "--grpc-port", "0"]
+        settings += ["--served-model-name", MODEL, "--remote-prefill", "prefer", "--max-inflight", str(_MAX_STREAMS)]
+        router = stack.enter_context(
+            Child("router", *settings, "--log-level", "warning", *options, directory=directory)
+        )
         words = dict(word.split("=", 1) for word in router.read_line().split() if "=" in word)
         address = words["http"].removeprefix("http://")
         _wait_until_healthy(address, router)
-        yield System(OURS, importlib.metadata.version("baton-llm"), address, router, prefill, decode, sides[1])
+        version = importlib.metadata.version("baton-llm")
+        yield System(OURS, version, address, router, prefill, decode, sides[1], words["grpc"])
 
 
 @contextmanager
@@ -92,7 +98,7 @@ def _wait_until_healthy(address: str, router: Child, path: str = "/health") -> N
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         if router.has_ended:
-            raise RuntimeError("the router has ended before it was ready")
+            raise ChildEndedError("the router has ended before it was ready")
         try:
             with urllib.request.urlopen(f"http://{address}{path}", timeout=_START_S):
                 return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import NamedTuple
 
 MODEL = "tiny"
 _STORY = (
@@ -15,7 +17,18 @@ PROMPT_TOKEN_IDS = list(range(300, 400))  # for calls that go to the pods direct
 MAX_MODEL_LEN = 1 << 17
 
 
-def completion_body(max_tokens: int, *, stream: bool) -> bytes:
-    """Of POST /v1/completions."""
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
-    return json.dumps(body).encode()
+class Call(NamedTuple):
+    """What is asked over HTTP, and how the answer to it ends if it is a stream."""
+
+    path: str
+    fields: Mapping[str, object]  # of the body
+    limit_field: str  # the one that says how many tokens
+    stream_end: str  # what the last event has
+
+    def body(self, max_tokens: int, *, stream: bool) -> bytes:
+        """Of a request."""
+        limits = {"model": MODEL, self.limit_field: max_tokens, "stream": stream}
+        return json.dumps({**limits, **self.fields}).encode()
+
+
+COMPLETION = Call("/v1/completions", {"prompt": PROMPT, "temperature": 0}, "max_tokens", "data: [DONE]")

@@ -281,6 +281,16 @@ class PodStub:
                 request_serializer=baton_dot_v1_dot_pods__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_pods__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/baton.v1.Pod/Undrain',
+                request_serializer=baton_dot_v1_dot_pods__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/baton.v1.Pod/ResetPrefixCache',
+                request_serializer=baton_dot_v1_dot_pods__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/baton.v1.Pod/CheckIntegrity',
                 request_serializer=baton_dot_v1_dot_pods__pb2.CheckIntegrityRequest.SerializeToString,
@@ -313,6 +323,20 @@ class PodServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Takes new work again after a Drain. UNAVAILABLE while the process ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCache(self, request, context):
+        """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckIntegrity(self, request, context):
         """States the pod's invariants: every request ended, every block accounted for.
         """
@@ -337,6 +361,16 @@ def add_PodServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_pods__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_pods__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.UndrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.UndrainResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -426,6 +460,60 @@ class Pod:
             '/baton.v1.Pod/Drain',
             baton_dot_v1_dot_pods__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_pods__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Pod/Undrain',
+            baton_dot_v1_dot_pods__pb2.UndrainRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Pod/ResetPrefixCache',
+            baton_dot_v1_dot_pods__pb2.ResetPrefixCacheRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -150,6 +150,10 @@ class PodStub:
     """A report at once, then one whenever something changed, at most one per interval."""
     Drain: _grpc.UnaryUnaryMultiCallable[_pods_pb2.DrainRequest, _pods_pb2.DrainResponse]
     """Takes no new work and returns when the old is finished or the deadline of the call passes."""
+    Undrain: _grpc.UnaryUnaryMultiCallable[_pods_pb2.UndrainRequest, _pods_pb2.UndrainResponse]
+    """Takes new work again after a Drain. UNAVAILABLE while the process ends."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_pods_pb2.ResetPrefixCacheRequest, _pods_pb2.ResetPrefixCacheResponse]
+    """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]
     """States the pod's invariants: every request ended, every block accounted for."""
 
@@ -164,6 +168,10 @@ class PodAsyncStub(PodStub):
     """A report at once, then one whenever something changed, at most one per interval."""
     Drain: _aio.UnaryUnaryMultiCallable[_pods_pb2.DrainRequest, _pods_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new work and returns when the old is finished or the deadline of the call passes."""
+    Undrain: _aio.UnaryUnaryMultiCallable[_pods_pb2.UndrainRequest, _pods_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes new work again after a Drain. UNAVAILABLE while the process ends."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_pods_pb2.ResetPrefixCacheRequest, _pods_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]  # type: ignore[assignment]
     """States the pod's invariants: every request ended, every block accounted for."""
 
@@ -193,6 +201,22 @@ class PodServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pods_pb2.DrainResponse, _abc.Awaitable[_pods_pb2.DrainResponse]]:
         """Takes no new work and returns when the old is finished or the deadline of the call passes."""
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _pods_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pods_pb2.UndrainResponse, _abc.Awaitable[_pods_pb2.UndrainResponse]]:
+        """Takes new work again after a Drain. UNAVAILABLE while the process ends."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _pods_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pods_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_pods_pb2.ResetPrefixCacheResponse]]:
+        """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
 
     @_abc_1.abstractmethod
     def CheckIntegrity(

@@ -18,13 +18,14 @@ class Admission:
         self.max_open = max_open
         self.num_open = 0
         self.draining = False
+        self._is_ending = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._on_drain: list[Callable[[], None]] = []
+        self._on_change: list[Callable[[], None]] = []
 
-    def on_drain(self, callback: Callable[[], None]) -> None:
-        """Registers a callback that is called once, when draining begins."""
-        self._on_drain.append(callback)
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Registers a callback that is called when draining begins or ends."""
+        self._on_change.append(callback)
 
     def admit(self) -> None:
         """Admits a new piece of work. Raises UnavailableError while draining, OverloadedError at the bound."""
@@ -47,11 +48,25 @@ class Admission:
 
     def drain(self) -> None:
         """Admits nothing from now on. Idempotent."""
-        if not self.draining:
-            self.draining = True
-            for callback in self._on_drain:
-                callback()
+        self._set_draining(draining=True)
+
+    def undrain(self) -> None:
+        """Admits work again. Idempotent. Raises UnavailableError after `end`."""
+        if self._is_ending:
+            raise UnavailableError("the pod is shutting down and takes no new work")
+        self._set_draining(draining=False)
+
+    def end(self) -> None:
+        """Drains, which `undrain` cannot undo."""
+        self._is_ending = True
+        self.drain()
 
     async def wait_idle(self) -> None:
         """Returns once nothing is open."""
         await self._idle.wait()
+
+    def _set_draining(self, *, draining: bool) -> None:
+        if draining != self.draining:
+            self.draining = draining
+            for callback in self._on_change:
+                callback()

@@ -86,6 +86,8 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             admission = self._pod.admission
             admission.drain()
+            if request.returns_at_once:
+                return pods_pb2.DrainResponse(num_unfinished=admission.num_open)
             remaining = context.time_remaining()  # None without a deadline, unlike in the type stubs
             wait_s = MAX_DRAIN_WAIT_S if remaining is None else remaining * 0.9
             try:
@@ -94,6 +96,22 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             except TimeoutError:
                 pass  # the response has the number of those left
         return pods_pb2.DrainResponse(num_unfinished=admission.num_open)
+
+    async def Undrain(  # noqa: N802
+        self, request: pods_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.UndrainResponse:
+        """Admits work again."""
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
+            self._pod.admission.undrain()
+        return pods_pb2.UndrainResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: pods_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.ResetPrefixCacheResponse:
+        """Removes the blocks that no request uses from the prefix cache."""
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
+            await self._pod.engine.reset_prefix_cache()
+        return pods_pb2.ResetPrefixCacheResponse()
 
     async def CheckIntegrity(  # noqa: N802
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -121,7 +121,7 @@ class PodRuntime:
                 metrics = MetricsServer(self.config.host, self.config.metrics_port, context.metrics.registry)
                 self.metrics_port = stack.enter_context(metrics).port
             await self.server.start()
-            context.admission.on_drain(self._announce_drain)
+            context.admission.on_change(self._publish_draining)
             await self.server.set_serving(True)
             if registry is not None:
                 self._announce(registry, stack)
@@ -226,7 +226,7 @@ class PodRuntime:
 
     async def _drain(self) -> None:
         admission = self.context.admission
-        admission.drain()
+        admission.end()
         logger.info("draining: %d requests and transfers open", admission.num_open)
         idle = asyncio.create_task(admission.wait_idle(), name="idle")
         timeout_s = self.config.drain_timeout_s
@@ -239,9 +239,12 @@ class PodRuntime:
                 timeout_s,
             )
 
-    def _announce_drain(self) -> None:
-        self._tasks.spawn(self.server.set_serving(False), "health")
+    def _publish_draining(self) -> None:
+        self._tasks.spawn(self._publish_health(), "health")
         self.context.stats.touch()
+
+    async def _publish_health(self) -> None:
+        await self.server.set_serving(not self.context.admission.draining)
 
     async def _end_outputs(self) -> None:
         self._outputs.cancel()

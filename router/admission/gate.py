@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from common.errors import BatonError, DeadlineExceededError, UnavailableError
 from router.admission.admission import Admission, Outlook
 from router.admission.fair_queue import Ticket
-from router.admission.metrics import AdmissionMetrics, priority_label
+from router.admission.metrics import QueueMetrics, priority_label
 from router.admission.room import Room
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Waiter(NamedTuple):
 class Gate:
     """Lets requests through in the order of its Admission."""
 
-    def __init__(self, admission: Admission, pods: Pods, metrics: AdmissionMetrics, *, pod_wait_s: float) -> None:
+    def __init__(self, admission: Admission, pods: Pods, metrics: QueueMetrics, *, pod_wait_s: float) -> None:
         """`pod_wait_s`: seconds that requests wait for a pod when none is left."""
         self._admission = admission
         self._pods = pods

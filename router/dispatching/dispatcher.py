@@ -34,11 +34,11 @@ from router.admission.steering import within_limits
 from router.config import RouterConfig
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.migrations import MigrationLine
-from router.metrics import RouterMetrics
+from router.metrics import ModelMetrics
 from router.placing.estimates import Estimates
 from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
 from router.placing.policies import Leg
-from router.pods import Cluster, ModelFacts, Pod, PodClaim, Share
+from router.pods import ModelFacts, ModelPods, Pod, PodClaim, Share
 from router.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -60,19 +60,21 @@ class Route(NamedTuple):
 
 
 class Dispatcher:
-    """Chooses the pods of each dispatch, claims them, and gives each request its transfer id."""
+    """Chooses the pods of each dispatch among those of a model, claims them, and gives each request its transfer id."""
 
-    def __init__(self, cluster: Cluster, config: RouterConfig, metrics: RouterMetrics) -> None:
-        self.cluster = cluster
+    def __init__(
+        self, pods: ModelPods, config: RouterConfig, metrics: ModelMetrics, survival_metrics: SurvivalMetrics
+    ) -> None:
+        self.pods = pods
         self.config = config
         self.metrics = metrics
         self.estimates = Estimates()
-        self.survival_metrics = SurvivalMetrics(metrics.registry)
+        self.survival_metrics = survival_metrics
         self.migrations = MigrationLine(self.survival_metrics)
         self.planner = Planner(
-            cluster.prefill_table,
-            cluster.decode_table,
-            cluster.index,
+            pods.prefill_table,
+            pods.decode_table,
+            pods.index,
             prefill_policy=config.prefill_policy,
             decode_policy=config.decode_policy,
             remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
@@ -87,13 +89,13 @@ class Dispatcher:
     @property
     def unavailable_reason(self) -> str:
         """Why no request can be dispatched now; empty: one can."""
-        if not self.cluster.can_serve:
-            return self.cluster.explain()
+        if not self.pods.can_serve:
+            return self.pods.explain()
         return "" if self.planner.can_serve else NO_PREFILL_POD
 
     def room(self) -> Room:
         """What the ready pods could take now."""
-        prefill, decode = self.cluster.prefill_table.columns(), self.cluster.decode_table.columns()
+        prefill, decode = self.pods.prefill_table.columns(), self.pods.decode_table.columns()
         if not self.planner.can_serve:
             return NO_ROOM
         computing = prefill if self.sends_prompts_away else decode
@@ -102,7 +104,7 @@ class Dispatcher:
     @property
     def sends_prompts_away(self) -> bool:
         """Whether there are prefill pods, and they are used."""
-        return self.planner.remote_prefill != "never" and len(self.cluster.prefill_table) > 0
+        return self.planner.remote_prefill != "never" and len(self.pods.prefill_table) > 0
 
     def new_transfer_id(self, request: GenerationRequest) -> str:
         """A name for the request on its pods, which no other request of any router has."""
@@ -123,13 +125,13 @@ class Dispatcher:
         A resumed request has output already; `avoid` is used only if nothing else is ready. Raises UnavailableError if
         no decode pod is ready, or no prefill pod is and a remote prefill is a must.
         """
-        model = self.cluster.model
+        model = self.pods.facts
         if model is None:
-            raise UnavailableError(self.cluster.explain())
+            raise UnavailableError(self.pods.explain())
         query = self._query(request, model, resumed=resumed, avoid=avoid)
         plan = self.planner.plan(query, time.monotonic())
         if plan is None:
-            raise UnavailableError(NO_PREFILL_POD if self.cluster.can_serve else self.cluster.explain())
+            raise UnavailableError(NO_PREFILL_POD if self.pods.can_serve else self.pods.explain())
         return within_limits(plan, request.terms, PREDICTION_MARGIN)
 
     def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
@@ -153,7 +155,7 @@ class Dispatcher:
     def reroute(self, request: GenerationRequest, decode: Pod, failed: Collection[str]) -> Route | None:
         """Plan again, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is
         ready, with this decode pod. None: there is no other prefill pod."""
-        model = self.cluster.model
+        model = self.pods.facts
         if model is None:
             return None
         query = self._query(request, model, resumed=False, avoid=None)
@@ -166,7 +168,7 @@ class Dispatcher:
             other.info is not None
             and other.load.current().num_requests < other.info.max_num_seqs
             and other.load.current().free_blocks * other.info.block_size >= num_tokens
-            for other in self.cluster.ready_decode()
+            for other in self.pods.ready_decode()
             if other is not pod
         )
 
@@ -190,19 +192,19 @@ class Dispatcher:
 
     def _claim(self, placement: Placement, request: GenerationRequest, *, computes: bool) -> tuple[Pod, PodClaim]:
         now = time.monotonic()
-        cluster, facts = self.cluster, placement.facts
-        pod = cluster.by_address[facts.address]
+        pods, facts = self.pods, placement.facts
+        pod = pods.by_address[facts.address]
         num_prompt_tokens = len(request.prompt_token_ids)
         uncached = max(1.0, num_prompt_tokens - placement.cached_tokens)
-        assert cluster.model is not None
+        assert pods.facts is not None
         share = Share(
             tokens=num_prompt_tokens if computes else 0,
             work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
-            blocks=-(-int(uncached) // cluster.model.block_size),
+            blocks=-(-int(uncached) // pods.facts.block_size),
             context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
         )
-        num_held = int(placement.cached_tokens) // cluster.model.block_size
-        expectation = cluster.index.expect(
+        num_held = int(placement.cached_tokens) // pods.facts.block_size
+        expectation = pods.index.expect(
             facts.slot, request.block_hashes, num_held, now, request.deadline - now, arrives=not computes
         )
         return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)

@@ -519,21 +519,21 @@ class Generation:
         """The pod had no room. A request that no pod has had may be refused, if there is no other to ask; any other
         request waits for its turn."""
         if not (self._was_admitted or len(self._output)):
-            return any(pod is not full for pod in self._dispatcher.cluster.ready_decode())
+            return any(pod is not full for pod in self._dispatcher.pods.ready_decode())
         self._attempts.refused()
         await asyncio.sleep(self._backoff.next())
         return True
 
     async def _turn(self, error: BatonError) -> None:
         """Wait for a decode pod, and for those who are before us. Raises UnavailableError if no pod comes."""
-        cluster, pod_wait_s = self._dispatcher.cluster, self._dispatcher.config.survival.pod_wait_s
+        pods, pod_wait_s = self._dispatcher.pods, self._dispatcher.config.survival.pod_wait_s
         while True:
-            if not await cluster.wait_until_ready(pod_wait_s):
-                raise UnavailableError(f"{error.message}; {cluster.explain()}")
+            if not await pods.wait_until_ready(pod_wait_s):
+                raise UnavailableError(f"{error.message}; {pods.explain()}")
             if not self._was_admitted:
                 return  # no pod has computed anything of it yet
             self._slot = await self._dispatcher.migrations.enter()
-            if cluster.can_serve:
+            if pods.can_serve:
                 return
             self._release_slot()
 
@@ -562,7 +562,7 @@ class Generation:
 
     @property
     def _vocab_size(self) -> int:
-        model = self._dispatcher.cluster.model
+        model = self._dispatcher.pods.facts
         return 0 if model is None else model.vocab_size
 
     @property

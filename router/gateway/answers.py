@@ -327,12 +327,14 @@ class Detokenized(_Answer):
 
 
 class ModelCard(_Answer):
-    """A served model. Without a ready decode pod its context is not known."""
+    """A name of a served model; `root` is its first name, which answers have. Without a ready decode pod its context is
+    not known."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int | None
 
 
@@ -348,16 +350,50 @@ class PodHealth(_Answer):
 
     address: str
     role: Literal["prefill", "decode"]
+    model: str | None
     state: str
     detail: str
 
 
+class ModelHealth(_Answer):
+    """A served model; `reason`: why no request for it can be served, empty if one can."""
+
+    name: str
+    reason: str
+
+
 class Health(_Answer):
-    """Answer of GET /health and /readyz. Where there are API keys, `pods` is for operators."""
+    """Answer of GET /health and /readyz. Where there are API keys, `models` and `pods` are for operators."""
 
     status: Literal["ok", "unavailable"]
     reason: str
+    models: list[ModelHealth] = []
     pods: list[PodHealth] = []
+
+
+class Load(_Answer):
+    """Answer of GET /load: generations under way, those that wait in the router included."""
+
+    server_load: int
+
+
+class Drained(_Answer):
+    """Answer to draining a pod: requests and transfers of all routers that still run on it."""
+
+    address: str
+    num_unfinished: int
+
+
+class Undrained(_Answer):
+    """Answer to taking a drained pod back."""
+
+    address: str
+
+
+class PrefixCachesReset(_Answer):
+    """Answer of POST /reset_prefix_cache."""
+
+    pods: list[str]
 
 
 class Liveness(_Answer):

@@ -93,7 +93,7 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)],
         Meta(description="The conversation: texts, calls, their results, thinking. The last one is the user's."),
     ]
-    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
     system: Annotated[str | list[Block] | None, Meta(description="What the model is told beforehand.")] = None
     tools: Annotated[
         Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None,

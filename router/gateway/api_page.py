@@ -60,19 +60,20 @@ event with OpenAI's error object, before `[DONE]`. Event ids are for
 
 _REQUEST_IDS = """\
 A request's id is the `request_id` of its body, else its `x-request-id`, else a random one. It is the `id` of the
-answer, as it was named, and a header `x-request-id` of every response, errors included; lines of the router's log begin
-with it. An id is 1 to 128 letters, digits, dots, dashes, colons or underscores. An `x-request-id` that another running
-request of the same client has, such as one that a service passes on with several requests, gets a suffix; the same
-`request_id` is a 400. A resumed stream keeps its id. A response to what the HTTP server itself refuses, such as a
-malformed request line, has none.
+answer, as it was named, and a header `x-request-id` of every response, errors included. Lines of the router's log about
+the request begin with it, and those of pods name it, with suffixes. An id is 1 to 128 letters, digits, dots, dashes,
+colons or underscores. An `x-request-id` that another running request of the same client has, such as one that a service
+passes on with several requests, gets a suffix; the same `request_id` is a 400. A resumed stream keeps its id. A
+response to what the HTTP server itself refuses, such as a malformed request line, has none.
 """
 
 _BEAMS = """\
 `use_beam_search` answers with the `n` best of `best_of` beams (default: `n`), the same that `transformers` finds with
 `num_beams`, `length_penalty` and `early_stopping`. There are at most 16 beams, and at most 20 beams and tokens that end
 an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
-log probabilities and streams are refused with it. Each token costs a request of one token for each beam, of which the
-prefix cache has all but the last block, so a search takes far longer than an answer.
+log probabilities, structured output, tools, logits processors and streams are refused with it. Each token costs a
+request of one token for each beam, of which the prefix cache has all but the last block, so a search takes far longer
+than an answer.
 """
 
 _PROCESSORS = """\
@@ -105,6 +106,37 @@ decode pod is ready, the context is not known, and the answer is a 503. Of a cha
 """
 
 
+_OPERATION = """\
+These are for [operators' keys](security.md#api-keys) where there are keys. Without keys all clients may use them, but
+no web page. baton.v1.Admin ([admin.proto](../proto/baton/v1/admin.proto)) is the same on gRPC. `ADDRESS` is a pod's
+host:port as `/health` has it; another is a 404. A pod that does not answer within 5 s is a 504.
+"""
+
+_OPERATION_ROWS = (
+    (
+        "`GET /load`, `GET /v1/load`",
+        (
+            "`server_load`: generations under way in this router, waiting ones included. vLLM's counts HTTP requests, "
+            "of which one may have several."
+        ),
+    ),
+    (
+        "`POST /admin/pods/ADDRESS/drain`",
+        (
+            "The pod takes no new requests of any router; running ones finish, or go on elsewhere with "
+            "`migrate_on_drain_s`. Answers at once; `num_unfinished` is what still runs on it. May be called again."
+        ),
+    ),
+    ("`POST /admin/pods/ADDRESS/undrain`", "The pod takes requests again. 503 if it shuts down."),
+    (
+        "`POST /reset_prefix_cache`",
+        (
+            "All pods empty their prefix caches, but for blocks that requests use. Tiers and stores keep theirs; "
+            "`baton kv purge` empties a store. 503 names pods that could not be reset, such as those that are down; "
+            "the others were. May be called again."
+        ),
+    ),
+)
 _MESSAGES_API = """\
 `POST /v1/messages` takes the requests of Anthropic's clients, and `POST /v1/messages/count_tokens` says how many tokens
 such a prompt has. Both become chats, with the same limits, quotas and [tools](tools.md); errors have Anthropic's form.
@@ -148,6 +180,9 @@ def page() -> str:
         "## Tokens\n",
         _TOKENS.format(refused=_names(REFUSED_BY_TOKENIZED_CHATS)),
         _table(("field", "type", "of", "what it does"), _token_rows()),
+        "## Operation\n",
+        _OPERATION,
+        _table(("endpoint", "what it does"), iter(_OPERATION_ROWS)),
         "## Anthropic's Messages\n",
         _MESSAGES_API.format(refused=_names(REFUSED_BY_MESSAGES)),
         _table(("field", "type", "what it does"), _struct_rows(MessagesBody)),

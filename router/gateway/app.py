@@ -11,21 +11,25 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
+from router.gateway.administration import AdministrationEndpoints
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
 from router.gateway.reply import ReplyParsing
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
-from router.requests.ids import RunningIds
+from router.requests.ids import REQUEST_ID_HEADER, RunningIds
+from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
+from router.served_model import ServedModel
 from router.service import InferenceService
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -37,7 +41,7 @@ _JSON = "application/json"
 def create_app(
     service: InferenceService,
     access: AccessControl,
-    parsing: ReplyParsing,
+    parsing: Mapping[str, ReplyParsing],
     open_paths: frozenset[str] = OPEN_PATHS,
 ) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
@@ -64,6 +68,9 @@ def create_app(
         Route("/ping", status.ping, methods=["GET", "POST"]),
         Route("/metrics", status.metrics, methods=["GET"]),
         Route("/version", status.version, methods=["GET"]),
+        Route("/load", status.load, methods=["GET"]),
+        Route("/v1/load", status.load, methods=["GET"]),
+        *AdministrationEndpoints(service, access).routes,
     ]
     app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
@@ -72,7 +79,21 @@ def create_app(
     guarded: dict[str, App] = {
         path: ApiKeyGuard(endpoint, access, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
-    return _Shortcut(guarded, app)
+    shortcut = _Shortcut(guarded, app)
+    origins = service.config.security.allowed_origins
+    return _with_cors(shortcut, origins) if origins else shortcut
+
+
+def _with_cors(app: App, origins: list[str]) -> App:
+    """Answers preflight requests, which have no key, and lets pages of these origins read responses. No cookies: a page
+    shows its key as every client does."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, "retry-after", "x-should-retry"],
+    )
 
 
 class _Shortcut:
@@ -98,13 +119,14 @@ class _Status:
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The served model, as a list."""
-        return _json({"object": "list", "data": [self._card()]})
+        """The served models, under all their names."""
+        cards = [self._card(model, name) for model in self._service.models for name in model.names]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """One model by name. Raises UnknownModelError."""
-        self._service.check_model(request.path_params["name"])
-        return _json(self._card())
+        name = request.path_params["name"]
+        return _json(self._card(self._service.model(name), name))
 
     async def health(self, request: Request) -> Response:
         """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
@@ -113,10 +135,17 @@ class _Status:
         if not self._access.is_operators(lambda name: request.headers.get(name, "")):
             return _json({"status": told, "reason": reason.partition(":")[0]}, status)
         pods = [
-            {"address": pod.address, "role": pod.role_name, "state": pod.state.value, "detail": pod.detail}
+            {
+                "address": pod.address,
+                "role": pod.role_name,
+                "model": None if pod.info is None else pod.info.model_name,
+                "state": pod.state.value,
+                "detail": pod.detail,
+            }
             for pod in self._service.cluster.pods
         ]
-        return _json({"status": told, "reason": reason, "pods": pods}, status)
+        models = [{"name": model.name, "reason": model.dispatcher.unavailable_reason} for model in self._service.models]
+        return _json({"status": told, "reason": reason, "models": models, "pods": pods}, status)
 
     async def alive(self, request: Request) -> Response:
         """200 whatever the state of the pods: only a router that does not answer should be restarted."""
@@ -130,17 +159,22 @@ class _Status:
         """Prometheus exposition."""
         return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def load(self, request: Request) -> Response:
+        """Generations under way, as vLLM tells it."""
+        return _json({"server_load": self._service.num_under_way})
+
     async def version(self, request: Request) -> Response:
         """Version of Baton."""
         return _json({"version": __version__})
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
         return {
-            "id": self._service.model_name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "baton",
-            "max_model_len": self._service.cluster.max_model_len or None,
+            "root": model.name,
+            "max_model_len": model.max_model_len or None,
         }
 
 

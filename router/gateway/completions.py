@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
-from common.tokenization import OutputProcessor
+from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
@@ -49,7 +49,7 @@ from router.gateway.resume import (
     new_seed,
     read_resume_options,
 )
-from router.gateway.structured import STRUCTURED
+from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
@@ -105,9 +105,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     """An ASGI application for one of the APIs."""
 
     def __init__(
-        self, api: Api, service: InferenceService, access: AccessControl, ids: RunningIds, parsing: ReplyParsing
+        self,
+        api: Api,
+        service: InferenceService,
+        access: AccessControl,
+        ids: RunningIds,
+        parsing: Mapping[str, ReplyParsing],
     ) -> None:
-        """`ids` are those of all endpoints that generate."""
+        """`ids` are those of all endpoints that generate, `parsing` has the first name of every model."""
         super().__init__(api.id_prefix, service, access)
         self._api = api
         self._ids = ids
@@ -141,7 +146,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 return
             job = await self._job(parsed, request_id, resume, prompts, terms)
             del parsed, prompts
-            with self._resumable(job, terms.tenant) as resumable, _errors_of_constraint(job.constraint_name):
+            with self._resumable(job, terms.tenant) as resumable, errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
                     resumable.generations = [each.generation for each in run.generations]
@@ -180,14 +185,15 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
         n, limit = _n(body), self._service.max_request_tokens
+        parsing = self._parsing[self._service.model(body.model).name]
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             options = body.reply_options(draft.prompt)
-            self._parsing.check(options)
-            spelled_ids = self._parsing.spelled_ids(options)
+            parsing.check(options)
+            spelled_ids = parsing.spelled_ids(options)
             request = await self._service.prepare(replace(draft, seed=seed_of_prompt, spelled_ids=spelled_ids))
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
@@ -208,13 +214,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt],
         terms: Terms,
     ) -> _Job:
-        n = _n(body)
+        n, model = _n(body), self._service.model(body.model)
         choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
         echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * n]
         event_ids = None
         if body.stream and resume.has_ids:
-            model = self._service.cluster.model
-            digest = digest_of(body, terms.tenant, b"" if model is None else model.fingerprint)
+            digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         wants_logprobs = choices[0].sampling.num_logprobs is not None
         answer_format = self._format(
@@ -222,7 +227,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         )
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
-        parsers = [self._parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
+        parsing = self._parsing[model.name]
+        parsers = [parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
@@ -246,7 +252,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if isinstance(given, TextPrompt):
             return given.text
         await asyncio.sleep(0)  # others' turn: it may be long, and there may be many
-        return self._service.tokenizer.decode(prompt.request.prompt_token_ids)
+        return self._service.model(body.model).tokenizer.decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def collect(generation: TextGeneration, echo: str, parser: ReplyParser | None) -> Answer:
@@ -296,7 +302,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
             answer.stop_reason = token_ids[-1]
         processor = OutputProcessor(
-            self._service.tokenizer,
+            self._tokenizer_of(request),
             continued=request.prompt_token_ids if request.continues_prompt else (),
             skip_special_tokens=sampling.skip_special_tokens,
             spaces_between_special_tokens=sampling.spaces_between_special_tokens,
@@ -309,11 +315,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     def _format(
         self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool, has_event_ids: bool = False
     ) -> AnswerFormat:
+        model = self._service.model(body.model)
         return self._api.format(
             request_id,
             int(time.time()),
-            self._service.model_name,
-            self._service.tokenizer,
+            model.name,
+            model.tokenizer,
             wants_logprobs=wants_logprobs,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
             wants_token_ids=bool(body.return_token_ids),
@@ -321,14 +328,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             has_event_ids=has_event_ids,
         )
 
+    def _tokenizer_of(self, request: GenerationRequest) -> Tokenizer:
+        return self._service.model(request.model_name).tokenizer
+
     async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
         """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""
-        token_ids = generation.generation.request.prompt_token_ids
-        logprobs = generation.generation.prompt_logprobs
+        request, logprobs = generation.generation.request, generation.generation.prompt_logprobs
+        token_ids, tokenizer = request.prompt_token_ids, self._tokenizer_of(request)
         if job.echoes_logprobs and not answer.logprobs:
-            answer.logprobs = await echoed(self._service.tokenizer, token_ids, logprobs)
+            answer.logprobs = await echoed(tokenizer, token_ids, logprobs)
         if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
-            answer.prompt_fields["prompt_logprobs"] = await by_token_id(self._service.tokenizer, token_ids, logprobs)
+            answer.prompt_fields["prompt_logprobs"] = await by_token_id(tokenizer, token_ids, logprobs)
         if "prompt_token_ids" in job.prompt_fields:
             answer.prompt_fields["prompt_token_ids"] = token_ids
 
@@ -355,7 +365,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 usage = _usage_of(generation, parser) if has_counts else None
                 if echoes_logprobs:
                     logprobs = await echoed(
-                        self._service.tokenizer,
+                        self._tokenizer_of(generation.generation.request),
                         generation.generation.request.prompt_token_ids,
                         generation.generation.prompt_logprobs,
                     )
@@ -371,17 +381,6 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
         await together([pump(index, generation) for index, generation in enumerate(generations)])
         await exchange.end_events(job.format.end(_usage(job, generations)))
-
-
-@contextmanager
-def _errors_of_constraint(name: str) -> Iterator[None]:
-    """Pods name the constraint that they cannot keep to; the client may have given it as another field."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param != STRUCTURED:
-            raise
-        raise InvalidRequestError(error.message, param=name) from error
 
 
 def _n(body: CompletionBody | ChatBody) -> int:

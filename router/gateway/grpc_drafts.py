@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence, Sized
+from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from common.errors import InvalidRequestError
 from common.pb import common_pb2, inference_pb2
@@ -15,8 +17,17 @@ from common.types import SamplingParams
 from common.types.parameters import parameters_of
 from common.types.validation import check_num_entries
 from router.gateway.messages import Message
-from router.gateway.protocol import chat_prompt, decode_variables, request_errors
-from router.requests.bounds import MAX_MESSAGES, MAX_STOPS
+from router.gateway.protocol import (
+    chat_prompt,
+    constraint_of_calls,
+    decode_variables,
+    reply_options_of,
+    request_errors,
+)
+from router.gateway.reply import ReplyOptions
+from router.gateway.structured import STRUCTURED
+from router.gateway.tools.request import Tool, ToolChoice, read_tool_choice, read_tools
+from router.requests.bounds import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
 from router.requests.request import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from router.requests.terms import Terms
 
@@ -30,6 +41,12 @@ _COLLECTIONS = [
     for field in parameters_of(SamplingParams).values()
     if field.parameter.max_entries is not None and field.parameter.option_tag is not None
 ]
+_TOOL_MODES = {
+    inference_pb2.TOOL_MODE_UNSPECIFIED: "auto",
+    inference_pb2.TOOL_MODE_AUTO: "auto",
+    inference_pb2.TOOL_MODE_NONE: "none",
+    inference_pb2.TOOL_MODE_REQUIRED: "required",
+}
 _HOW_IT_TRAVELS = ("request_id", "resumable", "last_event_id")  # no part of what is asked for
 
 
@@ -43,6 +60,12 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
     given = parameters_from_pb(options)  # zeros that were set included
     stops = tuple(given.pop("stop", ()))
     prompt, param = _prompt(message)
+    names = {}
+    if isinstance(prompt, ChatPrompt) and (choice := _tool_choice(message.chat, prompt.tools)).must_call:
+        rival = STRUCTURED if STRUCTURED in given else ""
+        is_single = _calls_one(message.chat)
+        given[STRUCTURED] = constraint_of_calls(prompt.tools, choice, is_single=is_single, rival=rival)
+        names = {STRUCTURED: "tools"}
     return Draft(
         request_id=request_id or message.request_id or f"gen-{uuid.uuid4().hex}",
         model=message.model or None,
@@ -57,7 +80,23 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
         priority=message.priority,
         kv_failure_policy=_kv_failure_policy(message.kv_failure_policy),
         terms=terms,
+        names=names,
         arrived_at=time.monotonic(),
+    )
+
+
+def reply_options(message: inference_pb2.GenerateRequest, prompt: Prompt) -> ReplyOptions:
+    """How answers to the prompt of its draft are parsed."""
+    if not isinstance(prompt, ChatPrompt):
+        return ReplyOptions(separates_reasoning=False)
+    chat = message.chat
+    return reply_options_of(
+        prompt,
+        _tool_choice(chat, prompt.tools),
+        is_constrained=message.options.HasField("structured_outputs"),
+        is_single=_calls_one(chat),
+        separates_reasoning=chat.separate_reasoning or not chat.HasField("separate_reasoning"),
+        shows_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
     )
 
 
@@ -114,27 +153,77 @@ def _chat(chat: inference_pb2.ChatPrompt) -> ChatPrompt:
     if opens and chat.continue_final_message:
         problem = "continue_final_message and add_generation_prompt cannot both be true"
         raise InvalidRequestError(problem, param="continue_final_message")
+    sent_tools = _tools_as_json(chat.tools)
+    tools = read_tools(sent_tools)
     return chat_prompt(
         _messages(chat.messages),
+        tools=tools if _tool_choice(chat, tools).may_call else (),
+        num_tool_chars=len(bytes(sent_tools)),
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         add_special_tokens=chat.add_special_tokens,
-        template_variables=decode_variables(msgspec.Raw(chat.chat_template_kwargs.encode())),
+        template_variables=decode_variables(Raw(chat.chat_template_kwargs.encode())),
     )
+
+
+def _tools_as_json(tools: Sequence[inference_pb2.Tool]) -> Raw:
+    """The tools as HTTP clients send them; empty: there are none. Raises InvalidRequestError for what is not JSON, and
+    for more than are worth a look."""
+    if not tools:
+        return Raw()
+    check_length(tools, MAX_TOOLS, "tools")
+    return Raw(msgspec.json.encode([_tool_in_json(tool, f"tools[{index}]") for index, tool in enumerate(tools)]))
+
+
+def _tool_in_json(tool: inference_pb2.Tool, where: str) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        try:
+            function["parameters"] = msgspec.json.decode(tool.parameters, type=Raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            param = f"{where}.parameters"
+            raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from None
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(chat: inference_pb2.ChatPrompt, tools: Sequence[Tool]) -> ToolChoice:
+    """Raises InvalidRequestError."""
+    match chat.WhichOneof("tool_choice"):
+        case "tool_name":
+            named = {"type": "function", "function": {"name": chat.tool_name}}
+            return read_tool_choice(Raw(msgspec.json.encode(named)), tools)
+        case "tool_mode":
+            mode = _TOOL_MODES.get(chat.tool_mode, str(chat.tool_mode))  # one from the future is refused by name
+            return read_tool_choice(Raw(msgspec.json.encode(mode)), tools)
+        case _:
+            return ToolChoice()
+
+
+def _calls_one(chat: inference_pb2.ChatPrompt) -> bool:
+    return chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
 
 
 def _messages(messages: Sequence[inference_pb2.ChatMessage]) -> list[Message]:
     with request_errors("chat.messages"):
-        return msgspec.convert(
-            [
-                {
-                    "role": each.role,
-                    "content": each.content,
-                    "name": each.name or None,
-                    "reasoning": each.reasoning or None,
-                    "tool_call_id": each.tool_call_id or None,
-                }
-                for each in messages
-            ],
-            list[Message],
-        )
+        return msgspec.convert([_message(each) for each in messages], list[Message])
+
+
+def _message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name or None,
+        "reasoning": message.reasoning or None,
+        "tool_call_id": message.tool_call_id or None,
+    }
+    if message.tool_calls:
+        fields["content"] = message.content or None
+        fields["tool_calls"] = Raw(msgspec.json.encode([_call(each) for each in message.tool_calls]))
+    return fields
+
+
+def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    """In OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

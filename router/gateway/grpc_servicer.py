@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.explain import explain
-from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of
+from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of, reply_options
+from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, ReplyParsing, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
+from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.preprocess import choices_of
-from router.requests.request import GenerationRequest
+from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
@@ -40,7 +42,9 @@ class _Prepared(NamedTuple):
 
     request_id: str
     choices: list[GenerationRequest]
+    parsers: list[ReplyParser | None]  # of each choice; None: it is all text
     event_ids: Stream | None  # of a stream that may be resumed
+    constraint_name: str  # the field that constrains the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +53,38 @@ class _Job:
 
     request_id: str
     generations: list[TextGeneration]
-    event_ids: Stream | None  # of a stream that may be resumed
+    parsers: list[ReplyParser | None]  # as of _Prepared
+    event_ids: Stream | None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.generations[0].generation.request.prompt_token_ids)
 
 
+class _Gained(NamedTuple):
+    """What a choice gains."""
+
+    text: str
+    reasoning: str = ""
+    tool_calls: Sequence[inference_pb2.ToolCall] = ()
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService, access: AccessControl) -> None:
-        """Its calls come through an ApiKeyInterceptor."""
+    def __init__(self, service: InferenceService, access: AccessControl, parsing: Mapping[str, ReplyParsing]) -> None:
+        """Its calls come through an ApiKeyInterceptor. `parsing` has the first name of every model."""
         self._service = service
         self._access = access
+        self._parsing = parsing
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Whole answers."""
         async with self._errors(context), self._run(request, context, is_stream=False) as job:
-            choices = await together([_choice(index, each) for index, each in enumerate(job.generations)])
+            answers = zip(job.generations, job.parsers, strict=True)
+            choices = await together([_choice(index, *each) for index, each in enumerate(answers)])
             return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -81,8 +96,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             writing = asyncio.Lock()  # one message at a time
 
             async def pump(index: int, generation: TextGeneration) -> None:
+                parser = job.parsers[index]
+                has_begun = job.event_ids is not None and job.event_ids.has_begun(index)
                 async for delta in generation:
-                    chunk = _chunk(job, index, generation, delta)
+                    if parser is not None and has_begun:
+                        parser.replay(generation.replayed_text, generation.replayed_offsets)
+                        has_begun = False
+                    chunk = _chunk(job, index, delta)
                     async with writing:
                         await context.write(chunk)
 
@@ -105,9 +125,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
     ) -> inference_pb2.ListModelsResponse:
-        """The served model."""
-        card = inference_pb2.ModelCard(name=self._service.model_name, max_model_len=self._service.cluster.max_model_len)
-        return inference_pb2.ListModelsResponse(models=[card])
+        """The served models, under all their names."""
+        cards = [
+            inference_pb2.ModelCard(name=name, max_model_len=model.max_model_len)
+            for model in self._service.models
+            for name in model.names
+        ]
+        return inference_pb2.ListModelsResponse(models=cards)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -119,10 +143,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 prompt, param = prompt_of(request)
-                token_ids = await self._service.tokenize(request.model or None, prompt, param)
+                model = self._service.model(request.model)
+                token_ids = await model.preprocessor.tokenize(prompt, param)
                 account.spend(len(token_ids))
-                max_model_len = self._service.cluster.max_model_len
-                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(  # noqa: N802
         self,
@@ -134,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with self._errors(context):
             with account.admit(1):
                 token_ids = list(request.token_ids)
-                text = await self._service.detokenize(request.model or None, token_ids, "token_ids")
+                text = await self._service.model(request.model).preprocessor.detokenize(token_ids, "token_ids")
                 account.spend(len(token_ids))
                 return inference_pb2.DetokenizeResponse(text=text)
 
@@ -149,7 +173,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._access.check_operator(terms.tenant)
             account = self._access.account(terms.tenant)
             with account.admit(self._num_choices(request)):
-                prepared = await self._service.prepare(draft_of(request, terms))
+                draft = draft_of(request, terms)
+                prepared = await self._valid(draft, reply_options(request, draft.prompt))
                 account.spend(len(prepared.prompt_token_ids))
                 route = await explain(self._service, [prepared])
                 return inference_pb2.ExplainResponse(json=route.decode())
@@ -167,15 +192,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         terms = _terms(context)
         account = self._access.account(terms.tenant)
         with account.admit(self._num_choices(message)):
-            request_id, choices, event_ids = await self._prepare(message, terms, is_stream=is_stream)
+            prepared = await self._prepare(message, terms, is_stream=is_stream)
+            choices, event_ids = prepared.choices, prepared.event_ids
             account.spend(len(choices[0].prompt_token_ids))
             self._service.count_prompts(choices[:1])
-            with self._resumable(event_ids, terms.tenant) as resumable:
+            with (
+                self._resumable(event_ids, terms.tenant) as resumable,
+                errors_of_constraint(prepared.constraint_name),
+            ):
                 async with self._service.run(choices) as run:
                     await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
-                        yield _Job(request_id, run.generations, event_ids)
+                        yield _Job(prepared.request_id, run.generations, prepared.parsers, event_ids)
 
     def _num_choices(self, message: inference_pb2.GenerateRequest) -> int:
         return num_choices(message.n or 1, 1, self._service.config.max_choices)
@@ -189,7 +218,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         draft = draft_of(message, terms, "" if last_id is None else last_id.request_id)
         if draft.seed is None:
             draft = replace(draft, seed=new_seed() if last_id is None else last_id.seed)
-        request = await self._service.prepare(draft)
+        options = reply_options(message, draft.prompt)
+        request = await self._valid(draft, options)
         n = message.n or 1
         num_tokens, limit = n * len(request.prompt_token_ids), self._service.max_request_tokens
         if num_tokens > limit:
@@ -197,14 +227,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequestError(problem, param=draft.prompt_param)
         check_num_logprobs([request], n, "num_logprobs")
         check_num_prompt_logprobs([request], n, "prompt_logprobs")
-        choices = choices_of(request, n)
-        if last_id is None and not message.resumable:
-            return _Prepared(draft.request_id, choices, None)
-        model = self._service.cluster.model
-        fingerprint = b"" if model is None else model.fingerprint
-        digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, fingerprint)
-        ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
-        return _Prepared(draft.request_id, choices, ids)
+        choices, event_ids = choices_of(request, n), None
+        model = self._service.model(message.model)
+        if last_id is not None or message.resumable:
+            digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
+            event_ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
+        parsers = [self._parsing[model.name].parser_for(choice, options) for choice in choices]
+        constraint_name = draft.names.get(STRUCTURED, STRUCTURED)
+        return _Prepared(draft.request_id, choices, parsers, event_ids, constraint_name)
+
+    async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
+        """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
+        parsing = self._parsing[self._service.model(draft.model).name]
+        parsing.check(options)
+        return await self._service.prepare(replace(draft, spelled_ids=parsing.spelled_ids(options)))
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""
@@ -219,37 +255,58 @@ def _terms(context: _AnyContext) -> Terms:
     return read_terms(metadata.get, tenant_of_call())
 
 
-async def _choice(index: int, generation: TextGeneration) -> inference_pb2.Choice:
+async def _choice(index: int, generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
     choice = inference_pb2.Choice(index=index)
-    text = []
+    text, reasoning = [], []
     async for delta in generation:
-        text.append(delta.text)
+        gained = _gained(delta, parser)
+        text.append(gained.text)
+        reasoning.append(gained.reasoning)
+        choice.tool_calls.extend(gained.tool_calls)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = finish_reason_to_pb(delta.finish_reason)
         _set_stop_reason(choice, delta)
     choice.prompt_logprobs.extend(generation.generation.prompt_logprobs)
-    choice.text = "".join(text)
+    choice.text, choice.reasoning = "".join(text), "".join(reasoning)
     return choice
 
 
-def _chunk(job: _Job, index: int, generation: TextGeneration, delta: TextDelta) -> inference_pb2.GenerateChunk:
+def _chunk(job: _Job, index: int, delta: TextDelta) -> inference_pb2.GenerateChunk:
+    generation, ids = job.generations[index], job.event_ids
     ended = delta.finish_reason is not None
-    ids = job.event_ids
+    gained = _gained(delta, job.parsers[index])
     chunk = inference_pb2.GenerateChunk(
         request_id=job.request_id,
         index=index,
-        text=delta.text,
+        text=gained.text,
         token_ids=delta.token_ids,
         start_index=delta.start_index,
         logprobs=delta.logprobs,
         finish_reason=finish_reason_to_pb(delta.finish_reason),
-        usage=_usage(job, [generation]) if ended else None,
+        usage=_usage(job, index) if ended else None,
         event_id="" if ids is None else ids.advance_id(index, delta.token_ids, ended=ended).decode(),
         prompt_logprobs=generation.generation.prompt_logprobs if delta.start_index == 0 else (),
+        reasoning=gained.reasoning,
+        tool_calls=gained.tool_calls,
     )
     _set_stop_reason(chunk, delta)
     return chunk
+
+
+def _gained(delta: TextDelta, parser: ReplyParser | None) -> _Gained:
+    if parser is None:
+        return _Gained(delta.text)
+    parts = parser.take(delta)
+    return _Gained(
+        "".join([part.text for part in parts if isinstance(part, Text)]),
+        "".join([part.text for part in parts if isinstance(part, Reasoning)]),
+        [_call(part) for part in parts if isinstance(part, Call)],
+    )
+
+
+def _call(call: Call) -> inference_pb2.ToolCall:
+    return inference_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments, index=call.number)
 
 
 def _set_stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk, delta: TextDelta) -> None:
@@ -259,11 +316,15 @@ def _set_stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk
         message.stop_token_id = delta.stop_reason
 
 
-def _usage(job: _Job, generations: Sequence[TextGeneration] | None = None) -> inference_pb2.Usage:
-    """Of these choices, by default all. The prompt counts once."""
-    counted = job.generations if generations is None else generations
+def _usage(job: _Job, index: int | None = None) -> inference_pb2.Usage:
+    """Of this choice, by default of all. The prompt counts once."""
+    counted = slice(None) if index is None else slice(index, index + 1)
+    generations = job.generations[counted]
+    reasoning = [each.num_reasoning_tokens for each in job.parsers[counted] if each is not None]
+    num_reasoning = [num for num in reasoning if num is not None]
     return inference_pb2.Usage(
         prompt_tokens=job.num_prompt_tokens,
-        completion_tokens=sum(each.num_tokens for each in counted),
-        cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in counted)),
+        completion_tokens=sum(each.num_tokens for each in generations),
+        cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
+        reasoning_tokens=sum(num_reasoning) if num_reasoning else None,
     )

@@ -8,6 +8,7 @@ import msgspec
 
 from common.errors import ErrorCode
 from router.gateway import answers
+from router.gateway.administration import POD_PATH, RESET_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
 from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.protocol import ChatBody, CompletionBody
@@ -47,6 +48,10 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.ModelList,
     answers.ModelCard,
     answers.Health,
+    answers.Load,
+    answers.Drained,
+    answers.Undrained,
+    answers.PrefixCachesReset,
     answers.Liveness,
     answers.Version,
 )
@@ -55,7 +60,7 @@ _ERRORS = {
     ErrorCode.INVALID_ARGUMENT: "The request is malformed or out of range; `param` names the field.",
     ErrorCode.UNAUTHENTICATED: "There is no valid API key.",
     ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
-    ErrorCode.NOT_FOUND: "There is no such model.",
+    ErrorCode.NOT_FOUND: "There is no such model or pod.",
     ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
     ErrorCode.UNPROCESSABLE: "A token id is outside the model's vocabulary.",
     ErrorCode.RESOURCE_EXHAUSTED: "Too much is under way, or this key's limit is reached.",
@@ -124,7 +129,7 @@ def _paths() -> dict[str, Any]:
             "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
         },
         "/detokenize": {"post": _tokens("Text of token ids.", [DetokenizeBody], answers.Detokenized)},
-        "/v1/models": {"get": _page("The served model.", _json(answers.ModelList), unauthenticated)},
+        "/v1/models": {"get": _page("The names of the served models.", _json(answers.ModelList), unauthenticated)},
         "/v1/models/{name}": {
             "get": {
                 **_page("One model.", _json(answers.ModelCard), (*unauthenticated, ErrorCode.NOT_FOUND)),
@@ -143,7 +148,29 @@ def _paths() -> dict[str, Any]:
             )
         },
         "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+        "/load": {"get": _operators("Generations under way.", answers.Load)},
+        "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
+        f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
+        f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
+        RESET_PATH: {
+            "post": _operators(
+                "All pods have emptied their prefix caches.",
+                answers.PrefixCachesReset,
+                ErrorCode.UNAVAILABLE,
+            )
+        },
     }
+
+
+def _operators(description: str, answer: type[msgspec.Struct], *errors: ErrorCode) -> dict[str, Any]:
+    return _page(description, _json(answer), (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED, *errors))
+
+
+def _of_pod(description: str, answer: type[msgspec.Struct]) -> dict[str, Any]:
+    operation = _operators(description, answer, ErrorCode.NOT_FOUND, ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED)
+    address = {"name": "address", "in": "path", "required": True, "description": "host:port of the pod."}
+    operation["parameters"] = [{**address, "schema": {"type": "string"}}]
+    return operation
 
 
 def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[msgspec.Struct]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from router.gateway.structured import (
     constraint_of_structured,
 )
 from router.gateway.tools.forced import forced_calls
-from router.gateway.tools.request import Tool, name_of, read_tool_choice, read_tools
+from router.gateway.tools.request import Tool, ToolChoice, name_of, read_tool_choice, read_tools
 from router.requests.bounds import (
     MAX_BEAMS,
     MAX_CONTENT_PARTS,
@@ -77,6 +77,8 @@ _NOT_WITH_BEAMS = (
     "allowed_token_ids",
     "bad_words",
     "prompt_logprobs",
+    "vllm_xargs",
+    "tools",
 )
 _SEPARATORS = b",[{"  # each begins another JSON value
 
@@ -158,7 +160,7 @@ else:
 class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completion have."""
 
-    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
     n: Annotated[int | None, Meta(description="Answers to each prompt; default 1.")] = None
     stream: Annotated[bool | None, Meta(description="Answer in server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="How to stream; see below.")] = None
@@ -253,7 +255,9 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             return None
         for name in _NOT_WITH_BEAMS:
             if _asks(name, getattr(self, name, None)):
-                raise InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+                raise _not_with_beams(name)
+        if self._constraint() is not None:
+            raise _not_with_beams(self.constraint_name)
         n = 1 if self.n is None else self.n
         width = n if self.best_of is None else self.best_of
         if not n <= width <= MAX_BEAMS:
@@ -329,10 +333,16 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
 
 
+def _not_with_beams(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
+
+
 def _asks(name: str, value: object) -> bool:
     """Whether the value of a field asks for something."""
     if value is None or value is False:
         return False
+    if isinstance(value, Raw):
+        return bytes(value) not in (b"", b"null", b"[]")
     if name in {"logprobs", "prompt_logprobs"}:
         return True
     return value != 1.0 if name == "repetition_penalty" else bool(value)
@@ -499,9 +509,12 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         )
         given = self.parameters(self._num_logprobs())
         if choice.must_call:
-            if STRUCTURED in given:
-                raise InvalidRequestError(f"give {self.constraint_name} or force calls, not both", param="tool_choice")
-            given[STRUCTURED] = forced_calls(tools, choice, is_single=self.parallel_tool_calls is False)
+            given[STRUCTURED] = constraint_of_calls(
+                tools,
+                choice,
+                is_single=self.parallel_tool_calls is False,
+                rival=self.constraint_name if STRUCTURED in given else "",
+            )
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
         limit_name = self.limit_field if self.max_completion_tokens is None else "max_completion_tokens"
         return [
@@ -531,14 +544,13 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def reply_options(self, prompt: Prompt) -> ReplyOptions:
         """How answers to the prompt of its draft are parsed."""
         assert isinstance(prompt, ChatPrompt)
-        is_constrained = _is_sent(self.structured_outputs) or _is_sent(self.response_format)
-        must_call = read_tool_choice(self.tool_choice, prompt.tools).must_call if prompt.tools else False
-        return ReplyOptions(
-            tools=frozenset(map(name_of, prompt.tools)),
-            must_call=must_call,
-            max_calls=1 if self.parallel_tool_calls is False else None,
-            # A grammar begins with the first token, so there is no reasoning before it.
-            separates_reasoning=not (self.separate_reasoning is False or must_call or is_constrained),
+        choice = read_tool_choice(self.tool_choice, prompt.tools) if prompt.tools else ToolChoice()
+        return reply_options_of(
+            prompt,
+            choice,
+            is_constrained=_is_sent(self.structured_outputs) or _is_sent(self.response_format),
+            is_single=self.parallel_tool_calls is False,
+            separates_reasoning=self.separate_reasoning is not False,
             shows_reasoning=self.include_reasoning is not False,
         )
 
@@ -599,6 +611,34 @@ def chat_prompt(
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
         template_variables=template_variables,
+    )
+
+
+def constraint_of_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool, rival: str) -> Constraint:
+    """Of an answer that must call tools. `rival`: the field that constrains it as well, if one does. Raises
+    InvalidRequestError."""
+    if rival:
+        raise InvalidRequestError(f"give {rival} or force calls, not both", param="tool_choice")
+    return forced_calls(tools, choice, is_single=is_single)
+
+
+def reply_options_of(
+    prompt: ChatPrompt,
+    choice: ToolChoice,
+    *,
+    is_constrained: bool,
+    is_single: bool,
+    separates_reasoning: bool,
+    shows_reasoning: bool,
+) -> ReplyOptions:
+    """How answers to a chat are parsed. `is_constrained`: by what the client gave, not by calls that are forced."""
+    return ReplyOptions(
+        tools=frozenset(map(name_of, prompt.tools)),
+        must_call=choice.must_call,
+        max_calls=1 if is_single else None,
+        # A grammar begins with the first token, so there is no reasoning before it.
+        separates_reasoning=separates_reasoning and not (choice.must_call or is_constrained),
+        shows_reasoning=shows_reasoning,
     )
 
 

@@ -99,7 +99,7 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         Meta(description="The user's text, or the conversation: messages, calls, their results, reasoning."),
     ]
     instructions: Annotated[str | None, Meta(description="A system message before the conversation.")] = None
-    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
     max_output_tokens: Annotated[int | None, Meta(description="Most output tokens.")] = None
     temperature: Annotated[float | None, Meta(description="As of a chat.")] = None
     top_p: Annotated[float | None, Meta(description="As of a chat.")] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -109,6 +111,17 @@ def constraint_of_structured(value: Raw) -> Constraint | None:
             return Constraint.grammar(wanted.grammar or "")
         case _:
             return Constraint.structural_tag(_text(wanted.structural_tag, f"{STRUCTURED}.structural_tag"))
+
+
+@contextmanager
+def errors_of_constraint(name: str) -> Iterator[None]:
+    """Pods name the constraint that they cannot keep to; the client may have given it as the field `name`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != STRUCTURED:
+            raise
+        raise InvalidRequestError(error.message, param=name) from error
 
 
 def _is_given(value: object) -> bool:

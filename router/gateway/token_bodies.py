@@ -25,7 +25,7 @@ from router.requests.request import ChatPrompt, TextPrompt
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all of them have."""
 
-    model: Annotated[ModelName | None, Meta(description="The served model's name; default: that.")] = None
+    model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
 
 
 class _TokenizeBody(_Body, kw_only=True, forbid_unknown_fields=True):

@@ -32,14 +32,14 @@ class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
         return parse_tokenize(body)
 
     async def _serve(self, parsed: TokenizeTextBody | TokenizeChatBody, exchange: Exchange, arrived_at: float) -> None:
-        account, service = self._access.account(exchange.tenant), self._service
+        account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
         with account.admit(1):
             prompt = parsed.as_prompt()
-            max_model_len = service.cluster.max_model_len  # now: its pods may be gone when the tokens are there
+            max_model_len = model.max_model_len  # now: its pods may be gone when the tokens are there
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            token_ids = await service.tokenize(parsed.model, prompt, param)
+            token_ids = await model.preprocessor.tokenize(prompt, param)
             account.spend(len(token_ids))
-            pieces = await service.pieces(token_ids) if parsed.return_token_strs else None
+            pieces = await model.preprocessor.pieces(token_ids) if parsed.return_token_strs else None
             answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
             await exchange.send_json(msgspec.json.encode(answer))
 
@@ -56,10 +56,9 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
     async def _serve(self, parsed: ChatBody, exchange: Exchange, arrived_at: float) -> None:
         account = self._access.account(exchange.tenant)
         with account.admit(1):
-            (draft,) = parsed.drafts(
-                exchange.request_id, arrived_at, read_terms(exchange.given_header, exchange.tenant)
-            )
-            token_ids = await self._service.tokenize(parsed.model, draft.prompt, draft.prompt_param)
+            terms = read_terms(exchange.given_header, exchange.tenant)
+            (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
+            token_ids = await self._service.model(parsed.model).preprocessor.tokenize(draft.prompt, draft.prompt_param)
             account.spend(len(token_ids))
             await exchange.send_json(msgspec.json.encode(CountedTokens(len(token_ids))))
 
@@ -74,8 +73,8 @@ class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):
         return parse_detokenize(body)
 
     async def _serve(self, parsed: DetokenizeBody, exchange: Exchange, arrived_at: float) -> None:
-        account = self._access.account(exchange.tenant)
+        account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
         with account.admit(1):
-            text = await self._service.detokenize(parsed.model, parsed.tokens, "tokens")
+            text = await model.preprocessor.detokenize(parsed.tokens, "tokens")
             account.spend(len(parsed.tokens))
             await exchange.send_json(msgspec.json.encode(Detokenized(text)))

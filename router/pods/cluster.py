@@ -3,8 +3,8 @@
 Which pods there are is for a Discovery to say, at any time. A pod that it no longer names gets nothing new, finishes
 what this router has on it and is forgotten; named again before, it is kept as it is.
 
-The decode pods decide which model the cluster serves: the first to connect sets it, and it stays for as long as a
-decode pod that has it is connected. Every other pod must agree with it or is refused.
+Which model a pod serves it says itself when it is connected, by name. Where the router has one model, every pod is
+its; where it has several, a pod that names none of them is refused. ModelPods has what those of one model agree on.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from common.cancellation import end_tasks
+from common.errors import quoted
 from common.pb import pods_pb2
 from common.rpc.channel import ChannelOpener, open_channel
 from router.discovery import Discovery, Endpoint, Endpoints, Role
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
-from router.placing.policies import PodTable
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, Reason
 from router.pods.health_metrics import PodHealthMetrics
+from router.pods.model_pods import ModelFacts, ModelPods
 from router.pods.pod import Pod, PodState
 
 logger = logging.getLogger(__name__)
@@ -33,32 +34,6 @@ logger = logging.getLogger(__name__)
 # Of a role's pods at once. If more seem to fail, the cause is more likely the requests or the network than the pods,
 # and the others could not carry the load.
 _MAX_EJECTED_SHARE = 0.5
-
-
-class ModelFacts(NamedTuple):
-    """What pods must agree on to share KV and tokens."""
-
-    fingerprint: bytes
-    block_size: int  # tokens
-    vocab_size: int
-
-    @classmethod
-    def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
-        """Those of one pod."""
-        return cls(info.fingerprint, info.block_size, info.vocab_size)
-
-    def mismatch(self, other: ModelFacts) -> str:
-        """Why a pod with the facts `other` does not fit; empty: it does."""
-        if self.block_size != other.block_size:
-            return f"its block_size is {other.block_size}, the cluster's is {self.block_size}"
-        if self.vocab_size != other.vocab_size:
-            return f"its vocab_size is {other.vocab_size}, the cluster's is {self.vocab_size}"
-        if self.fingerprint != other.fingerprint:
-            return (
-                f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "
-                f"{self.fingerprint.hex()[:12]}: other weights, dtype or KV layout"
-            )
-        return ""
 
 
 class Cluster:
@@ -72,18 +47,18 @@ class Cluster:
         opener: ChannelOpener = open_channel,
         health: HealthConfig = HealthConfig(),  # noqa: B008  (frozen)
         *,
+        models: Sequence[tuple[str, ...]] = ((),),
         needs_prefill_pods: bool = False,
     ) -> None:
-        """`index` learns what the pods hold; `opener` makes the channels to them. `needs_prefill_pods`: decode pods may
-        not compute prompts."""
+        """`index` learns what the pods hold; `opener` makes the channels to them. `models`: the names of each model; if
+        there is one, pods need not name it. `needs_prefill_pods`: decode pods may not compute prompts."""
         self.index = index
         metrics.watch_index(index)
-        self.prefill_table = PodTable()  # of the ready ones
-        self.decode_table = PodTable()
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
-        self.model: ModelFacts | None = None  # None until a decode pod has connected
+        self.models = [ModelPods(names, index, self.by_address) for names in models]
+        self._model_by_name = {name: model for model in self.models for name in model.names}
         self._discovery = discovery
         self._opener = opener
         self._health = health
@@ -102,13 +77,8 @@ class Cluster:
 
     @property
     def can_serve(self) -> bool:
-        """True if a request could be answered now."""
-        return any(pod.state is PodState.READY for pod in self.decode_pods)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and answer that every ready decode pod can take; 0 if none is ready."""
-        return min((pod.info.max_model_len for pod in self.ready_decode() if pod.info is not None), default=0)
+        """True if a request for some model could be answered now."""
+        return any(model.can_serve for model in self.models)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -126,24 +96,6 @@ class Cluster:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when a pod's state changed."""
         self._listeners.append(listener)
-
-    async def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait for a ready decode pod; False if there is none after `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.can_serve:
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def explain(self) -> str:
-        """One line for a person: why no request can be served."""
-        states = [
-            f"{pod.address} is {pod.state.value}" + (f" ({pod.detail})" if pod.detail else "")
-            for pod in self.decode_pods
-        ]
-        return "no decode pod is ready: " + ("; ".join(states) or "none is known")
 
     def update(self, endpoints: Endpoints) -> None:
         """These are the pods from now on."""
@@ -182,19 +134,11 @@ class Cluster:
         """A pod has joined."""
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
-        table = self.prefill_table if is_prefill else self.decode_table
-        pod = Pod(
-            role,
-            endpoint.address,
-            self._judge,
-            self.index,
-            table.step_times,
-            self._opener,
-            health=self._health,
-            owner=self,
-        )
+        pod = Pod(role, endpoint.address, self._judge, self.index, self._opener, health=self._health, owner=self)
         pod.load.on_idle = lambda: self._forget_if_done(pod)
         self._of_role(endpoint.role).append(pod)
+        if len(self.models) == 1:
+            self._assign(pod, self.models[0])
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
         self._show(pod)
         return pod
@@ -205,6 +149,7 @@ class Cluster:
             return
         watch.cancel()
         self._of_role(pod.role_name).remove(pod)
+        self._assign(pod, None)
         if self.by_address.get(pod.address) is pod:
             del self.by_address[pod.address]
         self._metrics.pod_ready.remove(pod.role_name, pod.address)
@@ -215,11 +160,11 @@ class Cluster:
     # --- health (PodOwner) ---
 
     def may_eject(self, pod: Pod, *, is_certain: bool) -> bool:
-        """See PodOwner. Never the last that is ready, and only a share of those that are listed; but any number of
-        prefill pods that have stopped, since decode pods compute prompts as well."""
+        """See PodOwner. Never the last of its model that is ready, and only a share of those that are listed; but any
+        number of prefill pods that have stopped, since decode pods compute prompts as well."""
         if is_certain and pod in self.prefill_pods and not self._needs_prefill_pods:
             return True
-        peers = [peer for peer in self._of_role(pod.role_name) if peer.listed]
+        peers = [peer for peer in self._of_role(pod.role_name) if peer.listed and peer.model is pod.model]
         num_ejected = sum(peer.health.is_ejected for peer in peers if peer is not pod)
         is_last = not any(peer.state is PodState.READY for peer in peers if peer is not pod)
         return not is_last and num_ejected + 1 <= _MAX_EJECTED_SHARE * len(peers)
@@ -235,14 +180,13 @@ class Cluster:
     # --- judging ---
 
     def _judge(self) -> None:
-        """Decide again which model is served and which pods fit; called whenever a pod's state may have changed."""
-        offered = [
-            ModelFacts.of(pod.info)
-            for pod in self.decode_pods
-            if pod.info is not None and pod.info.role == pods_pb2.POD_ROLE_DECODE
-        ]
-        if offered and self.model not in offered:
-            self.model = offered[0]
+        """Decide again what the models are and which pods fit; called whenever a pod's state may have changed."""
+        if len(self.models) > 1:
+            for pod in self.pods:
+                if pod.info is not None:
+                    self._assign(pod, self._model_by_name.get(pod.info.model_name))
+        for model in self.models:
+            model.settle_facts()
         addresses: dict[tuple[str, int], str] = {}  # of the pods that are listed, by incarnation
         for pod in self.pods:
             if pod.info is None:
@@ -260,10 +204,23 @@ class Cluster:
             return False, f"it is not a {pod.role_name} pod"
         if violation := pod.violation or _nonsense(info):
             return False, violation
-        if self.model is None:
+        if pod.model is None:
+            known = ", ".join(self._model_by_name)
+            return False, f"it serves the model {quoted(info.model_name)}, and this router serves {known}"
+        if pod.model.facts is None:
             return None, ""
-        mismatch = self.model.mismatch(ModelFacts.of(info))
+        mismatch = pod.model.facts.mismatch(ModelFacts.of(info))
         return not mismatch, mismatch
+
+    def _assign(self, pod: Pod, model: ModelPods | None) -> None:
+        """The pod serves this model; None: it has left, or serves none of ours."""
+        if pod.model is model:
+            return
+        if pod.model is not None:
+            pod.model.remove(pod)
+        pod.model = model
+        if model is not None:
+            model.add(pod)
 
     def _report(self) -> None:
         changed = False
@@ -286,17 +243,19 @@ class Cluster:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        for model in self.models:
+            model.notify()
         for listener in self._listeners:
             listener()
 
     def _enter_or_leave(self, pod: Pod, state: PodState) -> None:
         """Only ready pods are in the tables that policies choose from."""
-        table = self.prefill_table if pod.role == pods_pb2.POD_ROLE_PREFILL else self.decode_table
-        if state is PodState.READY and pod.load.row is None:
-            pod.load.row = table.add(pod.facts(), pod.load.current())
-        elif state is not PodState.READY and pod.load.row is not None:
-            table.remove(pod.load.row)
-            pod.load.row = None
+        if pod.model is None:
+            return
+        if state is PodState.READY:
+            pod.model.enter_table(pod)
+        else:
+            pod.model.leave_table(pod)
 
 
 def _nonsense(info: pods_pb2.PodInfo) -> str:

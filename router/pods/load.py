@@ -13,6 +13,7 @@ from common.pb import pods_pb2
 from common.step_times import Slowness, StepTimes, can_be
 from router.placing.index import Expectation
 from router.placing.policies import Load, PodRow
+from router.placing.policies.table import TYPICAL_BUDGET
 
 _SETTLING_S = 1.0  # from the end of a leg until the pod's event about its blocks has come
 _UNFED_SETTLING_S = 30.0  # the same if the pod sends no events: how long a prompt is taken to stay cached
@@ -30,9 +31,9 @@ class Share(NamedTuple):
 class PodLoad:
     """Of one pod, across its connections. Writes to the pod's row while it has one."""
 
-    def __init__(self, step_times: StepTimes) -> None:
-        """`step_times`: of all pods of the role, which learn from this one too."""
-        self._step_times = step_times
+    def __init__(self, step_times: StepTimes | None = None) -> None:
+        """`step_times`: of all pods of the role and model, which learn from this one too; None: not known yet."""
+        self.step_times = StepTimes(TYPICAL_BUDGET) if step_times is None else step_times
         self.row: PodRow | None = None  # while the pod is ready; set by the Cluster
         self.on_idle: Callable[[], None] = _nothing  # called when the last request of this router has ended
         self._slowness = Slowness()  # of this incarnation
@@ -100,18 +101,18 @@ class PodLoad:
 
     def longest_step_s(self, max_num_batched_tokens: int) -> float | None:
         """Seconds of the longest step that this load explains; None: too few steps were seen to tell."""
-        if not self._step_times.is_known:
+        if not self.step_times.is_known:
             return None
         load = self.current()
         tokens = min(load.queued_tokens + load.num_requests, max_num_batched_tokens)
-        predicted_s = self._step_times.predict(tokens, load.context_tokens) * load.slowness
+        predicted_s = self.step_times.predict(tokens, load.context_tokens) * load.slowness
         return max(predicted_s, self._reported.last_step_s)
 
     def _learn(self, seconds: float, tokens: int) -> None:
         if can_be(seconds, tokens):
             context = self._context_tokens(self.num_requests)
-            self._slowness.observe(seconds, self._step_times.predict(tokens, context))
-            self._step_times.observe(seconds / self._slowness.value, tokens, context)
+            self._slowness.observe(seconds, self.step_times.predict(tokens, context))
+            self.step_times.observe(seconds / self._slowness.value, tokens, context)
 
     def _context_tokens(self, num_requests: float) -> float:
         """Of so many requests, of which those of others are taken to be like ours."""

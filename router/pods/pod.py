@@ -11,8 +11,8 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +21,6 @@ from common.errors import BatonError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
-from common.step_times import StepTimes
 from router.discovery import Role
 from router.placing.index import InvalidEventError, PrefixIndex
 from router.placing.policies import PodFacts
@@ -34,14 +33,20 @@ from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
 from router.pods.suspicion import Cause
 
+if TYPE_CHECKING:
+    from router.pods.model_pods import ModelPods
+
 logger = logging.getLogger(__name__)
 
 KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
+_CONTROL_TIMEOUT_S = 5.0  # of an operator's call
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+
+_Response = TypeVar("_Response")
 
 
 class PodState(enum.Enum):
@@ -79,18 +84,18 @@ class Pod:
         address: str,
         on_change: Callable[[], None],
         index: PrefixIndex,
-        step_times: StepTimes,
         opener: ChannelOpener = open_channel,
         *,
         health: HealthConfig,
         owner: PodOwner,
     ) -> None:
-        """`on_change` is called whenever the state may have changed; `step_times` are those of the role."""
+        """`on_change` is called whenever the state may have changed."""
         self.role = role
         self.address = address
         self.listed = True  # some source names it; set by the Cluster
         self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
-        self.load = PodLoad(step_times)
+        self.model: ModelPods | None = None  # that it serves; None: not known yet, or none of ours. Set by the Cluster
+        self.load = PodLoad()
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
@@ -109,6 +114,7 @@ class Pod:
         self._serving = False
         self._stats: pods_pb2.PodStats | None = None
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
+        self._control_stub: pods_pb2_grpc.PodAsyncStub | None = None
         self._index = index
         self._invalid_incarnation: int | None = None  # its incarnation
         self._incarnation: int | None = None  # the last one that was connected
@@ -211,6 +217,36 @@ class Pod:
             self._invalid_incarnation = self.info.incarnation
             self._on_change()
 
+    # --- administration ---
+
+    async def drain(self) -> int:
+        """Has the pod take no new requests of any router. Returns how many requests and transfers still run on it.
+        Raises a BatonError."""
+        request = pods_pb2.DrainRequest(returns_at_once=True)
+        response = await self._control(lambda stub: stub.Drain(request, timeout=_CONTROL_TIMEOUT_S))
+        return response.num_unfinished
+
+    async def undrain(self) -> None:
+        """Has the pod take requests again. Raises a BatonError."""
+        await self._control(lambda stub: stub.Undrain(pods_pb2.UndrainRequest(), timeout=_CONTROL_TIMEOUT_S))
+
+    async def reset_prefix_cache(self) -> None:
+        """Has the pod forget the blocks that no request uses. Raises a BatonError."""
+        request = pods_pb2.ResetPrefixCacheRequest()
+        await self._control(lambda stub: stub.ResetPrefixCache(request, timeout=_CONTROL_TIMEOUT_S))
+
+    async def _control(self, call: Callable[[pods_pb2_grpc.PodAsyncStub], Awaitable[_Response]]) -> _Response:
+        if self._control_stub is None:
+            raise UnavailableError(f"{self.role_name} pod {self.address} is not connected")
+        try:
+            return await call(self._control_stub)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise UnavailableError("the connection was closed") from None  # under the call, by `watch`
+
     # --- health ---
 
     @property
@@ -298,8 +334,9 @@ class Pod:
 
     async def _open(self, channel: grpc.aio.Channel) -> None:
         await connect(channel, _CONNECT_TIMEOUT_S)
+        control = pods_pb2_grpc.PodStub(channel)
         try:
-            info = await pods_pb2_grpc.PodStub(channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+            info = await control.GetInfo(pods_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         if info.role == self.role == pods_pb2.POD_ROLE_DECODE:
@@ -307,6 +344,7 @@ class Pod:
         elif info.role == self.role:
             self._prefill_stub = pods_pb2_grpc.PrefillStub(channel)
         self.info = info
+        self._control_stub = control
         self.slot = self._index.join(capacity=max(1, info.num_blocks))
         self.is_fed = False
         if info.incarnation != self._invalid_incarnation:
@@ -376,6 +414,7 @@ class Pod:
         self.info = None
         self.session = None
         self._prefill_stub = None
+        self._control_stub = None
         self._stats = None
         self._serving = False
         self.fits = None

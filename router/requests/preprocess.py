@@ -17,7 +17,6 @@ from common.errors import (
     InvalidRequestError,
     PromptTooLongError,
     UnavailableError,
-    UnknownModelError,
     quoted,
 )
 from common.generation_config import SamplingDefaults
@@ -25,15 +24,9 @@ from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling, validate_token_ids
 from router.config import KVFailurePolicy
-from router.metrics import RouterMetrics
-from router.pods import Cluster, ModelFacts
-from router.requests.bounds import (
-    MAX_MODEL_CHARS,
-    MAX_SALT_CHARS,
-    MAX_SESSION_CHARS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-)
+from router.metrics import ModelMetrics
+from router.pods import ModelFacts, ModelPods
+from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.requests.ids import check_request_id
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 
@@ -46,13 +39,13 @@ _Result = TypeVar("_Result")
 
 
 class Preprocessor:
-    """Validates and tokenises. Owns the threads for long prompts; close it."""
+    """Validates and tokenises requests for one model. Owns the threads for long prompts; close it."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        cluster: Cluster,
-        metrics: RouterMetrics,
+        pods: ModelPods,
+        metrics: ModelMetrics,
         *,
         model_name: str,
         timeout_s: float,
@@ -63,7 +56,7 @@ class Preprocessor:
         """Every request gets `timeout_s` seconds from its arrival. `kv_failure_policy` and `sampling_defaults` hold for
         what it leaves out."""
         self._tokenizer = tokenizer
-        self._cluster = cluster
+        self._pods = pods
         self._metrics = metrics
         self._model_name = model_name
         self._timeout_s = timeout_s
@@ -76,18 +69,10 @@ class Preprocessor:
         """End the threads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is the served model or absent."""
-        if name and name != self._model_name:
-            raise UnknownModelError(
-                f"the model {quoted(name)} is not served here; use {self._model_name!r}", param="model"
-            )
-
     async def prepare(self, draft: Draft) -> GenerationRequest:
-        """Raises InvalidRequestError or a subclass for what the client did wrong, UnknownModelError, and
-        UnavailableError if no pod could serve it."""
+        """Raises InvalidRequestError or a subclass for what the client did wrong, and UnavailableError if no pod could
+        serve it."""
         _check_draft(draft)
-        self.check_model(draft.model)
         priority = draft.terms.tenant.priority_of(draft.priority)
         kv_failure_policy = self._kv_failure_policy_of(draft)
         model, max_model_len = self._model()
@@ -120,6 +105,7 @@ class Preprocessor:
         self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
         return GenerationRequest(
             request_id=draft.request_id,
+            model_name=self._model_name,
             prompt_token_ids=token_ids,
             block_hashes=hashes,
             sampling=sampling,
@@ -135,18 +121,16 @@ class Preprocessor:
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
 
-    async def tokenize(self, model_name: str | None, prompt: Prompt, param: str) -> list[int]:
+    async def tokenize(self, prompt: Prompt, param: str) -> list[int]:
         """Token ids of a prompt, which `param` names. Raises as `prepare` does if it is longer than the context."""
-        self.check_model(model_name)
         longest = self._longest(self._model()[1])
         token_ids = await self._tokenize(prompt, param, longest)
         _check_length(token_ids, longest, param)
         return token_ids
 
-    async def detokenize(self, model_name: str | None, token_ids: list[int], param: str) -> str:
+    async def detokenize(self, token_ids: list[int], param: str) -> str:
         """Text of token ids, special ones included. Raises UnprocessableError for one outside the vocabulary, and as
         `tokenize` does."""
-        self.check_model(model_name)
         model, max_model_len = self._model()
         _check_length(token_ids, self._longest(max_model_len), param)
         validate_token_ids(token_ids, vocab_size=model.vocab_size, param=param)
@@ -158,9 +142,9 @@ class Preprocessor:
 
     def _model(self) -> tuple[ModelFacts, int]:
         """The served model and its context. Raises UnavailableError without a pod."""
-        model, max_model_len = self._cluster.model, self._cluster.max_model_len
+        model, max_model_len = self._pods.facts, self._pods.max_model_len
         if model is None or not max_model_len:
-            raise UnavailableError(self._cluster.explain())
+            raise UnavailableError(self._pods.explain())
         return model, max_model_len
 
     def _longest(self, max_model_len: int) -> int:
@@ -289,8 +273,6 @@ def _salt(draft: Draft) -> str:
 
 def _check_draft(draft: Draft) -> None:
     """What neither depends on the model nor is part of SamplingParams."""
-    if len(draft.model or "") > MAX_MODEL_CHARS:
-        raise _invalid(f"model must have at most {MAX_MODEL_CHARS} characters", "model")
     check_request_id(draft.request_id, "request_id")
     if len(draft.stops) > MAX_STOPS:
         raise _invalid(f"stop must have at most {MAX_STOPS} texts, got {len(draft.stops)}", "stop")

@@ -63,7 +63,7 @@ class Draft:
     """A request as a client made it, in one form for all fronts. Nothing in it is checked yet."""
 
     request_id: str
-    model: str | None  # None: the served model
+    model: str | None  # None: the served model, if there is only one
     prompt: Prompt
     prompt_param: str  # what the front calls the prompt, for errors
     sampling: Mapping[str, Any]  # fields of SamplingParams that the client gave, but for the two below
@@ -97,6 +97,7 @@ class GenerationRequest:
     """One generation, valid and ready to be dispatched."""
 
     request_id: str  # as the client knows it
+    model_name: str  # the first of the model's names
     prompt_token_ids: list[int]
     block_hashes: bytes  # 16 bytes per full block of the prompt, in order
     sampling: SamplingParams

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?|[a-z]+://\[[0-9a-f:]+\](:[0-9]{1,5})?")
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +24,13 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_need_key: Annotated[
         bool, Meta(description="With API keys, /metrics needs an operator's key, as it names all tenants.")
     ] = True
+    allowed_origins: Annotated[
+        list[str],
+        Meta(
+            description="Origins of web pages that may read responses (CORS), as https://chat.example.org; *: any; "
+            "default: none."
+        ),
+    ] = []
     tls_cert: Annotated[
         str,
         Meta(description="PEM file of the certificate for clients, HTTP and gRPC; empty: TLS is off."),
@@ -32,6 +42,11 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("--tls-key: required with --tls-cert")
         if self.tls_key and not self.tls_cert:
             raise ValueError("--tls-cert: required with --tls-key")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--allowed-origins: expected scheme://host[:port] in lower case, or *, got {origin!r}"
+                )
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

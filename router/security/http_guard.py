@@ -12,7 +12,13 @@ from router.security.access import AccessControl
 
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
 OPEN_PATHS = PROBE_PATHS | {"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
-OPERATOR_PATHS = frozenset({"/metrics"})
+OPERATOR_PATHS = frozenset({"/metrics", "/load", "/v1/load", "/reset_prefix_cache"})
+_OPERATOR_PREFIX = "/admin/"
+
+
+def is_operators(path: str) -> bool:
+    """Whether it needs an operator's key."""
+    return path in OPERATOR_PATHS or path.startswith(_OPERATOR_PREFIX)
 
 
 class ApiKeyGuard:
@@ -33,7 +39,7 @@ class ApiKeyGuard:
             exchange = Exchange(scope, receive, send)
             try:
                 scope[TENANT] = tenant = self._access.authenticate(exchange.header)
-                if scope["path"] in OPERATOR_PATHS:
+                if is_operators(scope["path"]):
                     self._access.check_operator(tenant)
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 self._on_error(error)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 import httpx
 import psutil
 
 from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster
+
+_MODEL = re.compile(r'\{model_name="[^"]*"\}')
 
 
 class Metrics:
@@ -21,7 +24,8 @@ class Metrics:
     def __getitem__(self, name: str) -> float:
         """The counter or gauge baton_<name>."""
         for line in httpx.get(self._url, headers=self._headers).raise_for_status().text.splitlines():
-            if line.startswith((f"baton_{name} ", f"baton_{name}_total ")):
+            figure = _MODEL.sub("", line)
+            if figure.startswith((f"baton_{name} ", f"baton_{name}_total ")):
                 return float(line.rpartition(" ")[2])
         raise KeyError(name)
 

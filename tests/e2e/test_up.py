@@ -82,9 +82,10 @@ def test_the_kv_comes_from_the_prefill_pod(cluster: Cluster, client: openai.Open
     usage = client.completions.create(model=DEMO_MODEL_NAME, prompt=prompt, max_tokens=4).usage
     after = _metrics(cluster)
     assert usage is not None
-    remote = 'baton_dispatch_total{prefill="remote",reason="planned"}'
+    model = f'model_name="{DEMO_MODEL_NAME}"'
+    remote = f'baton_dispatch_total{{{model},prefill="remote",reason="planned"}}'
     assert after[remote] == before.get(remote, 0) + 1
-    external = "baton_external_tokens_total"
+    external = f"baton_external_tokens_total{{{model}}}"
     assert after[external] - before[external] == usage.prompt_tokens
 
 
@@ -134,7 +135,7 @@ def test_roles_are_in_the_command_lines(cluster: Cluster) -> None:
 
 
 def test_sigterm_lets_running_streams_finish_and_ends_every_child() -> None:
-    prompt, max_tokens = "Once upon a time", 200
+    prompt, max_tokens = "Once upon a time", 80
     body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
     with running_cluster("--prefill", "0", "--stop-grace-s", "120") as cluster:

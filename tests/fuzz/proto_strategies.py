@@ -57,6 +57,9 @@ def _name(field: FieldDescriptor) -> str:
 
 
 def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (_values(part) for part in field.message_type.fields)
+        return st.dictionaries(key, value, max_size=4)
     if field.message_type is not None:
         values: st.SearchStrategy[Any] = messages(field.message_type._concrete_class)
     else:

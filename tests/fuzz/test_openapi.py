@@ -46,6 +46,11 @@ _OPERATIONS = [
     "POST /ping",
     "GET /metrics",
     "GET /version",
+    "GET /load",
+    "GET /v1/load",
+    "POST /admin/pods/{address}/drain",
+    "POST /admin/pods/{address}/undrain",
+    "POST /reset_prefix_cache",
 ]
 
 

@@ -136,7 +136,7 @@ async def test_a_constrained_answer_survives_migration_and_preemption(tmp_path):
 
 
 def bytes_of(cluster, tokens) -> str:
-    return cluster.router.service.tokenizer.decode(tokens)
+    return cluster.router.service.model(None).tokenizer.decode(tokens)
 
 
 async def test_what_cannot_be_compiled_is_refused_at_once(tmp_path):

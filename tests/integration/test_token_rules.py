@@ -70,7 +70,7 @@ async def test_through_a_prefill_pod(tmp_path):
         for given, expected in rules()[2:]:
             answer = await cluster.generate(PROMPT, max_tokens=MAX_TOKENS, **given)
             assert list(answer.choices[0].token_ids) == expected
-        tokenizer = cluster.router.service.tokenizer
+        tokenizer = cluster.router.service.model(None).tokenizer
         allowed = tokenizer.encode("abcd")
         spelled = {"allowed_token_ids": allowed, "max_tokens": MAX_TOKENS}
         prompt = tokenizer.encode("Some text ")

@@ -19,7 +19,7 @@ Column = NDArray[np.float64]
 
 _NUM_FIELDS = 11  # first those of Load, then the numbers of PodFacts
 _FIRST_CAPACITY = 8
-_TYPICAL_BUDGET = 2048  # tokens of a step
+TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class PodFacts(NamedTuple):
@@ -110,7 +110,7 @@ class PodTable:
 
     def __init__(self, step_times: StepTimes | None = None) -> None:
         """`step_times`: of the role, kept up to date by the caller."""
-        self.step_times = StepTimes(_TYPICAL_BUDGET) if step_times is None else step_times
+        self.step_times = StepTimes(TYPICAL_BUDGET) if step_times is None else step_times
         self._values = np.zeros((_NUM_FIELDS, _FIRST_CAPACITY))
         self._slots = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._connectors = np.zeros(_FIRST_CAPACITY, dtype=np.int64)

@@ -32,11 +32,14 @@ class GrpcFront:
         answer.choices = [Choice(token_ids=[]) for _ in range(spec.n)]
         try:
             if spec.stream:
+                ends: list[inference_pb2.Usage] = []
                 async for chunk in sent:
                     _take(answer, chunk, chunk.start_index)
-                    answer.num_tokens += chunk.usage.completion_tokens
-                    answer.num_prompt_tokens = chunk.usage.prompt_tokens or answer.num_prompt_tokens
+                    ends += [chunk.usage] if chunk.finish_reason else []
                     progress.advance()
+                if len(ends) == spec.n:
+                    answer.num_tokens = sum(usage.completion_tokens for usage in ends)
+                    answer.num_prompt_tokens = ends[0].prompt_tokens
             else:
                 whole = await sent
                 for choice in whole.choices:

@@ -246,7 +246,7 @@ PROCESSES = [RouterConfig, PrefillConfig, DecodeConfig, ClusterConfig]
 @pytest.mark.parametrize("settings", PROCESSES)
 def test_everyday_settings_are_settings_and_not_many(settings: Any) -> None:
     assert set(field_names(settings)) > settings.EVERYDAY
-    assert len(settings.EVERYDAY) < 24
+    assert len(settings.EVERYDAY) <= 25
 
 
 @pytest.mark.parametrize("settings", PROCESSES)

@@ -18,9 +18,9 @@ async def test_a_share_of_the_blocks_may_be_in_quarantine(share: float, num_bloc
         assert pod.context.spec.num_blocks == 256
         quarantine = DecodeFront(pod.context, DecodeConfig(), max_quarantined_share=share)._services.quarantine
         assert not quarantine.is_full
-        quarantine.hold(num_blocks - 1, DEADLINE_S, lambda: None)
+        quarantine.hold("a", num_blocks - 1, DEADLINE_S, lambda: None)
         assert not quarantine.is_full
-        quarantine.hold(1, DEADLINE_S, lambda: None)
+        quarantine.hold("a", 1, DEADLINE_S, lambda: None)
         assert quarantine.is_full
         quarantine.close()
 

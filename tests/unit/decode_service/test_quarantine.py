@@ -9,9 +9,9 @@ from tests.pods import wait_for
 async def test_blocks_come_back_in_their_time() -> None:
     quarantine = Quarantine(3)
     ended: list[str] = []
-    quarantine.hold(2, 0.01, lambda: ended.append("first"))
+    quarantine.hold("a", 2, 0.01, lambda: ended.append("first"))
     assert not quarantine.is_full
-    quarantine.hold(1, 0.01, lambda: ended.append("second"))
+    quarantine.hold("a", 1, 0.01, lambda: ended.append("second"))
     assert (quarantine.num_blocks, quarantine.is_full, ended) == (3, True, [])
     await wait_for(lambda: len(ended) == 2)
     assert ended == ["first", "second"]
@@ -22,9 +22,9 @@ async def test_blocks_come_back_in_their_time() -> None:
 async def test_closed_quarantine_tells_nobody() -> None:
     quarantine = Quarantine(1)
     ended: list[str] = []
-    quarantine.hold(1, 0, lambda: ended.append("before"))
+    quarantine.hold("a", 1, 0, lambda: ended.append("before"))
     quarantine.close()
-    quarantine.hold(1, 0, lambda: ended.append("after"))
+    quarantine.hold("a", 1, 0, lambda: ended.append("after"))
     assert quarantine.num_blocks == 0
     asyncio.get_running_loop().call_later(0, ended.append, "later")
     await wait_for(lambda: bool(ended))

@@ -156,8 +156,6 @@ def test_the_processes_understand_their_options() -> None:
         served_model_name="name",
         generation_config="none",
         override_generation_config={"top_p": 0.5, "top_k": 3},
-        tool_parser="mistral",
-        reasoning_parser="none",
         engine=EngineConfig(model=ModelConfig(revision="main")),
     )
     planned = plan(config)
@@ -167,10 +165,9 @@ def test_the_processes_understand_their_options() -> None:
         assert f"{options.host}:{options.port}" == pod.address
     assert parse(PodConfig, plan(ClusterConfig(prefill=0)).pods[0].command[5:], prog="", section="").connector is None
     router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
-    assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, "name")
+    assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, ["name"])
     assert router.revision == "main"
     assert (router.generation_config, router.override_generation_config) == ("none", {"top_p": 0.5, "top_k": 3})
-    assert (router.tool_parser, router.reasoning_parser) == ("mistral", "none")
 
 
 def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,13 @@ class RouterCluster:
         return response.json()
 
     def metric(self, name, **labels):
-        return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
+        """A figure of the router; of the first model if it is one of each."""
+        registry = self.router.metrics.registry
+        value = registry.get_sample_value(name, labels)
+        if value is None:
+            of_model = {"model_name": self.router.service.models[0].name, **labels}
+            value = registry.get_sample_value(name, of_model)
+        return value or 0.0
 
     async def until(self, condition):
         """Wait for something about the pods as the router sees them."""

@@ -1,9 +1,12 @@
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from common import __version__
-from common.pb import pods_pb2
+from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
 from common.types import HASH_BYTES, split_hashes
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prefill_pod, prompt_of, wait_for
@@ -72,6 +75,43 @@ async def test_drain_says_what_is_left_before_its_deadline(pod: RunningPod) -> N
         await wait_for(lambda: len(pod.context.requests) == 1)
         response = await PodStub(pod.channel).Drain(pods_pb2.DrainRequest(), timeout=0.3)
         assert response.num_unfinished == 1
+
+
+async def test_an_undrained_pod_takes_work_again_unless_it_shuts_down(pod: RunningPod) -> None:
+    stub, health = PodStub(pod.channel), HealthStub(pod.channel)
+    pod.gate.shut()
+    async with FakeRouter(pod) as router:
+        running = await router.submit(engine_request("a", prompt_of(5), max_tokens=3))
+        await wait_for(lambda: len(pod.context.requests) == 1)
+        drained = await stub.Drain(pods_pb2.DrainRequest(returns_at_once=True), timeout=DEADLINE_S)
+        assert drained.num_unfinished == 1
+        refused = await router.submit(engine_request("b", prompt_of(5)))
+        assert (await refused.wait_finished()).error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        while (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING:
+            pass
+        await stub.Undrain(pods_pb2.UndrainRequest(), timeout=DEADLINE_S)
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+            pass
+        watch.cancel()
+        pod.gate.open()
+        after = await router.submit(engine_request("c", prompt_of(5), max_tokens=3))
+        for answer in (running, after):
+            assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_LENGTH
+    pod.context.admission.end()
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+        await stub.Undrain(pods_pb2.UndrainRequest(), timeout=DEADLINE_S)
+    assert pod.context.admission.draining
+
+
+async def test_the_prefix_cache_is_reset(pod: RunningPod) -> None:
+    async with FakeRouter(pod) as router:
+        for name, num_cached in (("a", 0), ("b", 32), ("c", 0)):
+            answer = await router.submit(engine_request(name, prompt_of(40), max_tokens=1))
+            await answer.wait_finished()
+            assert answer.report.num_cached_tokens == num_cached
+            if name == "b":
+                await PodStub(pod.channel).ResetPrefixCache(pods_pb2.ResetPrefixCacheRequest(), timeout=DEADLINE_S)
 
 
 async def test_integrity_counts_what_is_open(pod: RunningPod) -> None:

@@ -42,7 +42,7 @@ async def busy(start_cluster):
     await running
     await cluster.until_quiet()
     assert num_waiting(cluster) == 0
-    assert cluster.router.service._gate._admission.num_active == 0
+    assert cluster.router.service.model(None).gate._admission.num_active == 0
 
 
 async def queued(cluster, **fields):
@@ -173,7 +173,7 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     decode = FakeDecodePod()
     cluster = await start_cluster([], [decode])
     for _ in range(20):
-        cluster.router.cluster.decode_table.step_times.observe(1.0, 100.0)
+        cluster.router.cluster.models[0].decode_table.step_times.observe(1.0, 100.0)
 
     async def ask(**headers):
         headers = {f"x-slo-{name}-ms": str(value) for name, value in headers.items()}
@@ -202,7 +202,7 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
 async def test_a_request_that_is_admitted_at_once_goes_where_its_admission_foresaw(start_cluster, monkeypatch):
     """It is planned once, with limits and without; one that waited is planned again at its turn."""
     cluster = await start_cluster(admission=ONE)
-    planner, planned = cluster.router.service._dispatcher.planner, []
+    planner, planned = cluster.router.service.model(None).dispatcher.planner, []
     plan = planner.plan
     monkeypatch.setattr(planner, "plan", lambda query, now: planned.append(query) or plan(query, now))
     for headers in ({}, {"x-slo-ttft-ms": "60000"}):

@@ -31,7 +31,7 @@ async def prepared(cluster, **terms):
 
 async def test_the_planner_is_asked_with_all_that_a_decision_depends_on(start_cluster, monkeypatch):
     cluster = await start_cluster()
-    dispatcher = cluster.router.service._dispatcher
+    dispatcher = cluster.router.service.model(None).dispatcher
     (pod,) = cluster.router.cluster.decode_pods
     plain, bound = await prepared(cluster), await prepared(cluster, session="s", itl_slo_s=0.02)
     asked = []
@@ -125,7 +125,7 @@ async def test_room_besides_a_pod_is_a_slot_and_blocks_on_another(
         pods_pb2.PodStats(num_running=num_running, num_free_blocks=free_blocks, num_blocks=100)
     )
     await until(lambda: other.load.current().num_requests == num_running)
-    assert cluster.router.service._dispatcher.has_room_besides(pod, num_tokens) == has_room
+    assert cluster.router.service.model(None).dispatcher.has_room_besides(pod, num_tokens) == has_room
 
 
 @pytest.mark.parametrize(("remote_prefill", "takes_prompts"), [("prefer", False), ("never", True)])
@@ -135,6 +135,6 @@ async def test_room_for_prompts_is_that_of_the_pods_that_compute_them(start_clus
     await prefill.set_stats(pods_pb2.PodStats(num_queued_tokens=1_000_000, num_waiting=9, num_blocks=100))
     (pod,) = cluster.router.cluster.prefill_pods
     await until(lambda: pod.load.current().num_requests == 9)
-    room = cluster.router.service._dispatcher.room()
+    room = cluster.router.service.model(None).dispatcher.room()
     assert room.takes_prompts == takes_prompts
     assert room.free == room.capacity > 0

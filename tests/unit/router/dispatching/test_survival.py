@@ -299,7 +299,7 @@ async def test_a_stream_whose_draining_pod_dies_is_in_line_once(start_cluster, t
     survival = SurvivalConfig(migrate_on_drain_s=3600)
     cluster, stream, draining, other = await on_a_draining_pod(start_cluster, survival)
     service = cluster.router.service
-    line, num_entered = service._dispatcher.migrations, 0
+    line, num_entered = service.model(None).dispatcher.migrations, 0
     slots = [await line.enter() for _ in range(MAX_CONCURRENT_MIGRATIONS)]  # of other streams
     enter = line.enter
 

@@ -370,7 +370,8 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
     monkeypatch.setattr(endpoint_module, "_LAST_CHUNK_S", 0.1)
     cluster = await start_cluster(request_timeout_s=0.2)
     service = cluster.router.service
-    parsing = ReplyParsing(service.tokenizer, tool_parser="auto", reasoning_parser="auto")
+    model = service.model(None)
+    parsing = {model.name: ReplyParsing(model.tokenizer, tool_parser="auto", reasoning_parser="auto")}
     endpoint = completions.CompletionsEndpoint(
         completions.COMPLETIONS, service, cluster.router.security.access, RunningIds(), parsing
     )
@@ -499,7 +500,7 @@ async def test_that_no_prefill_pod_is_ready_is_logged_once_per_change(start_clus
     (prefill,) = cluster.prefill
     for is_serving in (False, True, False):
         await prefill.set_serving(is_serving)
-        await cluster.until(lambda: len(cluster.router.cluster.prefill_table) == is_serving)  # noqa: B023
+        await cluster.until(lambda: len(cluster.router.cluster.models[0].prefill_table) == is_serving)  # noqa: B023
         await cluster.complete(**BODY)
         await cluster.complete(**BODY)
     lack = "no prefill pod is ready that fits a decode pod: decode pods compute the prompts"

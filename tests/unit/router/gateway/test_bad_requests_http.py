@@ -139,6 +139,28 @@ async def test_the_field_at_fault_is_named(cluster, path, body, param, stream):
     assert error["type"] == "invalid_request_error"
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (TEXT, {"response_format": SCHEMA}, "response_format"),
+        (TEXT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (TEXT, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        (CHAT, {"response_format": SCHEMA}, "response_format"),
+        (CHAT, {"tools": [TOOL]}, "tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_what_cannot_be_searched_for_is_refused_by_name(cluster, path, fields, param):
+    prompt = {"prompt": "a"} if path == TEXT else {"messages": HELLO}
+    error = error_of(await cluster.post(path, **prompt, **fields, use_beam_search=True), 400)
+    assert error["param"] == param
+
+
 @pytest.mark.parametrize("token_id", [-1, 2048, 2**33])
 async def test_token_ids_outside_the_vocabulary(cluster, token_id):
     error = error_of(await cluster.post(TEXT, prompt=[5, token_id]), 422, "unprocessable")

@@ -251,12 +251,24 @@ async def test_status_pages(pair):
         assert (await client.models.retrieve("baton-demo")).max_model_len == 4096
     await pair.complete(prompt="Hello", max_tokens=4)
     metrics = (await pair.client.get("/metrics")).text
-    assert 'baton_request_success_total{finished_reason="length"} 1.0' in metrics
-    assert "baton_time_to_first_token_seconds_count 1.0" in metrics
-    assert "baton_inter_token_latency_seconds_count 3.0" in metrics
-    assert "baton_generation_tokens_total 4.0" in metrics
-    assert 'baton_dispatch_total{prefill="remote",reason="planned"} 1.0' in metrics
+    model = 'model_name="baton-demo"'
+    assert f'baton_request_success_total{{finished_reason="length",{model}}} 1.0' in metrics
+    assert f"baton_time_to_first_token_seconds_count{{{model}}} 1.0" in metrics
+    assert f"baton_inter_token_latency_seconds_count{{{model}}} 3.0" in metrics
+    assert f"baton_generation_tokens_total{{{model}}} 4.0" in metrics
+    assert f'baton_dispatch_total{{{model},prefill="remote",reason="planned"}} 1.0' in metrics
     assert (await pair.client.get("/version")).json()["version"]
     assert (await pair.client.get("/health")).json()["status"] == "ok"
     paths = (await pair.client.get("/openapi.json")).json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions"} <= set(paths)
+
+
+async def test_beam_search_takes_fields_that_ask_for_nothing(start_cluster):
+    cluster = await start_cluster()
+    idle = {"response_format": {"type": "text"}, "structured_outputs": None}
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "tools": []}),
+    ):
+        response = await cluster.post(path, **fields, **idle, use_beam_search=True, max_tokens=1)
+        assert response.status_code == 200, response.text

@@ -98,7 +98,7 @@ async def test_null_is_the_same_as_to_leave_a_field_out(cluster, path):
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 async def test_every_other_value_is_refused_by_name_and_reason(cluster, path):
     for row in (row for at, row in REFUSED if at == path):
-        candidates = ["some", 7, 0, 1, True, False, ["x"], [], {"k": 1}, {}]
+        candidates = ["some", 7, 0, False, ["x"], {}]
         for value in candidates:
             if any(value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in row.idle):
                 continue  # 0 is no false

@@ -41,7 +41,7 @@ def start(start_cluster, tmp_path):
         directory = tmp_path / "model"
         shutil.copytree(demo_model_path(), directory)
         (directory / "chat_template.jinja").write_text(template)
-        return await start_cluster(model=str(directory), served_model_name="baton-demo")
+        return await start_cluster(model=str(directory), served_model_name=["baton-demo"])
 
     return with_template
 
@@ -95,7 +95,7 @@ async def test_what_cannot_be_rendered_is_refused_by_name(pair, message, param):
 async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
     """Long conversations are rendered beside the event loop, whatever makes them long."""
     calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "city " * 1000})}}]
-    threads = pair.router.service._preprocessor._threads
+    threads = pair.router.service.model(None).preprocessor._threads
     submitted = []
     submit = threads.submit
     monkeypatch.setattr(threads, "submit", lambda *work: submitted.append(work) or submit(*work))

@@ -88,3 +88,16 @@ async def test_requests_that_name_the_same_id_at_once_are_all_served(start_clust
     assert sum(each == "y" * 128 for each in ids) == 1
     again = await ask(cluster, "y" * 128)
     assert again.headers["x-request-id"] == "y" * 128
+
+
+async def test_pods_know_the_request_by_its_id_in_both_legs_and_the_handoff(pair):
+    prefill, decode = pair.prefill[0], pair.decode[0]
+    decode.allowed = 0
+    asked = asyncio.create_task(ask(pair, "mine"))
+    await prefill.until(lambda: prefill.prefills)
+    await decode.until(lambda: decode.submits)
+    await decode.allow(None)
+    assert (await asked).status_code == 200
+    (sent,), (submit,) = prefill.prefills, decode.submits
+    legs = [sent.request.request_id, sent.transfer_id, submit.request.request_id, submit.remote_prefill.transfer_id]
+    assert [name.partition(".")[0] for name in legs] == ["mine"] * 4

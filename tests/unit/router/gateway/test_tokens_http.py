@@ -118,7 +118,7 @@ async def test_calls_need_a_key_and_count_towards_its_quota(start_cluster, tmp_p
 
 async def test_long_inputs_leave_the_event_loop(start_cluster, monkeypatch):
     cluster = await start_cluster([], [FakeDecodePod(max_model_len=100_000)])
-    tokenizer, threads = cluster.router.service.tokenizer, {}
+    tokenizer, threads = cluster.router.service.model(None).tokenizer, {}
 
     def watch(name):
         work = getattr(tokenizer, name)

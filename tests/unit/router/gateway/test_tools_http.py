@@ -39,7 +39,7 @@ def start(start_cluster, tmp_path, says):
         (directory / "chat_template.jinja").write_text(template)
         reply = says(answer)
         pods = [FakePrefillPod(reply)], [FakeDecodePod(reply)]
-        return await start_cluster(*pods, model=str(directory), served_model_name="baton-demo", **settings)
+        return await start_cluster(*pods, model=str(directory), served_model_name=["baton-demo"], **settings)
 
     return with_template
 
@@ -150,9 +150,9 @@ async def test_a_resumed_stream_has_the_same_calls(start):
 
 async def test_special_tokens_that_mark_calls_are_seen(start, tokenizer):
     cluster = await start(SHOWS + "{# [TOOL_CALLS] #}", "", tool_parser="mistral")
-    special = {cluster.router.service.tokenizer._backend.token_to_id("<|im_start|>"): "[TOOL_CALLS]"}
-    cluster.router.service.tokenizer._added.update(special)
-    cluster.router.service.tokenizer.decode = lambda ids, **_: "".join(
+    special = {cluster.router.service.model(None).tokenizer._backend.token_to_id("<|im_start|>"): "[TOOL_CALLS]"}
+    cluster.router.service.model(None).tokenizer._added.update(special)
+    cluster.router.service.model(None).tokenizer.decode = lambda ids, **_: "".join(
         special.get(each) or tokenizer.decode([each]) for each in ids
     )
     ids = [*special, *tokenizer.encode('weather{"city": "Oslo"}'), tokenizer._backend.token_to_id("<|im_end|>")]

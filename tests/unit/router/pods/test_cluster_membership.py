@@ -65,7 +65,7 @@ async def test_a_pod_that_is_named_later_takes_part():
         await until(cluster, lambda: len(cluster.ready_decode()) == 1)
         cluster.publish((decode_at(first), decode_at(second)))
         await until(cluster, lambda: len(cluster.ready_decode()) == 2)
-        assert len(cluster.decode_table) == 2
+        assert len(cluster.models[0].decode_table) == 2
 
 
 async def test_a_pod_with_two_addresses_counts_once():
@@ -89,7 +89,7 @@ async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
         assert pod.state is PodState.LEAVING
         assert "1 requests" in pod.detail
         assert not cluster.can_serve
-        assert len(cluster.decode_table) == 0
+        assert len(cluster.models[0].decode_table) == 0
         assert ready_metric(cluster, decode_at(fake)) == 0
         assert pod.session is not None
         assert not pod.session.broken
@@ -106,7 +106,7 @@ async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
             if sample.labels.get("address") == fake.address
         ]
         await until_no_tasks_but(cluster, 1)
-        assert "none is known" in cluster.explain()
+        assert "none is known" in cluster.models[0].explain()
 
 
 async def test_a_pod_that_comes_back_meanwhile_is_kept():
@@ -161,7 +161,7 @@ async def test_a_hundred_joins_and_leaves_leave_nothing_behind():
         assert cluster.index.num_slots <= num_slots + 4, "slots are used again"
         assert len(cluster.index._holders) == 1
         assert not cluster.index.check_integrity()
-        assert (len(cluster.decode_table), len(cluster.prefill_table)) == (1, 0)
+        assert (len(cluster.models[0].decode_table), len(cluster.models[0].prefill_table)) == (1, 0)
 
 
 def _num_samples(cluster):

@@ -305,7 +305,7 @@ async def test_log_probabilities_are_bounded_over_all_choices(pair, path, body, 
 
 
 async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
-    tokenizer, spelled = pair.router.service.tokenizer, []
+    tokenizer, spelled = pair.router.service.model(None).tokenizer, []
     decode = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: spelled.append(list(ids)) or decode(ids, **more))
     prompt = [300] * 3000

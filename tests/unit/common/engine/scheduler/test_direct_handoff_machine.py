@@ -594,7 +594,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
 
 TestDirectHandoffMachine = DirectHandoffMachine.TestCase
-TestDirectHandoffMachine.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
+TestDirectHandoffMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

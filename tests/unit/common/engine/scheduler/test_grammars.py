@@ -96,7 +96,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request(grammars: FakeGra
     engine.step()
     grammars.settle(InvalidRequestError("no", param="structured_outputs"))
     engine.run()
-    assert engine.errors == {"a": ErrorCode.INVALID_ARGUMENT.value.number}
+    assert engine.errors == {"a": (ErrorCode.INVALID_ARGUMENT.value.number, "no")}
     assert not engine.scheduler.has_unfinished
     assert engine.scheduler.check_integrity().violations == []
 

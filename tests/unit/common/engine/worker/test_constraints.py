@@ -92,7 +92,7 @@ def test_the_mask_comes_after_penalties() -> None:
     constraints.add(0, new_request(Sequence(7)))
     mask, _ = constraints.mask([0])
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5)
-    row = SamplingRow(params, np.array([7, 7, 7]), 1, np.empty(0, dtype=np.int64))
+    row = SamplingRow(params, np.array([7, 7, 7]), 1)
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7] = torch.finfo(torch.float32).min
     [token] = Sampler().sample(logits, [row], mask)

@@ -1,0 +1,1 @@
+"""What each API of the gateway costs the router, next to an older checkout."""

@@ -1,0 +1,69 @@
+"""What each API of the gateway costs the router, with pods that answer at once.
+
+    python -m benchmarks.gateway [--before DIR] [--markdown FILE] [--json FILE] [--quick]
+
+The real router process stands between a load generator and fake pods, as in benchmarks.router. Measured is its
+processor time, of all its threads: per whole answer of one token, and per token of streams that have had their first.
+Completions, chats, chats with tools (the parser that `--tool-parser auto` finds), with reasoning, with a schema as
+response_format, Anthropic's messages, OpenAI's responses, and chats over gRPC.
+
+With --before the router of another checkout takes turns with that of this one, with the same load generator, pods and
+Python environment; what it does not have is left out. The difference is the median of those of pairs that were measured
+one after the other. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gateway.measure import Plan, measure
+from benchmarks.gateway.report import format_page, format_tables, verdicts
+from benchmarks.router.measure import StreamLoad
+from benchmarks.router.report import describe_machine, format_verdict
+
+FULL = Plan(repeats=7, concurrency=16, num_answers=1_000, streams=StreamLoad(64, 150, 0.02))
+QUICK = Plan(repeats=1, concurrency=4, num_answers=100, streams=StreamLoad(16, 30, 0.01))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    args = _parser().parse_args(argv)
+    plan = QUICK if args.quick else FULL
+    machine = describe_machine()
+    results = measure(plan, args.before, lambda line: print(line, file=sys.stderr))
+    found = verdicts(results)
+    print(format_tables(results, found))
+    print("\n".join(map(format_verdict, found)))
+    if args.json:
+        figures = {"machine": machine, "now": results.now, "before": results.before}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.markdown:
+        args.markdown.write_text(format_page(machine, plan, results, found, args.note))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
+    parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--note", default="", help="a remark for the page of markdown")
+    return parser
+
+
+def _checkout(text: str) -> Path:
+    path = Path(text).resolve()
+    if not (path / "router" / "__main__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of Baton")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

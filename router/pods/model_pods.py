@@ -1,0 +1,137 @@
+"""The pods that serve one model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from common.pb import pods_pb2
+from router.discovery import Role
+from router.placing.index import PrefixIndex
+from router.placing.policies import PodTable
+from router.pods.pod import Pod, PodState
+
+
+class ModelFacts(NamedTuple):
+    """What pods must agree on to share KV and tokens."""
+
+    fingerprint: bytes
+    block_size: int  # tokens
+    vocab_size: int
+
+    @classmethod
+    def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
+        """Those of one pod."""
+        return cls(info.fingerprint, info.block_size, info.vocab_size)
+
+    def mismatch(self, other: ModelFacts) -> str:
+        """Why a pod with the facts `other` does not fit; empty: it does."""
+        if self.block_size != other.block_size:
+            return f"its block_size is {other.block_size}, the cluster's is {self.block_size}"
+        if self.vocab_size != other.vocab_size:
+            return f"its vocab_size is {other.vocab_size}, the cluster's is {self.vocab_size}"
+        if self.fingerprint != other.fingerprint:
+            return (
+                f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "
+                f"{self.fingerprint.hex()[:12]}: other weights, dtype or KV layout"
+            )
+        return ""
+
+
+class ModelPods:
+    """The pods of one model, and what they agree on. The Cluster puts pods in and takes them out.
+
+    The decode pods decide: the first to connect sets the facts, which stay for as long as a decode pod that has them is
+    connected. Every other pod of the model must agree with them or is refused.
+    """
+
+    def __init__(self, names: tuple[str, ...], index: PrefixIndex, by_address: Mapping[str, Pod]) -> None:
+        """`index` and `by_address` are those of all pods."""
+        self.names = names
+        self.index = index
+        self.by_address = by_address
+        self.facts: ModelFacts | None = None  # None until a decode pod has connected
+        self.prefill_table = PodTable()  # of the ready ones
+        self.decode_table = PodTable()
+        self.prefill_pods: list[Pod] = []
+        self.decode_pods: list[Pod] = []
+        self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
+
+    @property
+    def can_serve(self) -> bool:
+        """True if a request could be answered now."""
+        return any(pod.state is PodState.READY for pod in self.decode_pods)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer that every ready decode pod can take; 0 if none is ready."""
+        return min((pod.info.max_model_len for pod in self.ready_decode() if pod.info is not None), default=0)
+
+    def ready_decode(self) -> list[Pod]:
+        """Decode pods that take requests."""
+        return [pod for pod in self.decode_pods if pod.state is PodState.READY]
+
+    async def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait for a ready decode pod; False if there is none after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.can_serve:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def explain(self) -> str:
+        """One line for a person: why no request can be served."""
+        states = [
+            f"{pod.address} is {pod.state.value}" + (f" ({pod.detail})" if pod.detail else "")
+            for pod in self.decode_pods
+        ]
+        return "no decode pod is ready: " + ("; ".join(states) or "none is known")
+
+    # --- for the Cluster ---
+
+    def of_role(self, role: Role) -> list[Pod]:
+        """The pods of a role, ready or not."""
+        return self.prefill_pods if role == "prefill" else self.decode_pods
+
+    def table(self, role: Role) -> PodTable:
+        """The ready pods of a role."""
+        return self.prefill_table if role == "prefill" else self.decode_table
+
+    def add(self, pod: Pod) -> None:
+        """The pod serves this model."""
+        self.of_role(pod.role_name).append(pod)
+        pod.load.step_times = self.table(pod.role_name).step_times
+
+    def remove(self, pod: Pod) -> None:
+        """The pod has left, or serves another model by now. It was not ready in between."""
+        self.of_role(pod.role_name).remove(pod)
+
+    def enter_table(self, pod: Pod) -> None:
+        """The pod may be chosen. Idempotent."""
+        if pod.load.row is None:
+            pod.load.row = self.table(pod.role_name).add(pod.facts(), pod.load.current())
+
+    def leave_table(self, pod: Pod) -> None:
+        """The pod may not be chosen. Idempotent."""
+        if pod.load.row is not None:
+            self.table(pod.role_name).remove(pod.load.row)
+            pod.load.row = None
+
+    def settle_facts(self) -> None:
+        """Decides again what the pods must agree on."""
+        offered = [ModelFacts.of(info) for info in self._decode_infos()]
+        if offered and self.facts not in offered:
+            self.facts = offered[0]
+
+    def notify(self) -> None:
+        """A pod's state has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _decode_infos(self) -> Iterator[pods_pb2.PodInfo]:
+        for pod in self.decode_pods:
+            if pod.info is not None and pod.info.role == pods_pb2.POD_ROLE_DECODE:
+                yield pod.info

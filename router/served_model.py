@@ -1,0 +1,81 @@
+"""One of the models that a router serves: its tokenizer, its sampling defaults, its pods and its queue."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.generation_config import SamplingDefaults
+from common.tokenization import Tokenizer
+from router.admission.admission import Admission
+from router.admission.gate import Gate
+from router.admission.metrics import AdmissionMetrics, QueueMetrics
+from router.config import RouterConfig
+from router.dispatching.dispatcher import Dispatcher
+from router.dispatching.metrics import SurvivalMetrics
+from router.metrics import RouterMetrics
+from router.pods import Cluster, ModelPods
+from router.requests.preprocess import Preprocessor
+
+
+class ModelSource(NamedTuple):
+    """What the router has read of a model."""
+
+    names: tuple[str, ...]  # the first is in answers, the others are aliases
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+
+
+class SharedMetrics(NamedTuple):
+    """Those of all models."""
+
+    router: RouterMetrics
+    survival: SurvivalMetrics
+    admission: AdmissionMetrics
+
+
+class ServedModel:
+    """What requests for one model go through. Close it."""
+
+    def __init__(
+        self, source: ModelSource, pods: ModelPods, cluster: Cluster, config: RouterConfig, metrics: SharedMetrics
+    ) -> None:
+        """`pods` are those of the cluster that serve it."""
+        self.name = source.names[0]
+        self.names = source.names
+        self.tokenizer = source.tokenizer
+        self.pods = pods
+        self.metrics = metrics.router.of(self.name)
+        self.preprocessor = Preprocessor(
+            source.tokenizer,
+            pods,
+            self.metrics,
+            model_name=self.name,
+            timeout_s=config.request_timeout_s,
+            kv_failure_policy=config.kv_failure_policy,
+            sampling_defaults=source.sampling_defaults,
+            max_prompt_tokens=config.limits.max_prompt_tokens,
+        )
+        self.dispatcher = Dispatcher(pods, config, self.metrics, metrics.survival)
+        self.gate = Gate(
+            Admission(config.admission),
+            self.dispatcher,
+            QueueMetrics(metrics.admission, self.name),
+            pod_wait_s=config.survival.pod_wait_s,
+        )
+        cluster.on_change(self.gate.wake)
+        pods.prefill_table.on_change(self.gate.wake)
+        pods.decode_table.on_change(self.gate.wake)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer; 0 while no decode pod is ready."""
+        return self.pods.max_model_len
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The model's fingerprint; empty until a pod has told it."""
+        return b"" if self.pods.facts is None else self.pods.facts.fingerprint
+
+    def close(self) -> None:
+        """Release threads. Idempotent."""
+        self.preprocessor.close()

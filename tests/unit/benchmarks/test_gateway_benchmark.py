@@ -1,0 +1,102 @@
+"""The benchmark of the gateway runs, and its figures say what they claim. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gateway import __main__ as benchmark
+from benchmarks.gateway import measure
+from benchmarks.gateway.__main__ import main
+from benchmarks.gateway.measure import Cost, Results
+from benchmarks.gateway.report import format_page, verdicts
+from benchmarks.gateway.workload import SETUPS
+from benchmarks.router.measure import StreamLoad
+
+TINY = benchmark.Plan(repeats=2, concurrency=2, num_answers=3, streams=StreamLoad(2, 4, 0.0))
+ROOT = Path(measure.__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the benchmark with little load; returns its figures and its page."""
+
+    def tiny(*options):
+        monkeypatch.setattr(benchmark, "QUICK", TINY)
+        page, figures = tmp_path / "gateway.md", tmp_path / "gateway.json"
+        assert main(["--quick", *options, "--markdown", str(page), "--json", str(figures)]) == 0
+        return json.loads(figures.read_text()), page.read_text()
+
+    return tiny
+
+
+def test_every_api_is_measured(run):
+    """The load generator raises if an answer is an error, or a stream does not end as it should."""
+    found, page = run()
+    names = [case.name for setup in SETUPS for case in setup.cases]
+    assert list(found["now"]) == names
+    assert found["before"] == {}
+    for name in names:
+        assert f"| {name} | " in page
+        assert [len(cost) for cost in found["now"][name]] == [2, 2]
+        assert min(map(min, found["now"][name])) > 0
+
+
+def test_next_to_a_checkout(run, monkeypatch):
+    monkeypatch.setattr(measure, "SETUPS", [SETUPS[0]._replace(cases=SETUPS[0].cases[:1])])
+    found, page = run("--before", str(ROOT))
+    assert list(found["before"]) == list(found["now"]) == ["completion"]
+    assert "at most 3 % more than before" in page
+
+
+def test_what_an_older_checkout_lacks_is_left_out(run, tmp_path, monkeypatch):
+    older = tmp_path / "older"  # which does not know the options of this setup, say
+    (older / "router").mkdir(parents=True)
+    (older / "router" / "__main__.py").write_text("import sys\nsys.exit(2)\n")
+    monkeypatch.setattr(measure, "SETUPS", [SETUPS[0]._replace(cases=SETUPS[0].cases[:1])])
+    found, _ = run("--before", str(older))
+    assert (list(found["now"]), found["before"]) == (["completion"], {})
+    completion, *_ = SETUPS[0].cases
+    lacking = completion._replace(name="lacking", call=completion.call._replace(path="/v1/none"))
+    results = measure._costs(TINY, SETUPS[0]._replace(cases=(completion, lacking)), ROOT)
+    assert list(results) == ["completion"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--before", str(tmp_path)])
+
+
+def results_of(*, request_s=1.5e-3, token_s=60e-6, times=1.03):
+    results = Results()
+    results.now["chat"] = [Cost(request_s, token_s)] * 3
+    results.now["new"] = [Cost(1e-3, 1e-5)]
+    results.before["chat"] = [Cost(request_s / times, token_s)] * 3
+    return results
+
+
+def test_targets_are_met_by_figures_within_them():
+    assert [verdict.is_met for verdict in verdicts(results_of(times=1.0299))] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("figures", "missed"),
+    [
+        ({"request_s": 1.51e-3}, "chat: at most 1.5 ms"),
+        ({"token_s": 61e-6}, "chat: at most 60 us"),
+        ({"times": 1.031}, "chat: at most 3 % more than before per request"),
+    ],
+)
+def test_each_target_is_judged(figures, missed):
+    failed = [verdict for verdict in verdicts(results_of(**{"times": 1.0, **figures})) if not verdict.is_met]
+    assert [missed in verdict.target for verdict in failed] == [True]
+
+
+def test_differences_are_those_of_pairs():
+    results = results_of()
+    results.now["chat"] = [Cost(1.0, 1.0), Cost(2.0, 2.0), Cost(9.0, 3.0)]
+    results.before["chat"] = [Cost(1.0, 2.0), Cost(1.0, 4.0), Cost(6.0, 6.0)]
+    assert results.ratios == {"chat": Cost(1.5, 0.5)}
+    page = format_page({"cores": "2"}, TINY, results, verdicts(results), "A remark.")
+    assert "| chat | 2000.00 | 1000.00 | +50.0 % | 2000000.0 | 4000000.0 | -50.0 % |" in page
+    assert "| new | 1.00 | - | - | 10.0 | - | - |" in page
+    assert "A remark." in page
