@@ -7,7 +7,7 @@ DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -24,6 +24,11 @@ test-slow: $(DEV)
 ## Needs a CUDA device.
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
+
+## Clients that others wrote (openai, LangChain, guidellm ...) against a cluster; writes docs/clients.md. Installs them
+## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
+clients: $(DEV)
+	$(BIN)/pytest -m clients tests/clients $(ARGS)
 
 ## Mutation check, see README. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
 mutants: $(MUTANTS)
@@ -64,4 +69,4 @@ $(MUTANTS): $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -61,14 +61,17 @@ class AnswerFormat(ABC):
         has_usage_chunk: bool,
         echoed: Mapping[str, Any] = MappingProxyType({}),
         wants_token_ids: bool = False,
+        has_event_ids: bool = False,
     ) -> None:
         """`created` is Unix time. `has_usage_chunk`: the last chunk has the token counts, others "usage": null unless
-        they have counts of their own. `echoed`: fields of the request, for answers that repeat them."""
+        they have counts of their own. `echoed`: fields of the request, for answers that repeat them. `has_event_ids`: a
+        delta is one event, since its id counts all its tokens."""
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
         self._has_usage_chunk = has_usage_chunk
         self._echoed = echoed
         self._wants_token_ids = wants_token_ids
+        self._has_event_ids = has_event_ids
         self._is_plain = not (wants_logprobs or wants_token_ids)
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
         head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
@@ -280,7 +283,22 @@ class ChatFormat(AnswerFormat):
         finish_label: str | None,
         usage: dict[str, Any] | None,
     ) -> bytes:
-        """See AnswerFormat."""
+        """See AnswerFormat. What ends an answer follows its last call in a chunk of its own: the `openai` client takes
+        a call whose chunk has a finish reason for unfinished."""
+        if finish_label is None or self._has_event_ids or not any(isinstance(part, Call) for part in parts):
+            return self._parts_chunk(index, delta, parts, finish_label, usage)
+        ending = delta._replace(token_ids=[], logprobs=[])
+        called = self._parts_chunk(index, delta, parts, None, usage)
+        return called + self._parts_chunk(index, ending, (), finish_label, usage)
+
+    def _parts_chunk(
+        self,
+        index: int,
+        delta: TextDelta,
+        parts: Sequence[Part],
+        finish_label: str | None,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
         gained: dict[str, Any] = {}
         if text := "".join([part.text for part in parts if isinstance(part, Text)]):
             gained["content"] = text

@@ -116,7 +116,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._api.parse(body)
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
-        terms = read_terms(exchange.header, exchange.tenant)
+        terms = read_terms(exchange.given_header, exchange.tenant)
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)
@@ -216,7 +216,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         wants_logprobs = choices[0].sampling.num_logprobs is not None
-        answer_format = self._format(body, request_id, wants_logprobs=wants_logprobs)
+        answer_format = self._format(
+            body, request_id, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
+        )
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
         parsing = self._parsing[model.name]
@@ -304,7 +306,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         answer.token_ids = token_ids
         return answer
 
-    def _format(self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool) -> AnswerFormat:
+    def _format(
+        self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool, has_event_ids: bool = False
+    ) -> AnswerFormat:
         model = self._service.model(body.model)
         return self._api.format(
             request_id,
@@ -315,6 +319,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,
             wants_token_ids=bool(body.return_token_ids),
             echoed=body.echoed,
+            has_event_ids=has_event_ids,
         )
 
     def _tokenizer_of(self, request: GenerationRequest) -> Tokenizer:

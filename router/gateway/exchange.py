@@ -52,9 +52,13 @@ class Exchange:
         return tenant
 
     def header(self, name: str) -> str:
-        """The first header of that name, in lower case; empty: there is none."""
+        """The first header of that name, in lower case; empty: there is none, or it is empty."""
+        return self.given_header(name) or ""
+
+    def given_header(self, name: str) -> str | None:
+        """The first header of that name, in lower case; None: there is none."""
         wanted = name.encode()
-        return next((value.decode("latin-1") for header, value in self._headers if header == wanted), "")
+        return next((value.decode("latin-1") for header, value in self._headers if header == wanted), None)
 
     def add_header(self, name: str, value: str) -> None:
         """To the response, if it is a success."""

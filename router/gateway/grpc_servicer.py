@@ -252,7 +252,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 def _terms(context: _AnyContext) -> Terms:
     """As HTTP clients say them in headers of the same names."""
     metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    return read_terms(lambda name: metadata.get(name, ""), tenant_of_call())
+    return read_terms(metadata.get, tenant_of_call())
 
 
 async def _choice(index: int, generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:

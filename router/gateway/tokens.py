@@ -56,7 +56,8 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
     async def _serve(self, parsed: ChatBody, exchange: Exchange, arrived_at: float) -> None:
         account = self._access.account(exchange.tenant)
         with account.admit(1):
-            (draft,) = parsed.drafts(exchange.request_id, arrived_at, read_terms(exchange.header, exchange.tenant))
+            terms = read_terms(exchange.given_header, exchange.tenant)
+            (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
             token_ids = await self._service.model(parsed.model).preprocessor.tokenize(draft.prompt, draft.prompt_param)
             account.spend(len(token_ids))
             await exchange.send_json(msgspec.json.encode(CountedTokens(len(token_ids))))

@@ -58,20 +58,20 @@ class Terms:
         return any(limit is not None for limit in (self.timeout_s, self.ttft_slo_s, self.itl_slo_s))
 
 
-def read_terms(header: Callable[[str], str], tenant: Tenant) -> Terms:
-    """`header` gives the value of a header by its lower-case name, or "". Raises InvalidRequestError."""
+def read_terms(header: Callable[[str], str | None], tenant: Tenant) -> Terms:
+    """`header` gives the value of a header by its lower-case name, or None. Raises InvalidRequestError."""
     return Terms(
         tenant=tenant,
-        session=header(SESSION_HEADER),
+        session=header(SESSION_HEADER) or "",
         timeout_s=_seconds(header, TIMEOUT_HEADER),
         ttft_slo_s=_seconds(header, TTFT_HEADER),
         itl_slo_s=_seconds(header, ITL_HEADER),
     )
 
 
-def _seconds(header: Callable[[str], str], name: str) -> float | None:
+def _seconds(header: Callable[[str], str | None], name: str) -> float | None:
     text = header(name)
-    if not text:
+    if text is None:
         return None
     milliseconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < milliseconds < math.inf:

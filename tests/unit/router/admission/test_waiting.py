@@ -220,7 +220,7 @@ async def test_a_request_that_is_admitted_at_once_goes_where_its_admission_fores
     assert len(planned) == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "soon", "1e999", "1_000", "0x10"])
+@pytest.mark.parametrize("value", ["", "0", "-5", "nan", "inf", "soon", "1e999", "1_000", "0x10"])
 @pytest.mark.parametrize("header", ["x-request-timeout-ms", "x-slo-ttft-ms", "x-slo-itl-ms"])
 async def test_a_limit_that_is_none_is_named(pair, header, value):
     response = await pair.client.post("/v1/completions", json=BODY, headers={header: value})

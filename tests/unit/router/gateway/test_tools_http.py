@@ -100,6 +100,22 @@ async def test_what_the_template_gets(start):
     assert count == len(cluster.decode[0].submits[-1].request.prompt_token_ids)
 
 
+async def test_the_openai_client_sees_that_the_last_call_is_complete(start, tokenizer):
+    cluster = await start(HERMES, CALL)
+    limit = len(tokenizer.encode(CALL))  # the answer ends with the last token of the call
+    request = {"messages": ASKS, "tools": [WEATHER], "max_tokens": limit}
+    async with (
+        openai_client(cluster) as client,
+        client.chat.completions.stream(model="baton-demo", **request) as stream,
+    ):
+        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [json.loads(event.arguments) for event in done] == [{"city": "Oslo"}]
+    events = events_of(await cluster.post(CHAT, **request, stream=True, logprobs=True, return_token_ids=True))
+    choices = [event["choices"][0] for event in events]
+    assert sum(len(choice.get("token_ids", ())) for choice in choices) == limit
+    assert sum(len((choice["logprobs"] or {}).get("content") or ()) for choice in choices) == limit
+
+
 async def test_fields_that_change_what_is_parsed(start):
     cluster = await start(THINKS, ANSWER)
 

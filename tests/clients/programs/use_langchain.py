@@ -1,0 +1,54 @@
+"""LangChain's OpenAI class: chats, streams, `bind_tools`, `with_structured_output`. Takes the router's URL."""
+
+import asyncio
+import sys
+from typing import Literal
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+MODEL = "baton-demo"
+QUESTION = HumanMessage("What is the capital of France?")
+
+
+@tool
+def weather(city: Literal["Oslo", "Paris"], hour: Literal[6, 12, 18]) -> str:
+    """Returns the weather of a city."""
+    return f"Rain in {city} at {hour}."
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: Literal["Paris", "Rome"]
+    continent: Literal["Europe", "Asia"]
+
+
+options = {"model": MODEL, "base_url": f"{sys.argv[1]}/v1", "api_key": "none", "temperature": 0, "max_retries": 0}
+chat = ChatOpenAI(**options, max_completion_tokens=100)
+
+answer = chat.invoke([QUESTION])
+print("invoke:", repr(answer.content), answer.usage_metadata["total_tokens"], "tokens")
+assert "".join(chunk.content for chunk in chat.stream([QUESTION])) == answer.content
+assert [other.content for other in asyncio.run(chat.abatch([[QUESTION]] * 4))] == [answer.content] * 4
+
+for choice in ("required", "weather"):
+    caller = chat.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False)
+    called = caller.invoke([QUESTION])
+    (call,) = called.tool_calls
+    print("bind_tools, tool_choice", choice, "->", call["name"], call["args"])
+result = weather.invoke(call)
+assert isinstance(result, ToolMessage)
+print("after the tool's result:", repr(chat.bind_tools([weather]).invoke([QUESTION, called, result]).content))
+
+# JSON may have white space, and so small a model does not come to an end of it without a penalty.
+writer = ChatOpenAI(**options, max_completion_tokens=200, frequency_penalty=1)
+for method in ("json_schema", "function_calling"):
+    city = writer.with_structured_output(City, method=method).invoke([QUESTION])
+    assert isinstance(city, City)
+    print("with_structured_output,", method, "->", repr(city))
+responses = ChatOpenAI(**options, max_completion_tokens=100, use_responses_api=True)
+print("the Responses API:", repr(responses.invoke([QUESTION]).text))
+print("a completion:", repr(OpenAI(**options, max_tokens=8).invoke("The capital of Italy is")))
