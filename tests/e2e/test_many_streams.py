@@ -50,7 +50,9 @@ def jobs() -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize(
+    "connector", [pytest.param(name, marks=pytest.mark.slow) if name == "redis" else name for name in CONNECTORS]
+)
 async def test_two_hundred_requests_are_answered_as_if_colocated(connector: str, jobs: list[Job]) -> None:
     with running_cluster("--prefill", "2", "--decode", "2", "--connector", connector) as cluster:
         assert await answers(cluster, jobs) == [job.text for job in jobs]

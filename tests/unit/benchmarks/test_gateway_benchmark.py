@@ -46,6 +46,7 @@ def test_every_api_is_measured(run):
         assert min(map(min, found["now"][name])) > 0
 
 
+@pytest.mark.slow
 def test_next_to_a_checkout(run, monkeypatch):
     """A case of which the older checkout knows nothing has no figures of it."""
     first, second, *_ = SETUPS[0].cases

@@ -21,7 +21,7 @@ from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
 
-MAX_LAG_S = 0.05  # of CPU time: what other processes take of the machine does not count
+MAX_LAG_S = 0.1  # of CPU time; half of it on a core whose caches nothing else uses
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class DirectTiersMachine(DirectHandoffMachine):
 
 
 TestDirectTiersMachine = DirectTiersMachine.TestCase
-TestDirectTiersMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestDirectTiersMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_a_consumer_gets_its_turn_when_the_prompt_before_it_asks_the_tier_again(
 
 
 TestTiersMachine = TiersMachine.TestCase
-TestTiersMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestTiersMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow
