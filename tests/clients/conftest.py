@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tests.clients.environments import NotInstallableError, environment, version
 from tests.clients.page import Page, Section, shell_lines, tidied
 from tests.e2e.cluster import Cluster, running_cluster
 
-RUN_DEADLINE_S = 900.0
+RUN_DEADLINE_S = 600.0
 _PROGRAMS = Path(__file__).with_name("programs")
 _SHOWN_URL = "http://127.0.0.1:8000"  # on the page, for that of a run
 _SHOWN_MODEL = "common/demo_model/weights"
@@ -41,7 +43,7 @@ class Client:
 
     def run(self, *command: str, **env: str) -> str:
         """Runs a program of the environment, which must end with 0; returns what it printed."""
-        done = subprocess.run(
+        with subprocess.Popen(
             [str(self._programs / command[0]), *command[1:]],
             cwd=self.directory,
             env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120", "PYTHONWARNINGS": "ignore", **env},
@@ -49,10 +51,15 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=RUN_DEADLINE_S,
-        )
-        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-20_000:]}"
-        return done.stdout
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=RUN_DEADLINE_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # processes of its own that it left behind, too
+        assert process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}:\n{output[-20_000:]}"
+        return output
 
     def run_and_tell(self, *command: str, excerpt: Callable[[str], str], env: dict[str, str] | None = None) -> None:
         """Runs it, and puts the command and an excerpt of the output on the page."""

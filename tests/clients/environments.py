@@ -42,7 +42,7 @@ def version_of(name: str, package: str) -> str:
 def _install(name: str, directory: Path, required: str) -> None:
     (directory / ".installed").unlink(missing_ok=True)
     _run(name, sys.executable, "-m", "venv", "--clear", str(directory))
-    pip = (str(directory / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check")
+    pip = (str(directory / "bin" / "pip"), "install", "--quiet", "--no-compile", "--disable-pip-version-check")
     alone = ("--no-deps",) if required.startswith(_AS_IT_STANDS) else ()
     _run(name, *pip, *alone, "--requirement", str(REQUIREMENTS / f"{name}.txt"))
 

@@ -20,7 +20,19 @@ def test_multiple_choice(client):
     write_task(lm_eval.directory)
     task = ("--tasks", "capitals", "--include_path", ".", "--log_samples", "--output_path")
     local = f"pretrained={lm_eval.model},dtype=float32"
-    lm_eval.run("lm_eval", "--model", "hf", "--device", "cpu", "--model_args", local, *task, "local", **OFFLINE)
+    lm_eval.run(
+        "lm_eval",
+        "--model",
+        "hf",
+        "--device",
+        "cpu",
+        "--model_args",
+        local,
+        *task,
+        "local",
+        **OFFLINE,
+        OMP_NUM_THREADS="1",
+    )
     served = f"model=baton-demo,base_url={lm_eval.url}/v1/completions,tokenizer={lm_eval.model},num_concurrent=4"
     lm_eval.run_and_tell(
         "lm_eval", "--model", "local-completions", "--model_args", served, *task, "served",

@@ -41,11 +41,12 @@ def test_guidellm(client):
         "--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
         "--tokenizer", f"kind=hf_auto,model={guidellm.model}",
         "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16", "--disable-progress",
-        excerpt=lambda output: between(output, "Request Latency Statistics", r"^\* "), env=OFFLINE,
+        excerpt=lambda output: between(output, "Request Latency Statistics", "^$"), env=OFFLINE,
     )  # fmt: skip
     (benchmark,) = json.loads((guidellm.directory / "benchmarks.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
-    assert totals == {"successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS}
+    assert (totals["errored"], totals["incomplete"]) == (0, 0)
+    assert totals["successful"] > NUM_REQUESTS - 4  # it stops without counting those that end with the last one
 
 
 def test_aiperf(client):
