@@ -103,7 +103,7 @@ def _open_log(claimed: Claim) -> ClusterLog:
 
 
 def _leave_terminal(log: ClusterLog) -> None:
-    """Nobody waits for the end of what this process writes to stdout, and errors go to the log."""
+    """Readers of stdout see its end, although this process goes on; its errors go to the log."""
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

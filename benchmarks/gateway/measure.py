@@ -1,5 +1,5 @@
 """The measurements. The routers of this checkout and of the older one run at the same time and take turns, case by
-case, so that what else the machine does is the same for both. They are started anew for each repeat."""
+case, so that what else the machine does is the same for both. Both are restarted for each repeat."""
 
 from __future__ import annotations
 
