@@ -7,7 +7,7 @@ DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-gpu test-compose images clients mutants lint format proto api-docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -29,6 +29,10 @@ test-gpu: $(DEV)
 ## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
+
+## Container images with docker, podman or buildah; see docs/compose.md. make images IMAGES="router cpu"
+images:
+	@sh deploy/docker/build.sh
 
 ## Mutation check, see README. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
 mutants: $(MUTANTS)
