@@ -25,6 +25,11 @@ test-slow: $(DEV)
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
 
+## The images and deploy/compose for real, on a Docker Engine of the tests' own; installs it from Debian if it may. Keeps
+## images in ~/.cache/baton-containers (10 GB). The first time takes a quarter of an hour.
+test-compose: $(DEV)
+	$(BIN)/pytest -m compose tests/compose $(ARGS)
+
 ## Clients that others wrote (openai, LangChain, guidellm ...) against a cluster; writes docs/clients.md. Installs them
 ## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
 clients: $(DEV)

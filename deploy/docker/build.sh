@@ -3,6 +3,7 @@
 #
 #   IMAGES              targets of the Dockerfile, by default all: router cpu cuda
 #   IMAGE_PREFIX        of the images' names, such as registry.example.org/team/
+#   IMAGE_SOURCE        URL of the source for the images' labels
 #   ENGINE              docker, podman or buildah
 #   BUILD_FLAGS         further options of the engine's build command, such as --network host
 #   PYTHON_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_TRUSTED_HOST, TORCH_INDEX_URL, TORCH_CUDA_INDEX_URL
@@ -22,8 +23,7 @@ esac
 
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' common/__init__.py)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-source=$(git config --get remote.origin.url 2>/dev/null || echo unknown)
-set -- --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source"
+set -- --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "SOURCE=${IMAGE_SOURCE:-unknown}"
 for name in PYTHON_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST TORCH_INDEX_URL TORCH_CUDA_INDEX_URL; do
     if eval "test -n \"\${$name:-}\""; then
         set -- "$@" --build-arg "$name=$(eval "printf %s \"\$$name\"")"
