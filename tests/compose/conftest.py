@@ -34,6 +34,7 @@ def engine(record: Record) -> Iterator[Engine]:
     try:
         install()
         with running_engine(directory) as running:
+            record.program(running.docker("version", "--format", "Docker Engine {{.Server.Version}}").strip())
             for name, make in (
                 ("base image", make_base),
                 ("images of others", make_stand_ins),

@@ -21,7 +21,7 @@ from tests.e2e.reference import PROMPTS, greedy_completion
 DIRECTORY = ROOT / "deploy/compose"
 URL, GRPC_ADDRESS = "http://127.0.0.1:8000", "127.0.0.1:9000"
 UP_DEADLINE_S = 600.0
-SETTLE_DEADLINE_S = 180.0
+SETTLE_DEADLINE_S = 300.0
 MAX_TOKENS = 160
 NUM_STREAMS = 3
 _POLL_S = 0.25

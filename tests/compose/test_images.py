@@ -39,7 +39,7 @@ def test_an_image_runs_as_a_user_with_a_read_only_root(engine: Engine, record: R
 
 def test_the_router_is_small_and_has_no_torch(engine: Engine) -> None:
     assert int(engine.docker("inspect", "--format", "{{.Size}}", ROUTER)) < MAX_ROUTER_BYTES
-    assert "torch" not in engine.docker("run", "--rm", ROUTER, "doctor").replace("torch is not installed", "")
+    assert "torch is not installed" in engine.docker("run", "--rm", ROUTER, "doctor")
 
 
 @pytest.mark.parametrize("image", [ROUTER, CPU])
