@@ -1,7 +1,7 @@
-"""Fetches the models of a cluster from the hub, once, before its processes start.
+"""Fetches models from the hub: those of a cluster, once, before its processes start, or one into a directory.
 
-The processes then read the local copy and ask the hub nothing, so that all of them, and those restarted later, have the
-same revision.
+The processes of a cluster then read the local copy and ask the hub nothing, so that all of them, and those restarted
+later, have the same revision.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ def fetch_models(sources: Sequence[ModelSource], terminal: Terminal) -> dict[str
     return _LOCAL_COPY_ONLY if remote else {}
 
 
+def fetch_to(source: ModelSource, directory: Path, terminal: Terminal) -> None:
+    """Downloads a model into `directory`; files that are there already and have not changed are kept.
+
+    Raises ConfigError for one that is not on the hub, and for a directory that cannot be written.
+    """
+    if _is_directory(source.model):
+        raise ConfigError(f"{source.model}: expected the id of a model on the hub, got a directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--directory: cannot make {directory}: {error.strerror}", param="directory") from error
+    _download(source, terminal, directory)
+
+
 def _is_directory(model: str) -> bool:
     """Whether it is one; False: a hub id. Raises ConfigError if it can be neither."""
     path = Path(model).expanduser()
@@ -42,7 +56,8 @@ def _is_directory(model: str) -> bool:
     return False
 
 
-def _download(source: ModelSource, terminal: Terminal) -> None:
+def _download(source: ModelSource, terminal: Terminal, into: Path | None = None) -> None:
+    """`into` is a directory for the files; None: the hub library's cache."""
     from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -53,7 +68,9 @@ def _download(source: ModelSource, terminal: Terminal) -> None:
     terminal.say(f"Fetching {name}")
     started = time.monotonic()
     try:
-        directory = snapshot_download(source.model, revision=source.revision, allow_patterns=MODEL_FILES)
+        directory = snapshot_download(
+            source.model, revision=source.revision, allow_patterns=MODEL_FILES, local_dir=into
+        )
     except RepositoryNotFoundError as error:
         raise ConfigError(
             f"--model: {source.model} is neither a local directory nor a model on the hub that HF_TOKEN may read",

@@ -12,11 +12,15 @@ PROMPTS = ("The capital of France is", "One, two, three,", "Once upon a time the
 _TIMEOUT_S = 60.0
 
 
-def complete(url: str, prompt: str, max_tokens: int, **fields: object) -> str:
+def complete(url: str, prompt: str, max_tokens: int, key: str = "") -> str:
     """The text of a streamed completion. Raises AssertionError unless it is complete."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+    headers = {"x-api-key": key} if key else {}
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     text, ended = "", False
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=_TIMEOUT_S, verify=False) as answer:
+    with (
+        httpx.Client(verify=False, timeout=_TIMEOUT_S) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer,
+    ):
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line == "data: [DONE]":
@@ -32,12 +36,14 @@ def complete(url: str, prompt: str, max_tokens: int, **fields: object) -> str:
 class Load:
     """Threads that stream one completion after the other, until the context ends. Failures are raised then."""
 
-    def __init__(self, urls: Callable[[], list[str]], expected: dict[str, str], max_tokens: int, threads: int) -> None:
+    def __init__(
+        self, urls: Callable[[], list[str]], expected: dict[str, str], max_tokens: int, num_threads: int
+    ) -> None:
         self._urls = urls
         self._expected = expected
         self._max_tokens = max_tokens
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(index,), name="load") for index in range(threads)]
+        self._threads = [threading.Thread(target=self._run, args=(index,), name="load") for index in range(num_threads)]
         self._answered = threading.Semaphore(0)
         self.failures: list[str] = []
         self.num_answers = 0

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +30,20 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.chart import NAMESPACE, ROOT, Manifest, Rendered
+from tests.redis_server import redis_binary
 
 SPEED = 20.0
 _DNS_INTERVAL_S = 5.0 + 5.0  # the router's lookups, and the TTL of a headless service
 START_DEADLINE_S = 90.0
 _EXPANSION = re.compile(r"\$\((\w+)\)")
 _KEPT = ("/dev/shm",)  # a mount that is there on any machine
+_NO_ENV: Mapping[str, str] = {}
+_ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": str(ROOT),
+    "UCX_LOG_LEVEL": "fatal",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 @dataclass
@@ -106,7 +114,7 @@ class Rehearsal:
     def install(self, rendered: Rendered) -> None:
         """Starts all pods, and returns when they are ready."""
         self.rendered = rendered
-        for workload in rendered.of_kind("Deployment"):
+        for workload in sorted(rendered.of_kind("Deployment"), key=_is_of_baton):
             for _ in range(workload["spec"].get("replicas", 1)):
                 self.start(workload)
         self.wait_ready(self.pods)
@@ -161,6 +169,14 @@ class Rehearsal:
         ending.start()
         return ending
 
+    def run_job(self, rendered: Rendered, env: Mapping[str, str]) -> Path:
+        """Runs the only Job, with some environment more. Returns the directory of its model volume."""
+        (job,) = rendered.of_kind("Job")
+        pod = self.start(job, env)
+        assert pod.process.wait(START_DEADLINE_S) == 0, pod.said
+        self._forget(pod)
+        return self._directory / "claims" / "demo-baton-model"
+
     # --- what there is ---
 
     def of(self, name: str) -> list[Pod]:
@@ -185,7 +201,7 @@ class Rehearsal:
                 self._wait(pod, "startupProbe", deadline_s)
             self._wait(pod, "readinessProbe", deadline_s)
 
-    def start(self, workload: Manifest) -> Pod:
+    def start(self, workload: Manifest, more_env: Mapping[str, str] = _NO_ENV) -> Pod:
         """Starts one pod of a workload."""
         template = workload["spec"]["template"]
         number = next(self._numbers)
@@ -197,12 +213,13 @@ class Rehearsal:
         env = {item["name"]: _value_of(item, name, container) for item in container.get("env", [])}
         arguments = [*container.get("command", ["baton"]), *container.get("args", [])]
         arguments = [_EXPANSION.sub(lambda found: env[found[1]], text) for text in arguments]
+        arguments = [address if text == "0.0.0.0" else text for text in arguments]
         log = directory / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*self._program(arguments[0]), *(_relocated(text, mounts) for text in arguments[1:])],
                 cwd=directory,
-                env=_ENVIRONMENT | {key: _relocated(value, mounts) for key, value in env.items()},
+                env=_ENVIRONMENT | {key: _relocated(value, mounts) for key, value in env.items()} | dict(more_env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -215,10 +232,10 @@ class Rehearsal:
         return pod
 
     def _program(self, command: str) -> list[str]:
-        if command == "baton":
-            interval_s = _DNS_INTERVAL_S / SPEED
-            return [sys.executable, "-m", "tests.deploy.in_cluster", str(self._names), str(interval_s)]
-        return [command]
+        if command == "redis-server":
+            return [redis_binary()]
+        assert command == "baton"
+        return [sys.executable, "-m", "tests.deploy.in_cluster", str(self._names), str(_DNS_INTERVAL_S / SPEED)]
 
     def _mount(self, spec: Manifest, container: Manifest, directory: Path, address: str) -> dict[str, str]:
         """Fills a directory for each volume. Returns directories by mount path."""
@@ -236,8 +253,8 @@ class Rehearsal:
             mounts[mount["mountPath"]] = str(path)
         for mount in container["volumeMounts"]:
             for name, text in self._files(volumes[mount["name"]]).items():
-                relocated = _relocated(text, mounts).replace("host: 0.0.0.0", f"host: {address}")
-                (Path(mounts[mount["mountPath"]]) / name).write_text(relocated)
+                text = self._with_addresses(_relocated(text, mounts)).replace("host: 0.0.0.0", f"host: {address}")
+                (Path(mounts[mount["mountPath"]]) / name).write_text(text)
         return mounts
 
     def _files(self, volume: Manifest) -> dict[str, str]:
@@ -249,6 +266,14 @@ class Rehearsal:
         files = dict(self._secrets[name]) if name in self._secrets else self._own_secret(name)
         items = volume["secret"].get("items")
         return files if items is None else {item["path"]: files[item["key"]] for item in items}
+
+    def _with_addresses(self, text: str) -> str:
+        """Replaces the names of services with an address of their own in URLs."""
+        for service in self.rendered.of_kind("Service"):
+            pods = self._selected(service["spec"]["selector"])
+            if service["spec"].get("clusterIP") != "None" and pods:
+                text = text.replace(f"@{service['metadata']['name']}:", f"@{pods[0].address}:")
+        return text
 
     def _own_secret(self, name: str) -> dict[str, str]:
         secret = self.rendered.named("Secret", name)
@@ -319,19 +344,10 @@ class Rehearsal:
             pod.process.wait()
 
 
-_ENVIRONMENT = {
-    "PATH": os.environ["PATH"],
-    "PYTHONPATH": str(ROOT),
-    "UCX_LOG_LEVEL": "fatal",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
-
-
-def eventually(what: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def _is_of_baton(workload: Manifest) -> bool:
+    """Others, such as Redis, start first."""
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return container.get("command", ["baton"]) == ["baton"]
 
 
 def _value_of(item: Manifest, pod_name: str, container: Manifest) -> str:

@@ -1,0 +1,97 @@
+"""Alerts and autoscaling of the chart ask for metrics that routers and pods have."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from common.engine.messages import EngineStats
+from common.errors import ErrorCode
+from common.pod.metrics import PodMetrics
+from common.pod.stats import StatsBoard
+from router.config import RouterConfig
+from router.runtime import Router
+from tests.deploy.chart import NAMESPACE, RELEASE, Rendered, render
+from tests.deploy.promql import queries, rules, selectors_of
+from tests.deploy.values import EVERYTHING, values_of
+
+ALERT_TESTS = Path(__file__).with_name("alerts.yaml")
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+CODES = {code.label for code in ErrorCode}
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Rendered:
+    return render(values_of(EVERYTHING))
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, dict[str, set[str]]]:
+    """Labels of each series, by component and name."""
+    router = Router(RouterConfig(decode=["127.0.0.1:1"]))
+    pod = PodMetrics(StatsBoard(EngineStats()))
+    return {
+        "router": series_of(router.metrics.registry),
+        "prefill": series_of(pod.registry),
+        "decode": series_of(pod.registry),
+    }
+
+
+def series_of(registry: CollectorRegistry) -> dict[str, set[str]]:
+    labels = {
+        name: collector._labelnames
+        for name, collector in registry._names_to_collectors.items()
+        if "_labelnames" in vars(collector)
+    }
+    series: dict[str, set[str]] = {}
+    for family in registry.collect():
+        for suffix in SUFFIXES.get(family.type, ("",)):
+            name = family.name + suffix
+            series[name] = set(labels.get(family.name) or getattr(family, "_labelnames", ()))
+    return series
+
+
+def test_queries(rendered: Rendered, exported: Mapping[str, Mapping[str, set[str]]]) -> None:
+    found = list(queries(rendered))
+    assert len(found) >= 12
+    for name, query in found:
+        metrics = list(selectors_of(query))
+        assert metrics, name
+        for metric in metrics:
+            matchers = {matcher.name: matcher.value for matcher in metric.matchers.matchers}
+            assert matchers.pop("namespace") == NAMESPACE
+            assert matchers.pop("app_kubernetes_io_instance") == RELEASE
+            known = exported[matchers.pop("app_kubernetes_io_component")]
+            assert metric.name in known, name
+            assert set(matchers) <= known[metric.name], name
+            assert set(filter(None, matchers.get("code", "").split("|"))) <= CODES
+
+
+def test_the_hpa_asks_for_metrics_of_pods(exported: Mapping[str, Mapping[str, set[str]]]) -> None:
+    hpas = render(values_of({"autoscaling": "hpa"})).of_kind("HorizontalPodAutoscaler")
+    assert len(hpas) == 2
+    for hpa in hpas:
+        (metric,) = hpa["spec"]["metrics"]
+        assert metric["pods"]["metric"]["name"] in exported["decode"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
+def test_alerts_fire_as_they_should(rendered: Rendered, tmp_path: Path) -> None:
+    groups = rendered.of_kind("PrometheusRule")[0]["spec"]["groups"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    tests = tmp_path / "alerts.yaml"
+    tests.write_text(ALERT_TESTS.read_text())
+    done = subprocess.run(["promtool", "test", "rules", tests], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_a_test_of_its_firing(rendered: Rendered) -> None:
+    tests = yaml.safe_load(ALERT_TESTS.read_text())["tests"]
+    firing = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    assert firing == {rule["alert"] for rule in rules(rendered)}
