@@ -7,7 +7,7 @@ DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-deploy test-gpu clients mutants lint format proto api-docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -20,6 +20,11 @@ test: lint
 ## Long suites: all faults, long random runs, a soak of 10,000 requests, bigger property tests. An hour or two.
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
+
+## The Helm chart with any two of its options together, its alerts, and upgrades, scaling and lost machines rehearsed
+## with processes under load. Ten minutes.
+test-deploy: $(DEV)
+	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)

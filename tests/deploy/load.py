@@ -37,11 +37,12 @@ class Load:
     """Threads that stream one completion after the other, until the context ends. Failures are raised then."""
 
     def __init__(
-        self, urls: Callable[[], list[str]], expected: dict[str, str], max_tokens: int, num_threads: int
+        self, urls: Callable[[], list[str]], expected: dict[str, str], max_tokens: int, num_threads: int, key: str = ""
     ) -> None:
         self._urls = urls
         self._expected = expected
         self._max_tokens = max_tokens
+        self._key = key
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(index,), name="load") for index in range(num_threads)]
         self._answered = threading.Semaphore(0)
@@ -59,7 +60,7 @@ class Load:
             urls = self._urls()
             prompt = PROMPTS[turn % len(PROMPTS)]
             try:
-                text = complete(urls[turn % len(urls)], prompt, self._max_tokens)
+                text = complete(urls[turn % len(urls)], prompt, self._max_tokens, self._key)
                 assert text == self._expected[prompt], f"{text!r} instead of {self._expected[prompt]!r}"
             except (AssertionError, httpx.HTTPError, ZeroDivisionError) as error:
                 self.failures.append(f"{prompt!r} at {urls}: {error!r}")

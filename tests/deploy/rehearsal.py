@@ -37,6 +37,7 @@ _DNS_INTERVAL_S = 5.0 + 5.0  # the router's lookups, and the TTL of a headless s
 START_DEADLINE_S = 90.0
 _EXPANSION = re.compile(r"\$\((\w+)\)")
 _KEPT = ("/dev/shm",)  # a mount that is there on any machine
+_RECREATE = {"maxSurge": 0, "maxUnavailable": 1}  # as the strategy Recreate does with one replica
 _NO_ENV: Mapping[str, str] = {}
 _ENVIRONMENT = {
     "PATH": os.environ["PATH"],
@@ -131,7 +132,7 @@ class Rehearsal:
     def roll(self, name: str) -> None:
         """A rolling update within maxSurge and maxUnavailable."""
         workload = self.rendered.named("Deployment", name)
-        rules = workload["spec"]["strategy"]["rollingUpdate"]
+        rules = workload["spec"]["strategy"].get("rollingUpdate", _RECREATE)
         old = self.of(name)
         while old:
             for _ in range(min(rules["maxSurge"], len(old))):
@@ -205,7 +206,8 @@ class Rehearsal:
         """Starts one pod of a workload."""
         template = workload["spec"]["template"]
         number = next(self._numbers)
-        name, address = f"{workload['metadata']['name']}-{number}", f"{self._subnet}.{number}"
+        name = f"{workload['metadata']['name']}-{number}"
+        address = f"{self._subnet}.{number if _is_of_baton(workload) else 250}"  # others keep that of their service
         directory = self._directory / name
         directory.mkdir()
         (container,) = template["spec"]["containers"]
