@@ -121,6 +121,13 @@ def test_settings_reach_the_processes() -> None:
     assert decode.scheduler.target_itl_ms is None
 
 
+def test_clients_behind_a_proxy_do_not_share_the_bound_of_one() -> None:
+    limits = settings_of(render(values_of({"client": "ingress"})), "router").limits
+    assert limits.max_unfinished_body_bytes_per_client == limits.max_unfinished_body_bytes
+    own = values_of({"client": "ingress"}) | nested({"router.settings.max_unfinished_body_bytes_per_client": 2**24})
+    assert settings_of(render(own), "router").limits.max_unfinished_body_bytes_per_client == 2**24
+
+
 def test_a_pod_is_restarted_when_its_own_settings_change() -> None:
     before, after = render(), render(nested({"decode.settings.max_num_seqs": 3}))
     changed = {
@@ -245,6 +252,12 @@ def test_the_schema_has_every_setting(role: str) -> None:
     owned = OWNED | (OWNED_OF_ROUTER if role == "router" else OWNED_OF_PODS)
     known = SCHEMA["properties"][role]["properties"]["settings"]["properties"]
     assert set(known) == set(field_names(CONFIGS[role])) - owned
+
+
+def test_lint() -> None:
+    report = helm_python.lint(CHART, strict=True)
+    assert not report["errors"]
+    assert [message for message in report["messages"] if "icon" not in message["error"]] == []
 
 
 def test_the_version_is_that_of_the_package() -> None:

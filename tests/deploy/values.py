@@ -20,6 +20,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "connector.nixl": {"ucxTls": "rc,ud,tcp", "ucxNetDevices": "mlx5_0:1", "rdma": {"enabled": True}}
         },
         "nixl above Redis": {"connector.options": {"store": "redis", "host_bytes": "8GiB"}, "redis.bundled": True},
+        "nixl above shared storage": {"connector.options": {"store": "shared-storage"}},
         "Redis": {"connector.type": "redis", "redis.bundled": True},
         "own Redis": {"connector.type": "redis", "redis.existingSecret": "blocks"},
         "shared storage": {"connector.type": "shared-storage", "connector.options": {"max_bytes": "20GiB"}},

@@ -151,6 +151,11 @@ decode: [{{ include "baton.dnsEntry" (list . "decode" 8200) | quote }}]
 served_model_name: [{{ . | quote }}]
 {{- end }}
 shutdown_grace_s: {{ .Values.router.drainSeconds }}
+{{- $settings := .Values.router.settings }}
+{{- $bounded := or (hasKey $settings "max_unfinished_body_bytes") (hasKey $settings "max_unfinished_body_bytes_per_client") }}
+{{- if and (or .Values.ingress.enabled .Values.httpRoute.enabled) (not $bounded) }}
+max_unfinished_body_bytes_per_client: 268435456  # all of them: a proxy sends the requests of all clients
+{{- end }}
 {{- if .Values.router.apiKeys.existingSecret }}
 api_keys_file: /etc/baton/keys/{{ .Values.router.apiKeys.key }}
 {{- end }}
