@@ -128,6 +128,14 @@ def test_clients_behind_a_proxy_do_not_share_the_bound_of_one() -> None:
     assert settings_of(render(own), "router").limits.max_unfinished_body_bytes_per_client == 2**24
 
 
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_an_upgrade_does_not_undo_what_the_autoscaler_did(kind: str) -> None:
+    rendered = render(values_of({"autoscaling": kind}))
+    for role in ("prefill", "decode"):
+        assert "replicas" not in rendered.named("Deployment", f"demo-baton-{role}")["spec"]
+    assert rendered.named("Deployment", "demo-baton-router")["spec"]["replicas"] == 2
+
+
 def test_a_pod_is_restarted_when_its_own_settings_change() -> None:
     before, after = render(), render(nested({"decode.settings.max_num_seqs": 3}))
     changed = {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import pytest
 import yaml
 
 from common.demo_model import demo_model_path
-from tests.deploy.chart import nested, render
+from tests.deploy.chart import ROOT, nested, render
 from tests.deploy.load import PROMPTS, Load, complete
 from tests.deploy.promql import queries, selectors_of
 from tests.deploy.rehearsal import Rehearsal
@@ -26,6 +31,16 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
     with Rehearsal(tmp_path_factory.mktemp("release")) as rehearsal:
         rehearsal.install(render(values))
         yield rehearsal
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_line_of_the_readme(release: Rehearsal) -> None:
+    (address,) = release.endpoints("demo-baton-router", "http")
+    line = re.search(r"curl -s http://127.0.0.1:8000(?:.*\\\n)*.*", (ROOT / "README.md").read_text())
+    assert line is not None
+    command = line[0].replace("\\\n", " ").replace("127.0.0.1:8000", address)
+    answer = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(answer)["choices"][0]["text"].startswith(" Paris")
 
 
 def test_streams_outlive_the_pod_that_drains(release: Rehearsal) -> None:
