@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -34,13 +35,20 @@ def rendered() -> Rendered:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, dict[str, set[str]]]:
     """Labels of each series, by component and name."""
-    router = Router(RouterConfig(decode=["127.0.0.1:1"]))
     pod = PodMetrics(StatsBoard(EngineStats()))
     return {
-        "router": series_of(router.metrics.registry),
+        "router": asyncio.run(series_of_a_router()),
         "prefill": series_of(pod.registry),
         "decode": series_of(pod.registry),
     }
+
+
+async def series_of_a_router() -> dict[str, set[str]]:
+    router = Router(RouterConfig(decode=["127.0.0.1:1"]))
+    try:
+        return series_of(router.metrics.registry)
+    finally:
+        await router.stop()
 
 
 def series_of(registry: CollectorRegistry) -> dict[str, set[str]]:
