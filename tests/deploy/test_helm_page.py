@@ -88,7 +88,7 @@ def test_other_commands() -> None:
 
 def test_the_table_of_values_is_generated() -> None:
     text = TEXTS["docs/helm.md"]
-    assert page(text) == text, "run python -m tests.deploy.values_page"
+    assert page(text) == text, "run make chart"
     assert len(re.findall(r"^\| `", text, re.MULTILINE)) > 100
 
 
