@@ -12,7 +12,7 @@ from tests.deploy.chart import Rendered
 
 def queries(rendered: Rendered) -> Iterator[tuple[str, str]]:
     """Name and text of each PromQL expression in the chart."""
-    for rule in rules(rendered):
+    for rule in rules(rendered) if rendered.of_kind("PrometheusRule") else ():
         yield rule["alert"], rule["expr"]
     for scaled in rendered.of_kind("ScaledObject"):
         for trigger in scaled["spec"]["triggers"]:

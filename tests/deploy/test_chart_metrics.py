@@ -18,12 +18,15 @@ from common.pod.metrics import PodMetrics
 from common.pod.stats import StatsBoard
 from router.config import RouterConfig
 from router.runtime import Router
-from tests.deploy.chart import NAMESPACE, RELEASE, Rendered, render
+from tests.deploy.chart import NAMESPACE, RELEASE, Rendered, nested, render
 from tests.deploy.promql import queries, rules, selectors_of
 from tests.deploy.values import EVERYTHING, values_of
 
 ALERT_TESTS = Path(__file__).with_name("alerts.yaml")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)"
+)
 CODES = {code.label for code in ErrorCode}
 
 
@@ -89,12 +92,49 @@ def test_the_hpa_asks_for_metrics_of_pods(exported: Mapping[str, Mapping[str, se
         assert metric["pods"]["metric"]["name"] in exported["decode"]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's package prometheus)")
+@needs_promtool
 def test_alerts_fire_as_they_should(rendered: Rendered, tmp_path: Path) -> None:
     groups = rendered.of_kind("PrometheusRule")[0]["spec"]["groups"]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
     tests = tmp_path / "alerts.yaml"
     tests.write_text(ALERT_TESTS.read_text())
+    run_promtool(tests)
+
+
+@needs_promtool
+def test_what_autoscalers_see(tmp_path: Path) -> None:
+    """Prefill pods with 3000 and 5000 tokens in their queues, two decode pods, no request in the last minutes."""
+    values = {f"{role}.autoscaling.enabled": True for role in ("prefill", "decode")}
+    rendered = render(nested({**values, "monitoring.enabled": True}))
+    asked = dict.fromkeys(query for name, query in queries(rendered) if name.startswith(RELEASE))
+    labels = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}",app_kubernetes_io_component='
+    series = {
+        f'baton_queued_tokens{{{labels}"prefill",pod="p1"}}': "3000x10",
+        f'baton_queued_tokens{{{labels}"prefill",pod="p2"}}': "5000x10",
+        f'baton_queued_tokens{{{labels}"decode",pod="d1"}}': "70x10",
+        f'baton_kv_cache_usage_perc{{{labels}"decode",pod="d1"}}': "0.5x10",
+        f'baton_kv_cache_usage_perc{{{labels}"decode",pod="d2"}}': "0.75x10",
+        **{
+            f'{name}_bucket{{{labels}"router",le="{bound}"}}': "60x10"
+            for name in ("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds")
+            for bound in ("0.5", "1.0", "+Inf")
+        },
+    }
+    seen = [8000, 0, 1.25, 0]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": "8m", "exp_samples": [{"labels": "{}", "value": value}]}
+            for query, value in zip(asked, seen, strict=True)
+        ],
+    }
+    tests = tmp_path / "queries.yaml"
+    tests.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    run_promtool(tests)
+
+
+def run_promtool(tests: Path) -> None:
     done = subprocess.run(["promtool", "test", "rules", tests], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
