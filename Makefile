@@ -8,7 +8,7 @@ MUTANTS := $(VENV)/.installed-mutants
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu test-dist dist clients mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-deploy test-gpu test-dist dist clients mutants lint format proto api-docs chart clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -21,6 +21,11 @@ test: lint
 ## Long suites: all faults, long random runs, a soak of 10,000 requests, bigger property tests. An hour or two.
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
+
+## The Helm chart with any two of its options together, its alerts, and upgrades, scaling and lost machines rehearsed
+## with processes under load. Ten minutes.
+test-deploy: $(DEV)
+	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)
@@ -62,6 +67,11 @@ proto: $(DEV)
 ## Regenerates docs/api.md from the fields of requests.
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
+
+## Regenerates what the chart repeats: settings in values.schema.json, the table of values in docs/helm.md.
+chart: $(DEV)
+	$(BIN)/python -m tests.deploy.values_schema
+	$(BIN)/python -m tests.deploy.values_page
 
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
