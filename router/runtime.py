@@ -129,7 +129,7 @@ class Router:
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        self._http = _http_server(self.service, self.security, self._parsing)
+        self._http = _http_server(self.service, self.security, self._parsing, self._grpc.port)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
@@ -213,12 +213,14 @@ def _message_bounds(service: InferenceService) -> MessageInterceptor:
     return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
 
 
-def _http_server(service: InferenceService, security: Security, parsing: Mapping[str, ReplyParsing]) -> uvicorn.Server:
+def _http_server(
+    service: InferenceService, security: Security, parsing: Mapping[str, ReplyParsing], grpc_port: int
+) -> uvicorn.Server:
     limits, metrics = service.config.limits, security.metrics
     bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
-        create_app(service, security.access, parsing, security.open_paths),
+        create_app(service, security.access, parsing, security.open_paths, grpc_port=grpc_port),
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",

@@ -43,10 +43,13 @@ def create_app(
     access: AccessControl,
     parsing: Mapping[str, ReplyParsing],
     open_paths: frozenset[str] = OPEN_PATHS,
+    *,
+    grpc_port: int,
 ) -> App:
-    """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
+    """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows. `grpc_port`, where
+    the service has its gRPC front, is told to clients."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status, ids = _Status(service, access), RunningIds()
+    status, ids = _Status(service, access, grpc_port), RunningIds()
     explain = CompletionsEndpoint(EXPLAIN, service, access, ids, parsing)
     endpoints: dict[str, App] = {
         "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids, parsing),
@@ -113,9 +116,10 @@ class _Shortcut:
 class _Status:
     """What does not generate."""
 
-    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+    def __init__(self, service: InferenceService, access: AccessControl, grpc_port: int) -> None:
         self._service = service
         self._access = access
+        self._grpc_port = grpc_port
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -164,8 +168,8 @@ class _Status:
         return _json({"server_load": self._service.num_under_way})
 
     async def version(self, request: Request) -> Response:
-        """Version of Baton."""
-        return _json({"version": __version__})
+        """Version of Baton, and the port of the gRPC API."""
+        return _json({"version": __version__, "grpc_port": self._grpc_port})
 
     def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
         return {
