@@ -236,7 +236,12 @@ def curl_line(url: str, model: str | None) -> str:
 
 def base_url(host: str, port: int) -> str:
     """The router's HTTP address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{joined(host, port)}"
+
+
+def joined(host: str, port: int) -> str:
+    """host:port, or [host]:port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reachable(host: str) -> str:

@@ -24,6 +24,7 @@ from deploy.cluster_config import ClusterCommand, ClusterConfig, parse_cluster
 from deploy.cluster_plan import (
     base_url,
     curl_line,
+    joined,
     make_mtls,
     operator_environment,
     plan_cluster,
@@ -95,6 +96,7 @@ class LocalCluster:
         self._stop_asked = asyncio.Event()
         port, grpc_port = public_ports(config)
         self._url = base_url(reachable(config.host), port)
+        grpc_address = joined(reachable(config.host), grpc_port)
         self._port = port
         plan = plan_cluster(config, port, grpc_port, scratch, command.config_file, command.passed, env)
         for file, text in plan.files.items():
@@ -109,9 +111,7 @@ class LocalCluster:
             router = router._replace(env={**router.env, **operator_environment(env, key)})
         self._router = PodProcess(router, RouterProbe(reachable(config.host), port, names, key), self)
         self._processes = {each.spec.name: each for each in (*self._stores, *self._pods, self._router)}
-        self._note(
-            lambda record: record.planned(plan, self._url, f"{reachable(config.host)}:{grpc_port}", _stop_s(config))
-        )
+        self._note(lambda record: record.planned(plan, self._url, grpc_address, _stop_s(config)))
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Starts everything and waits for a signal. Returns 0; raises ConfigError or PodStartError."""
