@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from router.placing.planner import Plan
 from router.pods import Cluster
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
-from router.requests.request import Draft, GenerationRequest
+from router.requests.request import GenerationRequest
 from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 
@@ -45,7 +46,7 @@ class Run(NamedTuple):
 
 
 class InferenceService:
-    """Serves one or several models. `prepare` a draft, then `run` what comes of it."""
+    """Serves one or several models. A `model` prepares a draft; then `run` what comes of it."""
 
     def __init__(
         self, config: RouterConfig, models: Sequence[ModelSource], cluster: Cluster, metrics: RouterMetrics
@@ -58,11 +59,13 @@ class InferenceService:
         survival_metrics = SurvivalMetrics(metrics.registry)
         self._admission_metrics = AdmissionMetrics(metrics.registry)
         shared = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
+        model_ids = itertools.count()
         self.models = [
-            ServedModel(source, pods, cluster, config, shared)
+            ServedModel(next(model_ids), source, pods, cluster, config, shared)
             for source, pods in zip(models, cluster.models, strict=True)
         ]
         self._models = {name: model for model in self.models for name in model.names}
+        self._models_by_id = {model.model_id: model for model in self.models}
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
@@ -129,20 +132,20 @@ class InferenceService:
         """Of all models."""
         return max(model.max_model_len for model in self.models)
 
-    async def prepare(self, draft: Draft) -> GenerationRequest:
-        """Raises as `model` and Preprocessor.prepare do."""
-        return await self.model(draft.model).preprocessor.prepare(draft)
+    def model_of(self, request: GenerationRequest) -> ServedModel:
+        """The model that prepared the request."""
+        return self._models_by_id[request.model_id]
 
     def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
         """Counts the prompts of what is about to run: one request for each, however many choices it has."""
         for request in requests:
-            metrics = self._model_of(request).metrics
+            metrics = self.model_of(request).metrics
             metrics.prompt_tokens.inc(len(request.prompt_token_ids))
             metrics.prompt_length.observe(len(request.prompt_token_ids))
 
     def plan(self, request: GenerationRequest) -> Plan:
         """Where the request would go now. Changes and counts nothing; raises as `run` does."""
-        return self._model_of(request).dispatcher.plan(request)
+        return self.model_of(request).dispatcher.plan(request)
 
     @asynccontextmanager
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Run]:
@@ -154,7 +157,7 @@ class InferenceService:
         request id is in use, or they are more than may ever be under way.
         """
         self._check(requests)
-        model = self._model_of(requests[0])
+        model = self.model_of(requests[0])
         ticket, outlook, plan = _appraise(requests, model)
         generations = [Generation(request, model.dispatcher) for request in requests]
         with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
@@ -196,7 +199,7 @@ class InferenceService:
         for generation in generations:
             generation.finish(FinishReason.ABORT)
         if batch.is_over:
-            self._model_of(batch.generations[0].request).gate.withdraw(batch.ticket)
+            self.model_of(batch.generations[0].request).gate.withdraw(batch.ticket)
         return True
 
     def stop_accepting(self) -> None:
@@ -231,9 +234,6 @@ class InferenceService:
         for request in requests:
             if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
-
-    def _model_of(self, request: GenerationRequest) -> ServedModel:
-        return self._models[request.model_name]
 
     @contextmanager
     def _registered(self, batch: Batch) -> Iterator[None]:

@@ -23,7 +23,6 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RES
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
-from router.gateway.reply import ReplyParsing
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
@@ -41,7 +40,6 @@ _JSON = "application/json"
 def create_app(
     service: InferenceService,
     access: AccessControl,
-    parsing: Mapping[str, ReplyParsing],
     open_paths: frozenset[str] = OPEN_PATHS,
     *,
     grpc_port: int,
@@ -50,13 +48,13 @@ def create_app(
     the service has its gRPC front, is told to clients."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
     status, ids = _Status(service, access, grpc_port), RunningIds()
-    explain = CompletionsEndpoint(EXPLAIN, service, access, ids, parsing)
+    explain = CompletionsEndpoint(EXPLAIN, service, access, ids)
     endpoints: dict[str, App] = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids, parsing),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids, parsing),
-        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids, parsing),
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
+        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids),
         f"{MESSAGES_PATH}/count_tokens": CountTokensEndpoint(service, access),
-        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids, parsing),
+        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids),
         "/tokenize": TokenizeEndpoint(service, access),
         "/detokenize": DetokenizeEndpoint(service, access),
     }
