@@ -26,6 +26,7 @@ from router.gateway.app import create_app
 from router.gateway.grpc_administration import AdminServicer
 from router.gateway.grpc_servicer import InferenceServicer
 from router.metrics import RouterMetrics
+from router.model_roster import ModelRoster
 from router.model_sources import read_models
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
@@ -65,6 +66,7 @@ class Router:
             opener,
             config.pod_health,
             models=[source.names for source in sources],
+            models_change=bool(config.models_file),
             needs_prefill_pods=config.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics)
@@ -85,6 +87,8 @@ class Router:
         self._serving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._securing: asyncio.Task[None] | None = None
+        self._roster = ModelRoster(self.service) if config.models_file else None
+        self._following: asyncio.Task[None] | None = None
         self._health_changed = asyncio.Event()
         self._http: uvicorn.Server | None = None
         self.port = config.port
@@ -122,6 +126,14 @@ class Router:
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
+        if self._roster is not None:
+            self._following = _spawn(self._roster.run(), "models")
+
+    def reload(self) -> None:
+        """Read all files again that may change: keys, certificates, models."""
+        self.security.reload()
+        if self._roster is not None:
+            self._roster.reload()
 
     async def stop(self) -> None:
         """Stop accepting, let running requests finish within the grace period, end the rest with an error."""
@@ -134,7 +146,7 @@ class Router:
         await self._grpc.stop(_AFTER_GRACE_S)
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)  # uvicorn ends by itself
-        for task in (self._publishing, self._securing):
+        for task in (self._publishing, self._securing, self._following):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -14,7 +14,7 @@ from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.metrics import SurvivalMetrics
 from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics
-from router.pods import Cluster, ModelPods
+from router.pods import ModelPods
 from router.requests.preprocess import Preprocessor
 from router.requests.request import Draft, GenerationRequest
 
@@ -23,6 +23,7 @@ class ModelSource(NamedTuple):
     """What the router has read of a model."""
 
     names: tuple[str, ...]  # the first is in answers, the others are aliases
+    location: str  # directory or hub id; empty: the demo model
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     parsing: ReplyParsing
@@ -44,7 +45,6 @@ class ServedModel:
         model_id: int,
         source: ModelSource,
         pods: ModelPods,
-        cluster: Cluster,
         config: RouterConfig,
         metrics: SharedMetrics,
     ) -> None:
@@ -52,6 +52,7 @@ class ServedModel:
         self.model_id = model_id
         self.name = source.names[0]
         self.names = source.names
+        self.location = source.location
         self.tokenizer = source.tokenizer
         self.parsing = source.parsing
         self.pods = pods
@@ -73,7 +74,6 @@ class ServedModel:
             QueueMetrics(metrics.admission, self.name),
             pod_wait_s=config.survival.pod_wait_s,
         )
-        cluster.on_change(self.gate.wake)
         pods.prefill_table.on_change(self.gate.wake)
         pods.decode_table.on_change(self.gate.wake)
 

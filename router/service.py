@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -24,15 +25,18 @@ from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
 from router.placing.planner import Plan
-from router.pods import Cluster
+from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
 from router.requests.request import GenerationRequest
 from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 
+logger = logging.getLogger(__name__)
+
 _SHUTTING_DOWN = "the router is shutting down"
 _MAX_OTHER_VALUES = 4096  # of a body beside its prompt
+_REMOVAL_MARGIN_S = 30.0  # beyond the deadline of the last request
 
 
 _RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
@@ -58,14 +62,15 @@ class InferenceService:
         self.administration = Administration(cluster)
         survival_metrics = SurvivalMetrics(metrics.registry)
         self._admission_metrics = AdmissionMetrics(metrics.registry)
-        shared = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
-        model_ids = itertools.count()
-        self.models = [
-            ServedModel(next(model_ids), source, pods, cluster, config, shared)
-            for source, pods in zip(models, cluster.models, strict=True)
-        ]
-        self._models = {name: model for model in self.models for name in model.names}
-        self._models_by_id = {model.model_id: model for model in self.models}
+        self._shared_metrics = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
+        self.models: list[ServedModel] = []
+        self._models: dict[str, ServedModel] = {}  # by all their names
+        self._models_by_id: dict[int, ServedModel] = {}  # those included that were removed and may have requests
+        self._removals: dict[int, asyncio.TimerHandle] = {}  # of the latter
+        self._model_ids = itertools.count()
+        for source, pods in zip(models, cluster.models, strict=True):
+            self._serve(source, pods)
+        cluster.on_change(self._wake_gates)
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
@@ -84,6 +89,8 @@ class InferenceService:
         """Why no request can be served now, of whatever model; empty: some model can be served."""
         if self._draining:
             return _SHUTTING_DOWN
+        if not self.models:
+            return "no model is served"
         reasons = [model.dispatcher.unavailable_reason for model in self.models]
         if not all(reasons):
             return ""
@@ -110,7 +117,7 @@ class InferenceService:
 
     @property
     def _known_models(self) -> str:
-        return ", ".join(repr(name) for name in self._models)
+        return ", ".join(repr(name) for name in self._models) or "no model"
 
     @property
     def num_under_way(self) -> int:
@@ -130,11 +137,30 @@ class InferenceService:
     @property
     def _max_model_len(self) -> int:
         """Of all models."""
-        return max(model.max_model_len for model in self.models)
+        return max((model.max_model_len for model in self.models), default=0)
 
     def model_of(self, request: GenerationRequest) -> ServedModel:
-        """The model that prepared the request."""
+        """The model that prepared the request, which may have been removed since."""
         return self._models_by_id[request.model_id]
+
+    def add_model(self, source: ModelSource) -> None:
+        """Serves one more model. A model that has one of its names must have been removed; its requests that still wait
+        fail, as their pods serve this one from now on."""
+        for model in self._models_by_id.values():
+            if set(model.names) & set(source.names):
+                model.gate.fail_all(UnavailableError(f"the model {model.name} was replaced"))
+        self._serve(source, self.cluster.add_model(source.names))
+        logger.info("the model %s was added: %s", ", ".join(source.names), source.location)
+
+    def remove_model(self, model: ServedModel) -> None:
+        """Refuses new requests for the model. Those that came before go on, at most to their deadlines."""
+        self.models.remove(model)
+        for name in model.names:
+            del self._models[name]
+        delay_s = self.config.request_timeout_s + _REMOVAL_MARGIN_S
+        self._removals[model.model_id] = asyncio.get_running_loop().call_later(delay_s, self._forget, model)
+        self.cluster.notify()
+        logger.info("the model %s was removed: %s", ", ".join(model.names), model.location)
 
     def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
         """Counts the prompts of what is about to run: one request for each, however many choices it has."""
@@ -214,7 +240,7 @@ class InferenceService:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for model in self.models:
+            for model in self._models_by_id.values():
                 model.gate.fail_all(UnavailableError(_SHUTTING_DOWN))
             for generation in list(self._running.values()):
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
@@ -222,8 +248,26 @@ class InferenceService:
     def close(self) -> None:
         """Release threads and timers. Idempotent."""
         self._leaving.close()
-        for model in self.models:
+        for removal in self._removals.values():
+            removal.cancel()
+        for model in self._models_by_id.values():
             model.close()
+
+    def _serve(self, source: ModelSource, pods: ModelPods) -> None:
+        model = ServedModel(next(self._model_ids), source, pods, self.config, self._shared_metrics)
+        self.models.append(model)
+        self._models.update(dict.fromkeys(model.names, model))
+        self._models_by_id[model.model_id] = model
+
+    def _forget(self, model: ServedModel) -> None:
+        """No request for a removed model can be left."""
+        del self._removals[model.model_id], self._models_by_id[model.model_id]
+        self.cluster.remove_model(model.pods)
+        model.close()
+
+    def _wake_gates(self) -> None:
+        for model in self._models_by_id.values():
+            model.gate.wake()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         if self._draining:

@@ -3,8 +3,9 @@
 Which pods there are is for a Discovery to say, at any time. A pod that it no longer names gets nothing new, finishes
 what this router has on it and is forgotten; named again before, it is kept as it is.
 
-Which model a pod serves it says itself when it is connected, by name. Where the router has one model, every pod is
-its; where it has several, a pod that names none of them is refused. ModelPods has what those of one model agree on.
+Which model a pod serves it says itself when it is connected, by name. A router that has one model and will have no
+other takes every pod for it; else a pod that names none of its models is refused. ModelPods has what those of one model
+agree on.
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ class Cluster:
         health: HealthConfig = HealthConfig(),  # noqa: B008  (frozen)
         *,
         models: Sequence[tuple[str, ...]] = ((),),
+        models_change: bool = False,
         needs_prefill_pods: bool = False,
     ) -> None:
         """`index` learns what the pods hold; `opener` makes the channels to them. `models`: the names of each model; if
-        there is one, pods need not name it. `needs_prefill_pods`: decode pods may not compute prompts."""
+        there is one, pods need not name it, unless `models_change`: more may be added. `needs_prefill_pods`: decode
+        pods may not compute prompts."""
         self.index = index
         metrics.watch_index(index)
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
         self.models = [ModelPods(names, index, self.by_address) for names in models]
+        self._only_model = self.models[0] if len(models) == 1 and not models_change else None
         self._model_by_name = {name: model for model in self.models for name in model.names}
         self._discovery = discovery
         self._opener = opener
@@ -96,6 +100,22 @@ class Cluster:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called when a pod's state changed."""
         self._listeners.append(listener)
+
+    def add_model(self, names: tuple[str, ...]) -> ModelPods:
+        """One more model. Pods with one of these names are its from now on, and no other's."""
+        model = ModelPods(names, self.index, self.by_address)
+        self.models.append(model)
+        self._model_by_name.update(dict.fromkeys(names, model))
+        self._judge()
+        self.notify()
+        return model
+
+    def remove_model(self, model: ModelPods) -> None:
+        """Its pods are refused from now on, unless another model has their names by now."""
+        self.models.remove(model)
+        self._model_by_name = {name: each for name, each in self._model_by_name.items() if each is not model}
+        self._judge()
+        self.notify()
 
     def update(self, endpoints: Endpoints) -> None:
         """These are the pods from now on."""
@@ -137,8 +157,7 @@ class Cluster:
         pod = Pod(role, endpoint.address, self._judge, self.index, self._opener, health=self._health, owner=self)
         pod.load.on_idle = lambda: self._forget_if_done(pod)
         self._of_role(endpoint.role).append(pod)
-        if len(self.models) == 1:
-            self._assign(pod, self.models[0])
+        self._assign(pod, self._only_model)
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
         self._show(pod)
         return pod
@@ -155,7 +174,7 @@ class Cluster:
         self._metrics.pod_ready.remove(pod.role_name, pod.address)
         self._health_metrics.forget(pod.role_name, pod.address)
         logger.info("%s pod %s has left", pod.role_name, pod.address)
-        self._notify()
+        self.notify()
 
     # --- health (PodOwner) ---
 
@@ -181,7 +200,7 @@ class Cluster:
 
     def _judge(self) -> None:
         """Decide again what the models are and which pods fit; called whenever a pod's state may have changed."""
-        if len(self.models) > 1:
+        if self._only_model is None:
             for pod in self.pods:
                 if pod.info is not None:
                     self._assign(pod, self._model_by_name.get(pod.info.model_name))
@@ -205,7 +224,7 @@ class Cluster:
         if violation := pod.violation or _nonsense(info):
             return False, violation
         if pod.model is None:
-            known = ", ".join(self._model_by_name)
+            known = ", ".join(self._model_by_name) or "no model"
             return False, f"it serves the model {quoted(info.model_name)}, and this router serves {known}"
         if pod.model.facts is None:
             return None, ""
@@ -217,6 +236,7 @@ class Cluster:
         if pod.model is model:
             return
         if pod.model is not None:
+            pod.model.leave_table(pod)
             pod.model.remove(pod)
         pod.model = model
         if model is not None:
@@ -234,13 +254,14 @@ class Cluster:
                 pod.canaries.wake()
                 log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" * bool(pod.detail))
         if changed:
-            self._notify()
+            self.notify()
 
     def _show(self, pod: Pod) -> None:
         pod.shown = pod.state
         self._metrics.pod_ready.labels(pod.role_name, pod.address).set(pod.shown is PodState.READY)
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Tells those who wait that a pod's state has changed, or a model."""
         self._changed.set()
         self._changed = asyncio.Event()
         for model in self.models:

@@ -106,7 +106,7 @@ class ModelPods:
         pod.load.step_times = self.table(pod.role_name).step_times
 
     def remove(self, pod: Pod) -> None:
-        """The pod has left, or serves another model by now. It was not ready in between."""
+        """The pod has left, or serves another model by now. It is not in the table."""
         self.of_role(pod.role_name).remove(pod)
 
     def enter_table(self, pod: Pod) -> None:
