@@ -15,7 +15,7 @@ import yaml
 from common.config import to_arguments
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
-from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig
+from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ServedByPods
 from deploy.cluster_state import StoreState
 from deploy.pod_process import PodSpec
 from deploy.ports import check_free, pick_ports
@@ -65,33 +65,51 @@ def plan_cluster(
 
     `passed` are further options of the processes by role.
     """
-    env = pod_environment(base_env, config.prefill + config.decode)
-    redis_port, *ports = pick_ports(LOOPBACK, 1 + config.prefill + config.decode)
+    places = _places(config)
+    env = pod_environment(base_env, len(places))
+    redis_port, *ports = pick_ports(LOOPBACK, 1 + len(places))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level]
-    if config.served_model_name:
-        common += ["--served-model-name", config.served_model_name]
     if config_file is not None:
         common += ["--config", str(config_file)]
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
-    names = [("prefill", index) for index in range(config.prefill)]
-    names += [("decode", index) for index in range(config.decode)]
-    metrics_ports = _metrics_ports(config, [f"{role}-{index}" for role, index in names])
+    metrics_ports = _metrics_ports(config, [place.name for place in places])
     pods: list[PodSpec] = []
-    for (role, index), pod_port in zip(names, ports, strict=True):
-        name = f"{role}-{index}"
+    for (name, role, model), pod_port in zip(places, ports, strict=True):
         own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
         if name in metrics_ports:
             own += ["--metrics-port", str(metrics_ports[name])]
         if config.mtls:
             own += to_arguments(_mtls_of(scratch, role))
+        if config.models:
+            own += ["--model", model.location]
+        if model.name:
+            own += ["--served-model-name", model.name]
         options = [*own, *pod_options, *passed.get(role, ()), *common]
-        pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", options, env))
+        spec = _spec(name, role, f"{LOOPBACK}:{pod_port}", options, env)
+        pods.append(spec._replace(model=model.name) if config.models else spec)
     router_options = _router_options(config, port, grpc_port, pods, scratch)
     router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
+
+
+class _Place(NamedTuple):
+    """Of a pod."""
+
+    name: str
+    role: str
+    model: ServedByPods
+
+
+def _places(config: ClusterConfig) -> list[_Place]:
+    """The pods, numbered within their roles."""
+    places: list[_Place] = []
+    for role, num_pods in (("prefill", config.prefill), ("decode", config.decode)):
+        models = [model for model in config.served for _ in range(num_pods)]
+        places += [_Place(f"{role}-{number}", role, model) for number, model in enumerate(models)]
+    return places
 
 
 def _router_options(
@@ -105,6 +123,10 @@ def _router_options(
         options += ["--model", model.model]
     if model.revision:
         options += ["--revision", model.revision]
+    if config.served_model_name:
+        options += ["--served-model-name", config.served_model_name]
+    for name, location in config.models.items():
+        options += ["--models", f"{name}={location}"]
     if config.generation_config != "auto":
         options += ["--generation-config", config.generation_config]
     for name, value in config.override_generation_config.items():

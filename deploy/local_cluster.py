@@ -200,16 +200,18 @@ class LocalCluster:
 
     def _announce(self) -> None:
         config = self._config
-        model = config.engine.model.model or "the demo model"
+        each, model = "", f"model {config.engine.model.model or 'the demo model'}"
+        if config.models:
+            each, model = " each", f"models {', '.join(config.models)}"
         if config.prefill:
-            topology = f"{config.prefill} prefill + {config.decode} decode, connector {config.connector}"
+            topology = f"{config.prefill} prefill + {config.decode} decode{each}, connector {config.connector}"
         else:
-            topology = f"{config.decode} decode, colocated"
-        self._terminal.say(f"{self._terminal.bold(f'Baton {__version__}')}: {topology}, model {model}")
+            topology = f"{config.decode} decode{each}, colocated"
+        self._terminal.say(f"{self._terminal.bold(f'Baton {__version__}')}: {topology}, {model}")
 
     async def _say_ready(self, seconds: float) -> None:
         model = await first_model(reachable(self._config.host), self._port)
-        self._note(lambda record: record.ready(model or ""))
+        self._note(lambda record: record.ready(", ".join(self._config.models) or model or ""))
         self._terminal.say(f"\nReady in {seconds:.1f} s. Try:\n")
         self._terminal.say(f"  {curl_line(self._url, model)}\n")
 

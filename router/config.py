@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -231,6 +231,14 @@ def _check_models(config: RouterConfig) -> None:
 def is_model_name(name: str) -> bool:
     """Whether a model may have this name."""
     return 0 < len(name) <= MAX_MODEL_CHARS
+
+
+def names_by_location(models: Mapping[str, str]) -> dict[str, list[str]]:
+    """Turns name -> location around: several names of one location are aliases."""
+    names: dict[str, list[str]] = {}
+    for name, location in models.items():
+        names.setdefault(location, []).append(name)
+    return names
 
 
 def _check_address(setting: str, address: str) -> None:

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.generation_config import read_sampling_defaults
 from common.setting_values import show
 from common.tokenization import Tokenizer
-from router.config import RouterConfig, is_model_name
+from router.config import RouterConfig, is_model_name, names_by_location
 from router.gateway.reply import ReplyParsing
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.model_files import resolve_model
@@ -70,11 +70,7 @@ def _invalid(problem: str) -> ConfigError:
 
 
 def _specs(models: Mapping[str, str]) -> list[ModelSpec]:
-    """Names of one location are aliases."""
-    names: dict[str, list[str]] = {}
-    for name, location in models.items():
-        names.setdefault(location, []).append(name)
-    return [ModelSpec(tuple(each), location) for location, each in names.items()]
+    return [ModelSpec(tuple(names), location) for location, names in names_by_location(models).items()]
 
 
 def _read(config: RouterConfig, spec: ModelSpec, directory: Path) -> ModelSource:
