@@ -1,4 +1,4 @@
-"""The launcher's record of its cluster in the background, for `baton status` and its kin."""
+"""The launcher's record of its cluster in the background, for `baton status`, `logs`, `down` and clients."""
 
 from __future__ import annotations
 

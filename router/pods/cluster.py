@@ -118,7 +118,7 @@ class Cluster:
         self.notify()
 
     def update(self, endpoints: Endpoints) -> None:
-        """These are the pods from now on."""
+        """Replaces the list of pods."""
         known = {Endpoint(pod.role_name, pod.address): pod for pod in self.pods}
         for endpoint, pod in known.items():
             pod.listed = endpoint in endpoints
@@ -151,7 +151,7 @@ class Cluster:
         return self.prefill_pods if role == "prefill" else self.decode_pods
 
     def _add(self, endpoint: Endpoint) -> Pod:
-        """A pod has joined."""
+        """Watches a pod that has joined."""
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
         pod = Pod(role, endpoint.address, self._judge, self.index, self._opener, health=self._health, owner=self)
@@ -199,7 +199,7 @@ class Cluster:
     # --- judging ---
 
     def _judge(self) -> None:
-        """Decide again what the models are and which pods fit; called whenever a pod's state may have changed."""
+        """Decides which model each pod serves, and which pods fit; called whenever a pod's state may have changed."""
         if self._only_model is None:
             for pod in self.pods:
                 if pod.info is not None:
@@ -221,7 +221,7 @@ class Cluster:
         """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
             return False, f"it is not a {pod.role_name} pod"
-        if violation := pod.violation or _nonsense(info):
+        if violation := pod.violation or _invalid_facts(info):
             return False, violation
         if pod.model is None:
             known = ", ".join(self._model_by_name) or "no model"
@@ -232,7 +232,7 @@ class Cluster:
         return not mismatch, mismatch
 
     def _assign(self, pod: Pod, model: ModelPods | None) -> None:
-        """The pod serves this model; None: it has left, or serves none of ours."""
+        """Puts the pod among those of `model`; None: it has left, or its model is not served here."""
         if pod.model is model:
             return
         if pod.model is not None:
@@ -279,8 +279,8 @@ class Cluster:
             pod.model.leave_table(pod)
 
 
-def _nonsense(info: pods_pb2.PodInfo) -> str:
-    """What is invalid about the facts that a pod reports; empty: nothing."""
+def _invalid_facts(info: pods_pb2.PodInfo) -> str:
+    """Which fact that a pod reports is invalid; empty: none."""
     for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if getattr(info, name) < 1:
             return f"it reports an invalid {name}: {getattr(info, name)}"
