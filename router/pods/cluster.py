@@ -84,11 +84,6 @@ class Cluster:
         """True if a request for some model could be answered now."""
         return any(model.can_serve for model in self.models)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's end-of-sequence tokens, as a decode pod says; empty if none is ready."""
-        return next((tuple(pod.info.eos_token_ids) for pod in self.ready_decode() if pod.info is not None), ())
-
     def ready_decode(self) -> list[Pod]:
         """Decode pods that take requests."""
         return [pod for pod in self.decode_pods if pod.state is PodState.READY]
