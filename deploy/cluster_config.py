@@ -204,14 +204,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"--models and --{setting} exclude each other")
 
     @property
-    def served(self) -> list[ServedByPods]:
+    def cluster_models(self) -> list[ClusterModel]:
         """The models, each of which has pods of its own."""
         if not self.models:
-            return [ServedByPods(self.served_model_name or "", self.engine.model.model)]
-        return [ServedByPods(names[0], location) for location, names in names_by_location(self.models).items()]
+            return [ClusterModel(self.served_model_name or "", self.engine.model.model)]
+        return [ClusterModel(names[0], location) for location, names in names_by_location(self.models).items()]
 
 
-class ServedByPods(NamedTuple):
+class ClusterModel(NamedTuple):
     """A model of a cluster."""
 
     name: str  # empty: that of its directory or hub id

@@ -15,7 +15,7 @@ import yaml
 from common.config import to_arguments
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
-from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ServedByPods
+from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
 from deploy.cluster_state import StoreState
 from deploy.pod_process import PodSpec
 from deploy.ports import check_free, pick_ports
@@ -65,51 +65,59 @@ def plan_cluster(
 
     `passed` are further options of the processes by role.
     """
-    places = _places(config)
-    env = pod_environment(base_env, len(places))
-    redis_port, *ports = pick_ports(LOOPBACK, 1 + len(places))
+    planned = _planned_pods(config)
+    env = pod_environment(base_env, len(planned))
+    redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level]
     if config_file is not None:
         common += ["--config", str(config_file)]
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
-    metrics_ports = _metrics_ports(config, [place.name for place in places])
+    metrics_ports = _metrics_ports(config, [pod.name for pod in planned])
     pods: list[PodSpec] = []
-    for (name, role, model), pod_port in zip(places, ports, strict=True):
-        own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
-        if name in metrics_ports:
-            own += ["--metrics-port", str(metrics_ports[name])]
-        if config.mtls:
-            own += to_arguments(_mtls_of(scratch, role))
-        if config.models:
-            own += ["--model", model.location]
-        if model.name:
-            own += ["--served-model-name", model.name]
-        options = [*own, *pod_options, *passed.get(role, ()), *common]
-        spec = _spec(name, role, f"{LOOPBACK}:{pod_port}", options, env)
-        pods.append(spec._replace(model=model.name) if config.models else spec)
+    for pod, pod_port in zip(planned, ports, strict=True):
+        own = _own_options(pod, pod_port, metrics_ports.get(pod.name), config, scratch)
+        options = [*own, *pod_options, *passed.get(pod.role, ()), *common]
+        spec = _spec(pod.name, pod.role, f"{LOOPBACK}:{pod_port}", options, env)
+        pods.append(spec._replace(model=pod.model.name) if config.models else spec)
     router_options = _router_options(config, port, grpc_port, pods, scratch)
     router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
 
 
-class _Place(NamedTuple):
-    """Of a pod."""
+class _PlannedPod(NamedTuple):
+    """A pod without its addresses."""
 
     name: str
     role: str
-    model: ServedByPods
+    model: ClusterModel
 
 
-def _places(config: ClusterConfig) -> list[_Place]:
+def _planned_pods(config: ClusterConfig) -> list[_PlannedPod]:
     """The pods, numbered within their roles."""
-    places: list[_Place] = []
+    planned: list[_PlannedPod] = []
     for role, num_pods in (("prefill", config.prefill), ("decode", config.decode)):
-        models = [model for model in config.served for _ in range(num_pods)]
-        places += [_Place(f"{role}-{number}", role, model) for number, model in enumerate(models)]
-    return places
+        models = [model for model in config.cluster_models for _ in range(num_pods)]
+        planned += [_PlannedPod(f"{role}-{number}", role, model) for number, model in enumerate(models)]
+    return planned
+
+
+def _own_options(
+    pod: _PlannedPod, port: int, metrics_port: int | None, config: ClusterConfig, scratch: Path
+) -> list[str]:
+    """What the pod does not share with the others."""
+    options = ["--pod-id", pod.name, "--host", LOOPBACK, "--port", str(port)]
+    if metrics_port is not None:
+        options += ["--metrics-port", str(metrics_port)]
+    if config.mtls:
+        options += to_arguments(_mtls_of(scratch, pod.role))
+    if config.models:
+        options += ["--model", pod.model.location]
+    if pod.model.name:
+        options += ["--served-model-name", pod.model.name]
+    return options
 
 
 def _router_options(

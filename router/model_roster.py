@@ -34,21 +34,21 @@ class ModelRoster:
         self._service = service
         self._wanted: list[ModelSpec] | None = None  # None: nothing to do
         self._files = WatchedFiles([service.config.models_file], self._read_file)
-        self._is_asked = asyncio.Event()
+        self._reload_asked = asyncio.Event()
 
     def reload(self) -> None:
         """Reads the file again, and models that could not be read."""
-        self._is_asked.set()
+        self._reload_asked.set()
 
     async def run(self) -> None:
         """Follows the file, for ever. Cancel to end."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_INTERVAL_S):
-                    await self._is_asked.wait()
-            is_asked = self._is_asked.is_set()
-            self._is_asked.clear()
-            self._files.check(force=is_asked)
+                    await self._reload_asked.wait()
+            force = self._reload_asked.is_set()
+            self._reload_asked.clear()
+            self._files.check(force=force)
             if self._wanted is not None:
                 wanted, self._wanted = self._wanted, None
                 await self._serve(wanted)
@@ -63,9 +63,13 @@ class ModelRoster:
         for model in list(self._service.models):
             if _spec_of(model) not in wanted and failed.isdisjoint(model.names):
                 self._service.remove_model(model)
-        taken = {name for model in self._service.models for name in model.names}
-        for source in found.values():
-            if source is not None and taken.isdisjoint(source.names):
+        taken = {name: model for model in self._service.models for name in model.names}
+        for spec, source in found.items():
+            if source is None:
+                continue
+            if kept := [taken[name] for name in spec.names if name in taken]:
+                self._fail(spec, f"its name stays with {kept[0].location}, as another model cannot be read")
+            else:
                 self._service.add_model(source)
 
     async def _read(self, spec: ModelSpec) -> ModelSource | None:
@@ -74,12 +78,14 @@ class ModelRoster:
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 return await asyncio.to_thread(read_model, self._service.config, spec)
         except ConfigError as error:
-            problem = error.message
+            self._fail(spec, error.message)
         except TimeoutError:
-            problem = f"it was not read within {_READ_TIMEOUT_S:g} s"
+            self._fail(spec, f"it was not read within {_READ_TIMEOUT_S:g} s")
+        return None
+
+    def _fail(self, spec: ModelSpec, problem: str) -> None:
         logger.error("cannot serve the model %s: %s", ", ".join(spec.names), problem)
         self._service.metrics.model_failures.inc()
-        return None
 
 
 def _spec_of(model: ServedModel) -> ModelSpec:

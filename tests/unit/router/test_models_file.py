@@ -134,6 +134,12 @@ async def test_a_file_or_a_model_that_cannot_be_read_changes_nothing(models_file
     assert f"cannot serve the model alpha, gamma: --models-file: {absent} is no directory" in caplog.text
     (tmp_path / "absent").symlink_to(directories["beta"])
     await models_file.reread(lambda: serves("alpha", "gamma"))
+    models_file.write(alpha="/absent", gamma=directories["new-beta"])
+    cluster.router.reload()
+    while not failed(3)():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert serves("alpha", "gamma")
+    assert f"cannot serve the model gamma: its name stays with {absent}" in caplog.text
     for text, problem in (("alpha: 5", "alpha: expected a directory or a hub id, got 5"), ("- a", "expected name: ")):
         (tmp_path / "models.yaml").write_text(text)
         with pytest.raises(ConfigError, match=f"--models-file: .*{problem}"):
