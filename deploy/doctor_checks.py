@@ -43,7 +43,6 @@ _ROLE_EXTRAS = {"router": "routers", "engine": "pods"}  # without any, nothing r
 _OTHER_EXTRAS = {
     "redis": "the connector redis and the registry",
     "nixl": "the connector nixl",
-    "cli": "baton chat and baton complete",
     "certs": "baton certs and --mtls",
 }
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=([0-9.]+))?")

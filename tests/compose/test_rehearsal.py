@@ -20,7 +20,7 @@ import pytest
 
 from tests.compose.compose_file import DIRECTORY, Service, services
 from tests.compose.dashboards import expressions, metric_names
-from tests.redis_server import binary
+from tests.redis_server import redis_binary
 
 PROFILE = "redis"
 DEADLINE_S = 90.0
@@ -51,7 +51,7 @@ class Container:
         if self.service.target:
             command = [str(_SCRIPTS / "baton"), *command]  # the image's entry point
         elif command[0] == "redis-server":
-            command = [binary(), "--bind", self.address, *command[1:]]
+            command = [redis_binary(), "--bind", self.address, *command[1:]]
         environment = {**os.environ, **self.service.environment}
         log = (self._root / "log").open("w")
         with log:
@@ -81,7 +81,7 @@ class Container:
         assert self._process.poll() is None, f"{self.service.name} ended:\n{self.log}"
         program, *words = (self._here(word, {}) for word in self.service.health[1:])
         if program == "redis-cli":
-            program, words = str(Path(binary()).with_name("redis-cli")), ["-h", self.address, *words]
+            program, words = str(Path(redis_binary()).with_name("redis-cli")), ["-h", self.address, *words]
         else:
             program = str(_SCRIPTS / program)
         done = subprocess.run([program, *words], capture_output=True, timeout=30, check=False)
