@@ -19,11 +19,12 @@ def _cache() -> Path:
 
 
 @pytest.fixture(scope="session")
-def record() -> Iterator[Record]:
-    """What the run found, written at its end."""
+def record(request: pytest.FixtureRequest) -> Iterator[Record]:
+    """What the run found, written at its end if nothing has failed."""
     found = Record()
     yield found
-    found.write()
+    if request.session.testsfailed == 0:
+        found.write()
 
 
 @pytest.fixture(scope="session")
