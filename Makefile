@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
+DOCS := $(VENV)/.installed-docs
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -52,6 +53,15 @@ proto: $(DEV)
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
 
+## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code.
+reference: $(RUNTIME)
+	$(BIN)/python -m docs_site.configuration_page
+	$(BIN)/python -m docs_site.metrics_page
+
+## Builds the documentation into site/. Broken links and anchors fail. make docs ARGS="--site-dir /tmp/site"
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV); the first time this takes a few minutes."
@@ -68,5 +78,9 @@ $(MUTANTS): $(DEV)
 	$(PIP) --editable '.[mutants]'
 	@touch $@
 
+$(DOCS): $(RUNTIME)
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf site $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
