@@ -12,6 +12,7 @@ from common.errors import (
     UnavailableError,
     UnknownModelError,
     UnprocessableError,
+    UnreachableError,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "UnavailableError",
     "UnknownModelError",
     "UnprocessableError",
+    "UnreachableError",
 ]

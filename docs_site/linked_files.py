@@ -74,6 +74,8 @@ def _uri(path: Path) -> str:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     uri = path.relative_to(REPOSITORY).as_posix()
+    if uri == "README.md":
+        return "index.md"  # the site's own front page
     return uri if path.suffix in (".md", *_IMAGES) else f"{uri}.md"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
 from router.gateway.explain import explain
 from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of, reply_options
-from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, ReplyParsing, Text
+from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.preprocess import choices_of
@@ -72,11 +72,10 @@ class _Gained(NamedTuple):
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService, access: AccessControl, parsing: Mapping[str, ReplyParsing]) -> None:
-        """Its calls come through an ApiKeyInterceptor. `parsing` has the first name of every model."""
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        """Its calls come through an ApiKeyInterceptor."""
         self._service = service
         self._access = access
-        self._parsing = parsing
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -228,19 +227,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         check_num_logprobs([request], n, "num_logprobs")
         check_num_prompt_logprobs([request], n, "prompt_logprobs")
         choices, event_ids = choices_of(request, n), None
-        model = self._service.model(message.model)
+        model = self._service.model_of(request)
         if last_id is not None or message.resumable:
             digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
-        parsers = [self._parsing[model.name].parser_for(choice, options) for choice in choices]
+        parsers = [model.parsing.parser_for(choice, options) for choice in choices]
         constraint_name = draft.names.get(STRUCTURED, STRUCTURED)
         return _Prepared(draft.request_id, choices, parsers, event_ids, constraint_name)
 
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
-        parsing = self._parsing[self._service.model(draft.model).name]
-        parsing.check(options)
-        return await self._service.prepare(replace(draft, spelled_ids=parsing.spelled_ids(options)))
+        model = self._service.model(draft.model)
+        model.parsing.check(options)
+        return await model.prepare(replace(draft, spelled_ids=model.parsing.spelled_ids(options)))
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""
