@@ -108,7 +108,7 @@ async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
     expected = EXPECTED
     for name, answers in expected.items():
         kind = name.split()[0]
-        for text, reason in answers:  # a model with random weights may go on with whitespace without end
+        for text, reason in answers:  # random weights may write much whitespace
             assert reason == "stop" or kind == "response_format", (name, text)
             assert text.lstrip().startswith("{") if reason == "length" else is_valid(kind, text), (name, text)
     with running_redis() if connector == "redis" else nullcontext() as redis:
