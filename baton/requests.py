@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     spaces_between_special_tokens: bool
     include_stop_str_in_output: bool
     truncate_prompt_tokens: int
+    thinking_token_budget: int
 
 
 class Terms(TypedDict, total=False):

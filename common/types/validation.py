@@ -60,6 +60,9 @@ def validate_sampling(
     _validate_choice(params, names)
     if params.structured_outputs is not None:
         check_constraint(params.structured_outputs, names.get("structured_outputs", "structured_outputs"))
+        if params.thinking_end_token_ids:
+            problem = "thinking_token_budget cannot be used with a constraint, which leaves no reasoning"
+            raise InvalidRequestError(problem, param="thinking_token_budget")
 
 
 def _validate_collection(field: ParameterField, value: Any, vocab_size: int | None, name: str) -> None:

@@ -186,9 +186,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             options = body.reply_options(draft.prompt)
-            parsing.check(options)
-            spelled_ids = parsing.spelled_ids(options)
-            request = await self._service.prepare(replace(draft, seed=seed_of_prompt, spelled_ids=spelled_ids))
+            request = await parsing.prepare(replace(draft, seed=seed_of_prompt), options, self._service.prepare)
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"

@@ -239,8 +239,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
         parsing = self._parsing[self._service.model(draft.model).name]
-        parsing.check(options)
-        return await self._service.prepare(replace(draft, spelled_ids=parsing.spelled_ids(options)))
+        return await parsing.prepare(draft, options, self._service.prepare)
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""

@@ -65,6 +65,7 @@ from router.requests.terms import Terms
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
 _ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
+_NO_BOUND = -1  # thinking_token_budget
 _LENGTH_PENALTIES = Range(-10, 10)
 _NOT_WITH_BEAMS = (
     "stream",
@@ -80,6 +81,7 @@ _NOT_WITH_BEAMS = (
     "bad_words",
     "prompt_logprobs",
     "vllm_xargs",
+    "thinking_token_budget",
     "tools",
 )
 
@@ -320,6 +322,8 @@ def _asks(name: str, value: object) -> bool:
         return bytes(value) not in (b"", b"null", b"[]")
     if name in {"logprobs", "prompt_logprobs"}:
         return True
+    if name == "thinking_token_budget":
+        return value != _NO_BOUND
     return value != 1.0 if name == "repetition_penalty" else bool(value)
 
 

@@ -17,6 +17,14 @@ AUTO, NONE = "auto", "none"
 _MAX_SPACES = 64  # before the opening tag
 
 
+class Place(enum.Enum):
+    """Where the text so far ends."""
+
+    START = enum.auto()  # the opening tag may come
+    WITHIN = enum.auto()
+    AFTER = enum.auto()
+
+
 class ReasoningStyle(NamedTuple):
     """How a family marks its reasoning."""
 
@@ -28,6 +36,13 @@ class ReasoningStyle(NamedTuple):
     def markers(self) -> tuple[str, ...]:
         """Both tags, which are special tokens in some vocabularies."""
         return self.opening, self.closing
+
+    def place_after(self, prompt_end: str) -> Place:
+        """Where an answer begins; `prompt_end`: text with which its prompt ends."""
+        end = prompt_end.rstrip(SPACES)
+        if end.endswith(self.opening):
+            return Place.WITHIN
+        return Place.AFTER if end.endswith(self.closing) else Place.START
 
 
 _STYLES = {
@@ -63,49 +78,40 @@ class Split(NamedTuple):
     rest: str
 
 
-class _Place(enum.Enum):
-    START = enum.auto()  # the opening tag may come
-    WITHIN = enum.auto()
-    AFTER = enum.auto()
-
-
 class ReasoningSplitter:
     """Splits one answer as its text comes. Where the text is cut makes no difference."""
 
     def __init__(self, style: ReasoningStyle, prompt_end: str) -> None:
         """`prompt_end`: text with which the prompt ends."""
         self._style = style
-        self._place = _Place.START
+        self._place = style.place_after(prompt_end)
         self._held = ""  # text that is not certain
         self._num_chars = 0  # of the answer so far
         self.end: int | None = None  # characters of the answer up to the end of its reasoning; None: not known yet
-        end = prompt_end.rstrip(SPACES)
-        if end.endswith(style.opening):
-            self._place = _Place.WITHIN
-        elif end.endswith(style.closing):
+        if self._place is Place.AFTER:
             self._leave(0)
 
     @property
     def is_within(self) -> bool:
         """The text so far ends within the reasoning."""
-        return self._place is _Place.WITHIN
+        return self._place is Place.WITHIN
 
     def push(self, text: str) -> Split:
         """Takes the next piece."""
         self._num_chars += len(text)
         text, self._held = self._held + text, ""
-        if self._place is _Place.START:
+        if self._place is Place.START:
             text = self._look_for_opening(text)
-        if self._place is _Place.WITHIN:
+        if self._place is Place.WITHIN:
             return self._look_for_closing(text)
         return Split("", text)
 
     def finish(self) -> Split:
         """The answer has ended. Returns the rest."""
         held, self._held = self._held, ""
-        if self._place is _Place.START:
+        if self._place is Place.START:
             self._begin()
-        if self._place is _Place.WITHIN:
+        if self._place is Place.WITHIN:
             self._leave(self._num_chars)
             return Split(held, "")
         return Split("", held)
@@ -114,7 +120,7 @@ class ReasoningSplitter:
         """Returns what follows the tag, or all if it does not come, or nothing while it may come."""
         start, opening = text.lstrip(SPACES), self._style.opening
         if start.startswith(opening):
-            self._place = _Place.WITHIN
+            self._place = Place.WITHIN
             return start[len(opening) :]
         if opening.startswith(start) and len(text) - len(start) <= _MAX_SPACES:
             self._held = text
@@ -136,9 +142,9 @@ class ReasoningSplitter:
     def _begin(self) -> None:
         """Without an opening tag."""
         if self._style.is_assumed:
-            self._place = _Place.WITHIN
+            self._place = Place.WITHIN
         else:
             self._leave(0)
 
     def _leave(self, end: int) -> None:
-        self._place, self.end = _Place.AFTER, end
+        self._place, self.end = Place.AFTER, end

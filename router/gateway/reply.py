@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
 
 from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.markers import SPACES
-from router.gateway.reasoning import ReasoningSplitter, Split, find_reasoning_style
+from router.gateway.reasoning import Place, ReasoningSplitter, ReasoningStyle, Split, find_reasoning_style
+from router.gateway.structured import STRUCTURED
 from router.gateway.tools.base import ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
-from router.requests.request import GenerationRequest
+from router.requests.request import ChatPrompt, Draft, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 _NUM_END_TOKENS = 16  # of a prompt, enough for a tag
+_BUDGET, _NO_BOUND = "thinking_token_budget", -1
+_NO_BUDGET: dict[str, Any] = {_BUDGET: None, "thinking_start_token_ids": (), "thinking_end_token_ids": ()}
 
 
 class Text(NamedTuple):
@@ -77,6 +83,49 @@ class ReplyParsing:
             problem = "the model's chat template has no calls that the router can parse, or --tool-parser is none"
             raise InvalidRequestError(f"tools is not supported: {problem}", param="tools")
 
+    async def prepare(
+        self, draft: Draft, options: ReplyOptions, prepare: Callable[[Draft], Awaitable[GenerationRequest]]
+    ) -> GenerationRequest:
+        """Has `prepare` make a request of a draft whose answers are parsed in this way. Raises InvalidRequestError."""
+        self.check(options)
+        style = self._budgeted_style(draft)
+        request = await prepare(replace(draft, spelled_ids=self.spelled_ids(options)))
+        if request.sampling.thinking_token_budget is None:
+            return request
+        budget = {} if style is None else self._budget(request, style, is_chat=isinstance(draft.prompt, ChatPrompt))
+        return replace(request, sampling=msgspec.structs.replace(request.sampling, **(_NO_BUDGET | budget)))
+
+    def _budgeted_style(self, draft: Draft) -> ReasoningStyle | None:
+        """How the reasoning is marked that has a budget; None: it has none. Raises InvalidRequestError for one that
+        cannot be kept to."""
+        budget = draft.sampling.get(_BUDGET)
+        if budget in (None, _NO_BOUND) or draft.sampling.get(STRUCTURED) is not None:
+            return None  # constrained answers have no reasoning
+        if self._reasoning is None:
+            problem = "the model's chat template has no reasoning that the router knows, or --reasoning-parser is none"
+            raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
+        for tag in self._reasoning.markers:
+            if not self._tokenizer.tag_ids(tag):
+                problem = f"the model's vocabulary has no token {tag}"
+                raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
+        return self._reasoning
+
+    def _budget(self, request: GenerationRequest, style: ReasoningStyle, *, is_chat: bool) -> dict[str, Any]:
+        """The parameters that keep the request's answer to its budget; empty if it has no reasoning."""
+        place = style.place_after(self._end_of(request))
+        if place is Place.AFTER:
+            return {}
+        is_within = place is Place.WITHIN or (style.is_assumed and is_chat)
+        return {
+            _BUDGET: request.sampling.thinking_token_budget,
+            "thinking_start_token_ids": () if is_within else self._tokenizer.tag_ids(style.opening),
+            "thinking_end_token_ids": self._tokenizer.tag_ids(style.closing),
+        }
+
+    def _end_of(self, request: GenerationRequest) -> str:
+        """Text with which its prompt ends."""
+        return self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+
     def spelled_ids(self, options: ReplyOptions) -> frozenset[int]:
         """Special tokens that the parsers must see."""
         markers: list[str] = []
@@ -95,8 +144,7 @@ class ReplyParsing:
         tools = finder(options.tools) if options.tools and finder is not None else None
         splitter = None
         if options.separates_reasoning and self._reasoning is not None:
-            end = self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
-            splitter = ReasoningSplitter(self._reasoning, end)
+            splitter = ReasoningSplitter(self._reasoning, self._end_of(request))
         if tools is None and splitter is None and not always:
             return None
         return ReplyParser(tools, splitter, options, family.call_id, _id_seed(request))

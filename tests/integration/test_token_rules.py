@@ -11,6 +11,7 @@ from common.engine.llm import LLM
 from common.errors import BatonError
 from common.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
+from tests.integration.test_migration import Stream
 from tests.tiny_models import prompt_of, reference_generate, reference_model, tiny_model_dir
 
 MODEL = "llama"
@@ -94,6 +95,35 @@ async def test_through_a_prefill_pod(tmp_path):
             await cluster.generate(PROMPT, vllm_xargs={"a": "b"})
 
 
+async def test_a_budget_of_reasoning_holds_through_handoff_migration_and_preemption(tmp_path):
+    opening, closing = 254, 255
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 120, "allowed_token_ids": list(range(250))}
+    prompts = [[*prompt_of(24, seed=seed), opening] for seed in range(3)]
+    # No two fit the blocks of a decode pod at their full length.
+    async with running_cluster(
+        tmp_path, MODEL, num_decode=2, decode_blocks=30, chat_template="</think>", added_tokens=["<think>", "</think>"]
+    ) as cluster:
+        free = await cluster.tokens(prompts, **options)
+        assert all(len(tokens) == 120 and closing not in tokens for tokens in free)
+        (at_once,) = await cluster.tokens(prompts[:1], thinking_token_budget=0, **options)
+        assert (at_once[0], closing in at_once[1:]) == (closing, False)
+        streams = [Stream(cluster, prompt, {**options, "thinking_token_budget": 60}) for prompt in prompts]
+        for stream in streams:
+            await stream.reach(20)
+        await cluster.decode.pop().stop()
+        for stream, without in zip(streams, free, strict=True):
+            await stream.reading
+            assert stream.tokens[:61] == [*without[:60], closing]
+            assert (len(stream.tokens), stream.tokens.count(closing)) == (120, 1)
+        preempted = sum(
+            sample.value
+            for metric in cluster.decode[0].context.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "baton_num_preemptions_total"
+        )
+        assert preempted
+
+
 async def check_beams(cluster: Cluster):
     ending = [7, 40, 90]
     beams = {"num_beams": 4, "length_penalty": 1.5, "early_stopping": True}
@@ -105,6 +135,13 @@ async def check_beams(cluster: Cluster):
     async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
         answer = (await client.post("/v1/completions", json=body)).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == expected
-        for refused in ({"stream": True}, {"logprobs": 0}, {"best_of": 17}, {"best_of": 2}, {"length_penalty": 11}):
+        for refused in (
+            {"stream": True},
+            {"logprobs": 0},
+            {"thinking_token_budget": 0},
+            {"best_of": 17},
+            {"best_of": 2},
+            {"length_penalty": 11},
+        ):
             response = await client.post("/v1/completions", json={**body, **refused})
             assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(refused)))

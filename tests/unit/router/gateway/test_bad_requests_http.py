@@ -90,6 +90,8 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         (TEXT, {"prompt": [5] * 64, "truncate_prompt_tokens": 64}, "prompt"),
+        (TEXT, {"prompt": "a", "thinking_token_budget": 5}, "thinking_token_budget"),
+        (TEXT, {"prompt": "a", "thinking_token_budget": -2}, "thinking_token_budget"),
         (CHAT, {"messages": HELLO, "max_tokens": 0, "prompt_logprobs": None}, "max_tokens"),
         (
             CHAT,
