@@ -59,6 +59,7 @@ class Terms(TypedDict, total=False):
 
     stop: str | Sequence[str]  # texts that end an answer, and are not part of it
     n: int  # answers to the prompt
+    best_of: int  # answers that are generated, of which the n most likely are returned; not for streams
     model: str  # served name; by default the first model
     request_id: str  # for `abort`; by default the router chooses one
     cache_salt: str  # requests with different salts never share cached KV

@@ -526,6 +526,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's name; may be empty if there is only one."""
     text: _builtins.str
@@ -544,6 +545,10 @@ class GenerateRequest(_message.Message):
     """Streams only: chunks have event ids."""
     last_event_id: _builtins.str
     """Streams only: event id of the last chunk received. The stream goes on after it;"""
+    best_of: _builtins.int
+    """all other fields must be as in the request that it belongs to.
+    Answers that are generated, of which the n with the highest log probability are
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Already tokenised."""
@@ -571,10 +576,11 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         resumable: _builtins.bool = ...,
         last_event_id: _builtins.str = ...,
+        best_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "options", b"options", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "kv_failure_policy", b"kv_failure_policy", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "kv_failure_policy", b"kv_failure_policy", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -77,6 +77,13 @@ request of one token for each beam, of which the prefix cache has all but the la
 than an answer.
 """
 
+_BEST_OF = """\
+`best_of` generates more answers than the `n` that it returns: those whose tokens together have the highest log
+probability, as the model computed it, so that short answers are favoured. (OpenAI's documentation ranks by log
+probability per token, vLLM did as Baton does.) All generated tokens count in `usage` and quotas, and all answers in the
+limits of `n`. They share the prompt's blocks. It is refused with `stream`. Over gRPC it is `GenerateRequest.best_of`.
+"""
+
 _PROCESSORS = """\
 Pods load code that changes logits: `--logits-processors` of pods names entry points of the group
 `baton.logits_processors`, in the order in which they work; by default there are none. The interface is in
@@ -168,6 +175,8 @@ def page() -> str:
         "### stream_options\n",
         _STREAMS,
         _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
+        "### best_of\n",
+        _BEST_OF,
         "### Beam search\n",
         _BEAMS,
         "### Logits processors\n",

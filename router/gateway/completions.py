@@ -23,7 +23,15 @@ from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.beams import BeamOptions, search_beams
-from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
+from router.gateway.choices import (
+    best_of,
+    candidates_of,
+    check_num_logprobs,
+    check_num_prompt_logprobs,
+    log_probability,
+    num_choices,
+    together,
+)
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -45,7 +53,6 @@ from router.gateway.resume import (
 from router.gateway.stream_options import UsageReports
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -83,6 +90,7 @@ class _Job:
     """One HTTP request, valid."""
 
     choices: list[GenerationRequest]
+    best_of: tuple[int, int]  # of so many choices of a prompt, so many are returned
     echoes: list[str]  # what precedes the text of each choice
     parsers: list[ReplyParser | None]  # of each choice; None: it is all text
     num_prompt_tokens: int  # of all prompts, each counted once
@@ -172,13 +180,13 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
-        beams = body.beams()
-        n = _n(body) if beams is None or _n(body) < 1 else beams.width
-        return num_choices(n, body.num_prompts, self._service.config.max_choices)
+        body.beams()  # raises for a search that is refused
+        param = "n" if body.best_of is None or _n(body) < 1 else "best_of"
+        return num_choices(body.num_candidates, body.num_prompts, self._service.config.max_choices, param)
 
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
-        n, limit = _n(body), self._service.max_request_tokens
+        n, limit = body.num_candidates, self._service.max_request_tokens
         parsing = self._parsing[self._service.model(body.model).name]
         prompts: list[_Prompt] = []
         num_tokens = 0
@@ -207,13 +215,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         terms: Terms,
     ) -> _Job:
         n, model = _n(body), self._service.model(body.model)
-        choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
-        echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * n]
+        num = body.num_candidates
+        choices = [choice for prompt in prompts for choice in candidates_of(prompt.request, num, n)]
+        echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * num]
         event_ids = None
         if body.stream and resume.has_ids:
             digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
-        wants_logprobs = choices[0].sampling.num_logprobs is not None
+        wants_logprobs = prompts[0].request.sampling.num_logprobs is not None
         answer_format = self._format(
             body, request_id, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
         )
@@ -225,6 +234,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
             choices,
+            (num, n),
             echoes,
             parsers,
             num_prompt_tokens,
@@ -252,6 +262,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             async for delta in generation:
                 if delta.start_index == 0:
                     await self._describe_prompt(job, generation, answer)
+                answer.log_probability += log_probability(delta)
                 if parser is None:
                     job.format.add(answer, delta, echo)
                 else:
@@ -261,7 +272,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
         choices = zip(generations, job.echoes, job.parsers, strict=True)
         answers = await together([collect(*choice) for choice in choices])
-        await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
+        best = best_of([answer.log_probability for answer in answers], *job.best_of)
+        chosen, echoes = [answers[at] for at in best], [job.echoes[at] for at in best]
+        await exchange.send_json(job.format.whole(chosen, echoes, _usage(job, generations)))
 
     async def _answer_beams(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -17,13 +18,19 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
-from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
+from router.gateway.choices import (
+    best_of,
+    candidates_of,
+    check_num_logprobs,
+    check_num_prompt_logprobs,
+    num_choices,
+    together,
+)
 from router.gateway.explain import explain
 from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of, reply_options
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, ReplyParsing, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
-from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -84,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Whole answers."""
         async with self._errors(context), self._run(request, context, is_stream=False) as job:
             answers = zip(job.generations, job.parsers, strict=True)
-            choices = await together([_choice(index, *each) for index, each in enumerate(answers)])
+            choices = _chosen(request, await together([_choice(*each) for each in answers]))
             return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -207,27 +214,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         yield _Job(prepared.request_id, run.generations, prepared.parsers, event_ids)
 
     def _num_choices(self, message: inference_pb2.GenerateRequest) -> int:
-        return num_choices(message.n or 1, 1, self._service.config.max_choices)
+        n, limit = message.n or 1, self._service.config.max_choices
+        if not message.best_of:
+            return num_choices(n, 1, limit)
+        if message.best_of < n:
+            raise InvalidRequestError(f"best_of must be at least n ({n}), got {message.best_of}", param="best_of")
+        return num_choices(message.best_of, 1, limit, "best_of")
 
     async def _prepare(self, message: inference_pb2.GenerateRequest, terms: Terms, *, is_stream: bool) -> _Prepared:
         """The choices, from where the client has them. Raises InvalidRequestError."""
         if not is_stream and (message.resumable or message.last_event_id):
             param = "resumable" if message.resumable else "last_event_id"
             raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+        n, num = message.n or 1, message.best_of or message.n or 1
+        if is_stream and num > n:
+            raise InvalidRequestError("best_of greater than n is for Generate, not for GenerateStream", param="best_of")
         last_id = parse_event_id(message.last_event_id) if message.last_event_id else None
         draft = draft_of(message, terms, "" if last_id is None else last_id.request_id)
         if draft.seed is None:
             draft = replace(draft, seed=new_seed() if last_id is None else last_id.seed)
         options = reply_options(message, draft.prompt)
         request = await self._valid(draft, options)
-        n = message.n or 1
-        num_tokens, limit = n * len(request.prompt_token_ids), self._service.max_request_tokens
+        num_tokens, limit = num * len(request.prompt_token_ids), self._service.max_request_tokens
         if num_tokens > limit:
             problem = f"the prompt times n has more than the limit of {limit} tokens (max_request_tokens)"
             raise InvalidRequestError(problem, param=draft.prompt_param)
-        check_num_logprobs([request], n, "num_logprobs")
-        check_num_prompt_logprobs([request], n, "prompt_logprobs")
-        choices, event_ids = choices_of(request, n), None
+        check_num_logprobs([request], num, "num_logprobs")
+        check_num_prompt_logprobs([request], num, "prompt_logprobs")
+        choices, event_ids = candidates_of(request, num, n), None
         model = self._service.model(message.model)
         if last_id is not None or message.resumable:
             digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
@@ -254,8 +268,19 @@ def _terms(context: _AnyContext) -> Terms:
     return read_terms(metadata.get, tenant_of_call())
 
 
-async def _choice(index: int, generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
-    choice = inference_pb2.Choice(index=index)
+def _chosen(message: inference_pb2.GenerateRequest, choices: list[inference_pb2.Choice]) -> list[inference_pb2.Choice]:
+    """The choices that are returned, numbered."""
+    scores = [math.fsum(each.sampled for each in choice.logprobs) for choice in choices]
+    chosen = [choices[at] for at in best_of(scores, len(choices), message.n or 1)]
+    for index, choice in enumerate(chosen):
+        choice.index = index
+        if not message.options.HasField("num_logprobs"):
+            choice.ClearField("logprobs")
+    return chosen
+
+
+async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
+    choice = inference_pb2.Choice()
     text, reasoning = [], []
     async for delta in generation:
         gained = _gained(delta, parser)

@@ -154,7 +154,11 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = field(default_factory=Raw)
     best_of: Annotated[
-        int | None, Meta(description="Beams that are followed, of which n are the answer; else it must equal n.")
+        int | None,
+        Meta(
+            description="Answers that are generated, of which the n with the highest log probability are returned; see "
+            "below. With `use_beam_search`: beams that are followed."
+        ),
     ] = None
 
     # Beyond OpenAI's API, with the names that vLLM gave them.
@@ -219,9 +223,18 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """True if the body asks for a stream that can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
+    @property
+    def num_candidates(self) -> int:
+        """Answers to each prompt that are generated, or beams that are followed, of which n are returned."""
+        n = 1 if self.n is None else self.n
+        return n if self.best_of is None or n < 1 else self.best_of
+
     def _check_no_beams(self) -> None:
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        n = 1 if self.n is None else self.n
+        if self.num_candidates < n:
+            raise InvalidRequestError(f"best_of must be at least n ({n}), got {self.best_of}", param="best_of")
+        if self.stream and self.num_candidates > n:
+            raise InvalidRequestError("best_of greater than n needs stream to be false", param="best_of")
         if self.length_penalty not in (None, 1.0, 0) or self.early_stopping not in (None, False):
             name = "early_stopping" if self.length_penalty in (None, 1.0, 0) else "length_penalty"
             raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
@@ -236,7 +249,7 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         if self._constraint() is not None:
             raise _not_with_beams(self.constraint_name)
         n = 1 if self.n is None else self.n
-        width = n if self.best_of is None else self.best_of
+        width = self.num_candidates
         if not n <= width <= MAX_BEAMS:
             raise InvalidRequestError(f"best_of must be in [n, {MAX_BEAMS}], got {width}", param="best_of")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty

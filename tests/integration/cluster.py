@@ -56,6 +56,10 @@ class Cluster:
             options=inference_pb2.GenerateOptions(**{"temperature": 0.0, **options}),  # type: ignore[arg-type]
             cache_salt=cache_salt,
         )
+        return await self.answer(request)
+
+    async def answer(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+        """The whole answer to a request."""
         return await self._stub.Generate(request, timeout=DEADLINE_S)
 
     async def tokens(self, prompts: Sequence[Sequence[int]], **options: object) -> list[list[int]]:

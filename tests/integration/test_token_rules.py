@@ -9,6 +9,7 @@ import torch
 
 from common.engine.llm import LLM
 from common.errors import BatonError
+from common.pb import inference_pb2
 from common.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
 from tests.integration.test_migration import Stream
@@ -89,6 +90,7 @@ async def test_through_a_prefill_pod(tmp_path):
         assert list(cut.choices[0].token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
         assert cut.usage.prompt_tokens == 7
         await check_beams(cluster)
+        await check_best_of(cluster)
         with pytest.raises(grpc.aio.AioRpcError, match="the pods have no logits processors"):
             await cluster.generate(PROMPT, vllm_xargs={"a": "1"})
         with pytest.raises(grpc.aio.AioRpcError, match="must be JSON"):
@@ -122,6 +124,32 @@ async def test_a_budget_of_reasoning_holds_through_handoff_migration_and_preempt
             if sample.name == "baton_num_preemptions_total"
         )
         assert preempted
+
+
+async def check_best_of(cluster: Cluster):
+    """The best of the answers that `n` alone returns, over both protocols."""
+    sampled = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "seed": 5}
+    message = inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenPrompt(token_ids=PROMPT), n=5,
+        options=inference_pb2.GenerateOptions(**sampled, num_logprobs=0),
+    )  # fmt: skip
+    every = (await cluster.answer(message)).choices
+    ranked = sorted(every, key=lambda choice: -sum(each.sampled for each in choice.logprobs))
+    expected = [list(choice.token_ids) for choice in ranked[:2]]
+    assert expected != [list(choice.token_ids) for choice in every[:2]]
+    message.n, message.best_of = 2, 5
+    message.options.ClearField("num_logprobs")
+    answer = await cluster.answer(message)
+    assert [(list(each.token_ids), each.index, len(each.logprobs)) for each in answer.choices] == [
+        (expected[0], 0, 0), (expected[1], 1, 0),
+    ]  # fmt: skip
+    assert answer.usage.completion_tokens == 5 * MAX_TOKENS
+    body = {"prompt": [PROMPT, PROMPT[:-1]], "n": 2, "best_of": 5, "return_token_ids": True, **sampled}
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["token_ids"] for choice in answer["choices"][:2]] == expected
+        assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(i, None) for i in range(4)]
+        assert answer["usage"]["completion_tokens"] == 2 * 5 * MAX_TOKENS
 
 
 async def check_beams(cluster: Cluster):

@@ -107,7 +107,10 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "n": 0}, "n"),
         (TEXT, {"prompt": "a", "n": 5}, "n"),
         (TEXT, {"prompt": ["a"] * 3, "n": 2}, "n"),
-        (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "a", "best_of": 0}, "best_of"),
+        (TEXT, {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+        (TEXT, {"prompt": ["a"] * 3, "best_of": 2}, "best_of"),
+        (CHAT, {"messages": HELLO, "best_of": 5}, "best_of"),
         (TEXT, {"prompt": "a", "stop": ""}, "stop"),
         (TEXT, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         (TEXT, {"prompt": "a", "stop": [1]}, "stop[0]"),
@@ -139,6 +142,11 @@ async def test_the_field_at_fault_is_named(cluster, path, body, param, stream):
     assert error["param"] == param
     assert param.split("[")[0].split(".")[0] in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+async def test_a_ranking_is_not_streamed(cluster):
+    error = error_of(await cluster.post(TEXT, prompt="a", best_of=2, stream=True), 400)
+    assert (error["param"], "stream" in error["message"]) == ("best_of", True)
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
