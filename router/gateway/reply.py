@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,9 +16,10 @@ from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.markers import SPACES
-from router.gateway.reasoning import Place, ReasoningSplitter, ReasoningStyle, Split, find_reasoning_style
+from router.gateway.reasoning import Place, ReasoningStyle, find_reasoning_style
+from router.gateway.splits import Split, Splitter
 from router.gateway.structured import STRUCTURED
-from router.gateway.tools.base import ToolCall, ToolParser
+from router.gateway.tools.base import ToolCall, ToolParser, Tools
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
 from router.requests.request import ChatPrompt, Draft, GenerationRequest
@@ -56,7 +58,7 @@ Part = Text | Reasoning | Call
 class ReplyOptions(NamedTuple):
     """What a request says of how its answers are parsed."""
 
-    tools: frozenset[str] = frozenset()  # names of those that may be called
+    tools: Tools = MappingProxyType({})  # those that may be called
     must_call: bool = False  # the answer is a JSON array of calls
     max_calls: int | None = None
     separates_reasoning: bool = True
@@ -104,7 +106,7 @@ class ReplyParsing:
         if self._reasoning is None:
             problem = "the model's chat template has no reasoning that the router knows, or --reasoning-parser is none"
             raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
-        for tag in self._reasoning.markers:
+        for tag in (self._reasoning.opening, self._reasoning.closing):
             if not self._tokenizer.tag_ids(tag):
                 problem = f"the model's vocabulary has no token {tag}"
                 raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
@@ -144,7 +146,7 @@ class ReplyParsing:
         tools = finder(options.tools) if options.tools and finder is not None else None
         splitter = None
         if options.separates_reasoning and self._reasoning is not None:
-            splitter = ReasoningSplitter(self._reasoning, self._end_of(request))
+            splitter = self._reasoning.splitter(self._end_of(request))
         if tools is None and splitter is None and not always:
             return None
         return ReplyParser(tools, splitter, options, family.call_id, _id_seed(request))
@@ -157,7 +159,7 @@ class ReplyParser:
     def __init__(
         self,
         tools: ToolParser | None,
-        splitter: ReasoningSplitter | None,
+        splitter: Splitter | None,
         options: ReplyOptions,
         call_id: Callable[[str], str],
         id_seed: bytes,
@@ -170,8 +172,6 @@ class ReplyParser:
         self._id_seed = id_seed
         self._reasoning = _Trimmed(drops_start=True)
         self._text = _Trimmed()
-        self._num_chars = 0
-        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
         self.num_calls = 0
         self._num_reasoning_tokens = 0
 
@@ -200,15 +200,18 @@ class ReplyParser:
         return None if reason is None else reason.label
 
     def _parse(self, text: str) -> list[Part]:
-        self._num_chars += len(text)
         if self._splitter is None:
             return self._parse_rest(text)
-        was_open = self._splitter.end is None
-        split = self._splitter.push(text)
-        parts = self._reasoned(split)
-        if was_open and self._splitter.end:
-            self._text.cut()
-        return parts + self._parse_rest(split.rest)
+        return self._parse_splits(self._splitter.push(text))
+
+    def _parse_splits(self, splits: Sequence[Split]) -> list[Part]:
+        parts: list[Part] = []
+        for split in splits:
+            parts += self._reasoned(split)
+            if split.is_cut:
+                self._text.cut()
+            parts += self._parse_rest(split.rest)
+        return parts
 
     def _parse_rest(self, text: str) -> list[Part]:
         """Text of the answer proper, and calls in it."""
@@ -219,8 +222,7 @@ class ReplyParser:
     def _finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._splitter is not None:
-            split = self._splitter.finish()
-            parts += self._reasoned(split) + self._parse_rest(split.rest)
+            parts += self._parse_splits(self._splitter.finish())
         if self._tools is not None:
             parts += self._named(self._tools.finish())
         return parts + _text_of(self._text.finish())
@@ -247,16 +249,8 @@ class ReplyParser:
 
     def _count(self, offsets: Sequence[int]) -> None:
         """Counts tokens of the reasoning as soon as it is certain of them."""
-        if self._splitter is None:
-            return
-        end = self._splitter.end
-        waiting = [*self._unsettled, *offsets] if self._unsettled else offsets
-        if end is None:  # what has come is reasoning, unless its opening tag may still come
-            end = self._num_chars if self._splitter.is_within else 0
-            self._unsettled = [offset for offset in waiting if offset >= end]
-        elif self._unsettled:
-            self._unsettled = []
-        self._num_reasoning_tokens += sum(offset < end for offset in waiting)
+        if self._splitter is not None:
+            self._num_reasoning_tokens += self._splitter.count(offsets)
 
 
 class _Trimmed:

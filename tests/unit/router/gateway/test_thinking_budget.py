@@ -75,6 +75,15 @@ async def test_pods_get_the_tokens(
     assert sampling.thinking_token_budget == (7 if end else None)
 
 
+async def test_pods_get_the_tokens_of_a_message() -> None:
+    tags = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    template = "<|start|>assistant<|channel|>analysis<|message|>"
+    sampling = await sampling_of(template, "<|start|>assistant", tags=tags, thinking_token_budget=7)
+    encoded = tokenizer_of(template, tags).encode("<|channel|>analysis<|message|>")
+    assert sampling.thinking_start_token_ids == tuple(encoded)
+    assert sampling.thinking_end_token_ids == (tokenizer_of(template, tags).encode("<|end|>")[0],)
+
+
 @pytest.mark.parametrize(
     "given", [{}, {PARAM: -1}, {PARAM: 7, "structured_outputs": Constraint.regex("a")}], ids=["no", "-1", "constrained"]
 )
