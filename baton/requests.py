@@ -59,6 +59,8 @@ class Terms(TypedDict, total=False):
 
     stop: str | Sequence[str]  # texts that end an answer, and are not part of it
     n: int  # answers to the prompt
+    use_beam_search: bool  # search for the n most likely answers; not for streams
+    length_penalty: float  # of beam search: scores are divided by length to this power
     best_of: int  # answers that are generated, of which the n most likely are returned; not for streams
     model: str  # served name; by default the first model
     request_id: str  # for `abort`; by default the router chooses one

@@ -47,6 +47,30 @@ TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
 """The model must call at least one."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When no better answer is likely: false of transformers."""
+    EARLY_STOPPING_ALWAYS: _EarlyStopping.ValueType  # 1
+    """As soon as there are as many answers as beams: true."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no better answer is possible: "never"."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search ends, as `early_stopping` of transformers says."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When no better answer is likely: false of transformers."""
+EARLY_STOPPING_ALWAYS: EarlyStopping.ValueType  # 1
+"""As soon as there are as many answers as beams: true."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no better answer is possible: "never"."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 @_typing.final
 class ChatMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -527,6 +551,9 @@ class GenerateRequest(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     BEST_OF_FIELD_NUMBER: _builtins.int
+    USE_BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's name; may be empty if there is only one."""
     text: _builtins.str
@@ -549,6 +576,16 @@ class GenerateRequest(_message.Message):
     """all other fields must be as in the request that it belongs to.
     Answers that are generated, of which the n with the highest log probability are
     """
+    use_beam_search: _builtins.bool
+    """returned, best first; 0 is n. Not for streams.
+    Search for the n most likely answers with best_of beams; see docs/api.md. Not for
+    """
+    length_penalty: _builtins.float
+    """streams.
+    Of beam search: scores are divided by length to this power. In [-10, 10]. Default 1.
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    """Of beam search."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Already tokenised."""
@@ -577,13 +614,21 @@ class GenerateRequest(_message.Message):
         resumable: _builtins.bool = ...,
         last_event_id: _builtins.str = ...,
         best_of: _builtins.int = ...,
+        use_beam_search: _builtins.bool = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "options", b"options", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "chat", b"chat", "length_penalty", b"length_penalty", "options", b"options", "prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "kv_failure_policy", b"kv_failure_policy", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat", b"chat", "early_stopping", b"early_stopping", "kv_failure_policy", b"kv_failure_policy", "last_event_id", b"last_event_id", "length_penalty", b"length_penalty", "model", b"model", "n", b"n", "options", b"options", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "text", b"text", "tokens", b"tokens", "use_beam_search", b"use_beam_search"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

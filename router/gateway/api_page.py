@@ -74,7 +74,7 @@ _BEAMS = """\
 an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
 log probabilities, structured output, tools, logits processors and streams are refused with it. Each token costs a
 request of one token for each beam, of which the prefix cache has all but the last block, so a search takes far longer
-than an answer.
+than an answer. Over gRPC it is `use_beam_search`, `length_penalty` and `early_stopping` of a `GenerateRequest`.
 """
 
 _BEST_OF = """\

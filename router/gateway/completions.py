@@ -13,16 +13,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
-from common.tokenization import OutputProcessor, Tokenizer
-from common.types import FinishReason
+from common.tokenization import Tokenizer
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.beams import BeamOptions, search_beams
+from router.gateway.beams import BeamOptions, search_beams, spelled
 from router.gateway.choices import (
     best_of,
     candidates_of,
@@ -292,30 +290,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         for prompt in prompts:
             results = await search_beams(self._service, prompt.request, options, account.spend)
             for result in results[: _n(body)]:
-                num_tokens += len(result.token_ids)
-                answers.append(self._spelled(prompt.request, result))
+                found = spelled(prompt.request, result, self._tokenizer_of(prompt.request))
+                num_tokens += len(found.token_ids)
+                answers.append(Answer())
+                answers[-1].text.append(found.text)
+                answers[-1].token_ids = found.token_ids
+                answers[-1].finish_label, answers[-1].stop_reason = found.finish_reason.label, found.stop_token_id
                 if body.return_token_ids:
                     answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
         await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
-
-    def _spelled(self, request: GenerationRequest, result: Hypothesis) -> Answer:
-        answer, sampling, token_ids = Answer(), request.sampling, list(result.token_ids)
-        reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
-        answer.finish_label = reason.label
-        if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
-            answer.stop_reason = token_ids[-1]
-        processor = OutputProcessor(
-            self._tokenizer_of(request),
-            continued=request.prompt_token_ids if request.continues_prompt else (),
-            skip_special_tokens=sampling.skip_special_tokens,
-            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-            include_stop=sampling.include_stop_str_in_output,
-        )
-        answer.text.append(processor.push(token_ids, reason).text)
-        answer.token_ids = token_ids
-        return answer
 
     def _format(
         self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool, has_event_ids: bool = False

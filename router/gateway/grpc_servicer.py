@@ -18,6 +18,7 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
+from router.gateway.beams import Found, search_beams, spelled
 from router.gateway.choices import (
     best_of,
     candidates_of,
@@ -27,7 +28,7 @@ from router.gateway.choices import (
     together,
 )
 from router.gateway.explain import explain
-from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of, reply_options
+from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, ReplyParsing, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
@@ -89,6 +90,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Whole answers."""
+        if request.use_beam_search:
+            async with self._errors(context):
+                return await self._search(request, _terms(context))
         async with self._errors(context), self._run(request, context, is_stream=False) as job:
             answers = zip(job.generations, job.parsers, strict=True)
             choices = _chosen(request, await together([_choice(*each) for each in answers]))
@@ -213,7 +217,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     with account.spending(run.generations):
                         yield _Job(prepared.request_id, run.generations, prepared.parsers, event_ids)
 
+    async def _search(self, message: inference_pb2.GenerateRequest, terms: Terms) -> inference_pb2.GenerateResponse:
+        """The n best of its beams. Raises InvalidRequestError."""
+        account = self._access.account(terms.tenant)
+        with account.admit(self._num_choices(message)):
+            _check_not_resumed(message)
+            beams = beams_of(message)
+            assert beams is not None
+            draft = draft_of(message, terms)
+            request = await self._valid(draft, reply_options(message, draft.prompt))
+            account.spend(len(request.prompt_token_ids))
+            self._service.count_prompts([request])
+            results = await search_beams(self._service, request, beams, account.spend)
+            tokenizer = self._service.model(message.model).tokenizer
+            choices = [
+                _found(index, spelled(request, result, tokenizer))
+                for index, result in enumerate(results[: message.n or 1])
+            ]
+            usage = inference_pb2.Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            )
+            return inference_pb2.GenerateResponse(request_id=draft.request_id, choices=choices, usage=usage)
+
     def _num_choices(self, message: inference_pb2.GenerateRequest) -> int:
+        beams_of(message)  # raises for a search that is refused
         n, limit = message.n or 1, self._service.config.max_choices
         if not message.best_of:
             return num_choices(n, 1, limit)
@@ -223,9 +251,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _prepare(self, message: inference_pb2.GenerateRequest, terms: Terms, *, is_stream: bool) -> _Prepared:
         """The choices, from where the client has them. Raises InvalidRequestError."""
-        if not is_stream and (message.resumable or message.last_event_id):
-            param = "resumable" if message.resumable else "last_event_id"
-            raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+        if not is_stream:
+            _check_not_resumed(message)
+        elif message.use_beam_search:
+            problem = "use_beam_search is for Generate, not for GenerateStream"
+            raise InvalidRequestError(problem, param="use_beam_search")
         n, num = message.n or 1, message.best_of or message.n or 1
         if is_stream and num > n:
             raise InvalidRequestError("best_of greater than n is for Generate, not for GenerateStream", param="best_of")
@@ -266,6 +296,25 @@ def _terms(context: _AnyContext) -> Terms:
     """As HTTP clients say them in headers of the same names."""
     metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
     return read_terms(metadata.get, tenant_of_call())
+
+
+def _check_not_resumed(message: inference_pb2.GenerateRequest) -> None:
+    if message.resumable or message.last_event_id:
+        param = "resumable" if message.resumable else "last_event_id"
+        raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+
+
+def _found(index: int, found: Found) -> inference_pb2.Choice:
+    """An answer that was searched for."""
+    choice = inference_pb2.Choice(
+        index=index,
+        text=found.text,
+        token_ids=found.token_ids,
+        finish_reason=finish_reason_to_pb(found.finish_reason),
+    )
+    if found.stop_token_id is not None:
+        choice.stop_token_id = found.stop_token_id
+    return choice
 
 
 def _chosen(message: inference_pb2.GenerateRequest, choices: list[inference_pb2.Choice]) -> list[inference_pb2.Choice]:

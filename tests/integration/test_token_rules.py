@@ -10,6 +10,7 @@ import torch
 from common.engine.llm import LLM
 from common.errors import BatonError
 from common.pb import inference_pb2
+from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
 from tests.integration.test_migration import Stream
@@ -163,6 +164,34 @@ async def check_beams(cluster: Cluster):
     async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
         answer = (await client.post("/v1/completions", json=body)).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        message = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=PROMPT), n=3, best_of=4,
+            use_beam_search=True, length_penalty=1.5, early_stopping=inference_pb2.EARLY_STOPPING_ALWAYS,
+            options=inference_pb2.GenerateOptions(max_tokens=MAX_TOKENS, stop_token_ids=ending),
+        )  # fmt: skip
+        found = await cluster.answer(message)
+        assert [list(choice.token_ids) for choice in found.choices] == expected
+        assert [choice.text for choice in found.choices] == [choice["text"] for choice in answer["choices"]]
+        stops = [choice.stop_token_id if choice.HasField("stop_token_id") else None for choice in found.choices]
+        assert stops == [choice["stop_reason"] for choice in answer["choices"]]
+        assert found.usage.completion_tokens == answer["usage"]["completion_tokens"]
+        for bad, param in [
+            ({"best_of": 17}, "best_of"),
+            ({"length_penalty": 11}, "length_penalty"),
+            ({"early_stopping": 7}, "early_stopping"),
+            ({"options": {"num_logprobs": 0}}, "num_logprobs"),
+            ({"options": {"structured_outputs": {}}}, "structured_outputs"),
+            ({"resumable": True}, "resumable"),
+            ({"use_beam_search": False}, "length_penalty"),
+        ]:
+            changed = inference_pb2.GenerateRequest()
+            changed.CopyFrom(message)
+            changed.MergeFrom(inference_pb2.GenerateRequest(**bad))
+            if not bad.get("use_beam_search", True):
+                changed.use_beam_search = False
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cluster.answer(changed)
+            assert from_rpc_error(caught.value).param == param
         for refused in (
             {"stream": True},
             {"logprobs": 0},
