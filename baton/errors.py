@@ -11,7 +11,6 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
-    UnprocessableError,
 )
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnknownModelError",
-    "UnprocessableError",
 ]

@@ -129,7 +129,6 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INVALID_ARGUMENT: _ErrorCode.ValueType  # 1
     ERROR_CODE_NOT_FOUND: _ErrorCode.ValueType  # 2
     ERROR_CODE_TOO_LARGE: _ErrorCode.ValueType  # 3
-    ERROR_CODE_UNPROCESSABLE: _ErrorCode.ValueType  # 4
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 5
     ERROR_CODE_RESOURCE_EXHAUSTED: _ErrorCode.ValueType  # 6
     ERROR_CODE_UNAVAILABLE: _ErrorCode.ValueType  # 7
@@ -148,7 +147,6 @@ ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 1
 ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 2
 ERROR_CODE_TOO_LARGE: ErrorCode.ValueType  # 3
-ERROR_CODE_UNPROCESSABLE: ErrorCode.ValueType  # 4
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 5
 ERROR_CODE_RESOURCE_EXHAUSTED: ErrorCode.ValueType  # 6
 ERROR_CODE_UNAVAILABLE: ErrorCode.ValueType  # 7

@@ -35,7 +35,6 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
-    UnprocessableError,
     shortened,
 )
 from common.pb import common_pb2
@@ -52,7 +51,6 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
     ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
     ErrorCode.TOO_LARGE: PayloadTooLargeError,
-    ErrorCode.UNPROCESSABLE: UnprocessableError,
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.CANCELLED: RequestCancelledError,

@@ -108,7 +108,7 @@ _TOKENS = """\
 `POST /tokenize` takes a text or a chat, and answers with `count`, `max_model_len`, `tokens` and `token_strs`, which is
 null unless `return_token_strs` is true. `POST /detokenize` answers with `prompt`, the text of `tokens` with special
 tokens. Both are vLLM's, and have the keys, quotas and bounds of generations: a call counts as a request, and its tokens
-as a prompt's. A prompt longer than the model's context is a 400, a token id outside the vocabulary a 422. While no
+as a prompt's. A prompt longer than the model's context is a 400, and so is a token id outside the vocabulary. While no
 decode pod is ready, the context is not known, and the answer is a 503. Of a chat, these are refused as by
 `/v1/chat/completions`: {refused}.
 """

@@ -91,7 +91,7 @@ async def test_the_kv_failure_policy_reaches_the_decode_pod(stub, cluster, polic
         (
             inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=[2048])),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "UNPROCESSABLE",
+            "INVALID_ARGUMENT",
             "tokens",
         ),
     ],
