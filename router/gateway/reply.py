@@ -189,7 +189,7 @@ class ReplyParser:
         """Takes the next delta. Returns what the answer gains."""
         parts = self._parse(delta.text)
         if delta.finish_reason is not None:
-            parts += self._finish()
+            parts += self._finish(delta.finish_reason)
         self._count(delta.text_offsets)
         return parts
 
@@ -219,12 +219,15 @@ class ReplyParser:
             return []
         return self._named([text] if self._tools is None else self._tools.push(text))
 
-    def _finish(self) -> list[Part]:
+    def _finish(self, reason: FinishReason) -> list[Part]:
         parts: list[Part] = []
         if self._splitter is not None:
             parts += self._parse_splits(self._splitter.finish())
         if self._tools is not None:
-            parts += self._named(self._tools.finish())
+            rest = self._tools.finish()
+            if self._options.must_call and reason is not FinishReason.STOP:  # it is a call that was cut off
+                rest = [part for part in rest if not isinstance(part, str)]
+            parts += self._named(rest)
         return parts + _text_of(self._text.finish())
 
     def _reasoned(self, split: Split) -> list[Part]:

@@ -355,6 +355,18 @@ def test_messages_of_harmony(call, as_pieces):
     assert text_of(left, Text).count(ARGUMENTS) == 2  # without tools it is text
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [(FinishReason.LENGTH, ""), (FinishReason.ABORT, ""), (FinishReason.STOP, ', {"name": "add", "arg')],
+)
+def test_a_forced_call_that_is_cut_off_is_no_text(reason, text):
+    """Unless a stop text cut it off, which the client asked for."""
+    parser = reply_parser(family="json_array", must_call=True)
+    parts = parser.take(TextDelta(f'[{OSLO}, {{"name": "add", "arg', 0, [7], [], [0], reason))
+    assert [part.name for part in parts if isinstance(part, Call)] == ["weather"]
+    assert text_of(parts, Text) == text
+
+
 def test_reasoning_then_text_then_calls():
     text = f"<think>\nHm.\n</think>\n\nI look.\n<tool_call>{OSLO}</tool_call>\n<tool_call>{OSLO}</tool_call>\n"
     parser = reply_parser("qwen3", "", "hermes")
