@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
+DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-gpu clients mutants lint format proto api-docs clean
+.PHONY: up test test-slow test-deploy test-gpu test-dist dist clients mutants lint format proto api-docs chart clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -21,9 +22,24 @@ test: lint
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 
+## The Helm chart with any two of its options together, its alerts, and upgrades, scaling and lost machines rehearsed
+## with processes under load. Ten minutes.
+test-deploy: $(DEV)
+	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
+
 ## Needs a CUDA device.
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
+
+## Wheel, sdist, and the bill of materials (CycloneDX) of what the wheel installs; in dist/.
+dist: $(DIST)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m tests.dist.bill_of_materials dist/*.whl
+
+## Installs the wheel of `make dist` with each extra in an empty environment, and serves the demo model from it.
+test-dist: dist
+	$(BIN)/pytest -m dist tests/dist $(ARGS)
 
 ## Clients that others wrote (openai, LangChain, guidellm ...) against a cluster; writes docs/clients.md. Installs them
 ## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
@@ -52,6 +68,11 @@ proto: $(DEV)
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
 
+## Regenerates what the chart repeats: settings in values.schema.json, the table of values in docs/helm.md.
+chart: $(DEV)
+	$(BIN)/python -m tests.deploy.values_schema
+	$(BIN)/python -m tests.deploy.values_page
+
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV); the first time this takes a few minutes."
@@ -68,5 +89,9 @@ $(MUTANTS): $(DEV)
 	$(PIP) --editable '.[mutants]'
 	@touch $@
 
+$(DIST): $(DEV)
+	$(PIP) --editable '.[dist]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -26,6 +26,7 @@ COMMANDS = {
     "logs": Command("cli.logs", "Show what the processes of a cluster in the background say."),
     "down": Command("cli.down", "End a cluster in the background."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
+    "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
     "complete": Command("cli.complete", "Continue a prompt.", "cli"),
     "chat": Command("cli.chat", "Talk to the model.", "cli"),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
@@ -35,7 +36,7 @@ COMMANDS = {
 TOPICS = {
     "clusters": ("up", "status", "logs", "down", "serve"),
     "clients": ("complete", "chat"),
-    "tools": ("kv", "keys", "certs"),
+    "tools": ("fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\
 examples:

@@ -1,7 +1,7 @@
-"""Fetches the models of a cluster from the hub, once, before its processes start.
+"""Fetches models from the hub: those of a cluster, once, before its processes start, or one into a directory.
 
-The processes then read the local copy and ask the hub nothing, so that all of them, and those restarted later, have the
-same revision.
+The processes of a cluster then read the local copy and ask the hub nothing, so that all of them, and those restarted
+later, have the same revision.
 """
 
 from __future__ import annotations
@@ -30,19 +30,34 @@ def fetch_models(sources: Sequence[ModelSource], terminal: Terminal) -> dict[str
     return _LOCAL_COPY_ONLY if remote else {}
 
 
-def _is_directory(model: str) -> bool:
-    """Whether it is one; False: a hub id. Raises ConfigError if it can be neither."""
+def fetch_to(source: ModelSource, directory: Path, terminal: Terminal) -> None:
+    """Downloads a model into `directory`; files that are there already and have not changed are kept.
+
+    Raises ConfigError for one that is not on the hub, and for a directory that cannot be written.
+    """
+    if _is_directory(source.model, "MODEL"):
+        raise ConfigError(f"MODEL: expected the id of a model on the hub, got the directory {source.model}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--directory: cannot make {directory}: {error.strerror}", param="directory") from error
+    _download(source, terminal, "MODEL", directory)
+
+
+def _is_directory(model: str, option: str = "--model") -> bool:
+    """Whether it is one; False: a hub id. Raises ConfigError, which names `option`, if it can be neither."""
     path = Path(model).expanduser()
     if path.is_dir():
         return True
     if path.exists():
-        raise ConfigError(f"--model: {path} is not a directory", param="model")
+        raise ConfigError(f"{option}: {path} is not a directory", param="model")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model: {model} does not exist", param="model")
+        raise ConfigError(f"{option}: {model} does not exist", param="model")
     return False
 
 
-def _download(source: ModelSource, terminal: Terminal) -> None:
+def _download(source: ModelSource, terminal: Terminal, option: str = "--model", into: Path | None = None) -> None:
+    """`into` is a directory for the files; None: the hub library's cache. Errors name the model as `option`."""
     from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -53,16 +68,18 @@ def _download(source: ModelSource, terminal: Terminal) -> None:
     terminal.say(f"Fetching {name}")
     started = time.monotonic()
     try:
-        directory = snapshot_download(source.model, revision=source.revision, allow_patterns=MODEL_FILES)
+        directory = snapshot_download(
+            source.model, revision=source.revision, allow_patterns=MODEL_FILES, local_dir=into
+        )
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"--model: {source.model} is neither a local directory nor a model on the hub that HF_TOKEN may read",
+            f"{option}: {source.model} is neither a local directory nor a model on the hub that HF_TOKEN may read",
             param="model",
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"--revision: {source.model} has none named {source.revision}", param="revision") from error
     except Exception as error:  # third-party code over a network: any exception means that there is no model
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"--model: {name} cannot be fetched from the hub: {detail}", param="model") from error
+        raise ConfigError(f"{option}: {name} cannot be fetched from the hub: {detail}", param="model") from error
     gc.collect()  # the library's progress bars draw their last line when they are collected
     terminal.say(f"  in {time.monotonic() - started:.1f} s: {directory}")

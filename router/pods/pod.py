@@ -11,8 +11,8 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -354,9 +354,9 @@ class Pod:
             self._incarnation = info.incarnation
             self.health.started_anew()
 
-    async def _follow(self, channel: grpc.aio.Channel) -> None:
-        """Until one of the streams ends; raises why."""
-        followers = [
+    async def _follow(self, channel: grpc.aio.Channel) -> NoReturn:
+        """Raises why one of the streams has ended."""
+        followers: list[Coroutine[Any, Any, NoReturn]] = [
             self._follow_health(channel),
             self._follow_stats(channel),
             self.canaries.run(),
@@ -364,17 +364,13 @@ class Pod:
         ]
         if self.session is not None:
             followers.append(self.session.run())
-        tasks = [asyncio.create_task(follower) for follower in followers]
+        error = await _first_failure(followers)
         try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # no TaskGroup: it forgets that it was cancelled if a task fails in the same moment
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in ended:
-            task.result()
+            raise error
+        finally:
+            del error  # else it and this frame keep each other, and the connection, until a garbage collection
 
-    async def _follow_health(self, channel: grpc.aio.Channel) -> None:
+    async def _follow_health(self, channel: grpc.aio.Channel) -> NoReturn:
         try:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             async for response in watch:
@@ -384,7 +380,7 @@ class Pod:
             raise from_rpc_error(error) from error
         raise UnavailableError("the pod ended the health stream")
 
-    async def _follow_stats(self, channel: grpc.aio.Channel) -> None:
+    async def _follow_stats(self, channel: grpc.aio.Channel) -> NoReturn:
         await follow_stats(pods_pb2_grpc.PodStub(channel), self._take_stats)
 
     def _take_stats(self, stats: pods_pb2.PodStats) -> bool:
@@ -429,3 +425,18 @@ def _is_cancelled() -> bool:
     """Whether this task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def _first_failure(followers: Sequence[Coroutine[Any, Any, NoReturn]]) -> BaseException:
+    """Runs all until one fails, and cancels the others. Returns why it failed.
+
+    No TaskGroup: it forgets that it was cancelled if a task fails in the same moment.
+    """
+    tasks = [asyncio.create_task(follower) for follower in followers]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(error for task in ended if (error := task.exception()) is not None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

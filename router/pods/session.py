@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 
@@ -60,8 +60,8 @@ class DecodeSession:
         """True once nothing can be submitted any more."""
         return self._broken is not None
 
-    async def run(self) -> None:
-        """Keep the stream until it breaks. Always ends with an exception, after each sink was told."""
+    async def run(self) -> NoReturn:
+        """Keeps the stream until it breaks. Raises why, after each sink was told."""
         # Lives as long as the connection, so it has no deadline; keepalive notices a pod that is gone.
         call = self._stub.Session(None)
         writer = asyncio.create_task(self._write_commands(call))
@@ -74,12 +74,14 @@ class DecodeSession:
             error = UnavailableError("the pod ended the session")
         except grpc.aio.AioRpcError as failure:
             error = from_rpc_error(failure)
-            raise error from failure
+            raise from_rpc_error(
+                failure
+            ) from failure  # not `error`: who is given that one would keep this frame's call
         finally:
             writer.cancel()
             call.cancel()
             self._break(error)
-        raise error
+        raise UnavailableError(error.message)
 
     def submit(self, submit: pods_pb2.Submit, sink: DeltaSink) -> None:
         """Start a request. Raises UnavailableError if the session is broken."""

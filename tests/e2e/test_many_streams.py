@@ -51,7 +51,7 @@ def jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize(
-    "connector", [pytest.param(name, marks=pytest.mark.slow) if name == "redis" else name for name in CONNECTORS]
+    "connector", [name if name == "nixl" else pytest.param(name, marks=pytest.mark.slow) for name in CONNECTORS]
 )
 async def test_two_hundred_requests_are_answered_as_if_colocated(connector: str, jobs: list[Job]) -> None:
     with running_cluster("--prefill", "2", "--decode", "2", "--connector", connector) as cluster:

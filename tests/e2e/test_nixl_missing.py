@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import ROOT
 
-UP = ["up", "--port", "0", "--grpc-port", "0", "--prefill", "2", "--decode", "2", "--connector", "nixl"]
+UP = ["up", "--port", "0", "--grpc-port", "0", "--connector", "nixl"]
 NOT_INSTALLED = "import runpy, sys; sys.modules['nixl'] = None; runpy.run_module('cli.main', run_name='__main__')"
 BROKEN = "raise ImportError('libucp.so.0: cannot open shared object file')\n"
 DEADLINE_S = 150.0
@@ -46,7 +46,7 @@ def test_installed_but_broken(tmp_path: Path) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_pod_of_its_own_says_so_too(role: str, tmp_path: Path) -> None:
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text(BROKEN)

@@ -54,7 +54,7 @@ async def complete(cluster: Cluster, prompts: Sequence[str], max_tokens: int = M
 @pytest.mark.parametrize(
     "options",
     [
-        ("--connector", "redis"),
+        pytest.param(("--connector", "redis"), marks=pytest.mark.slow),
         ("--connector", "nixl", "--connector-options", "store=redis", "--connector-options", "host_bytes=64MiB"),
     ],
     ids=["redis", "nixl with redis below host memory"],

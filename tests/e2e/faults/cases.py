@@ -31,8 +31,8 @@ ALL: list[Cell] = [
 # that hanging ones are the dearest.
 _ONCE = {
     "shared-storage": [
-        *(Case("SIGKILL", PREFILL, stage) for stage in (Stage.QUEUED, Stage.PREFILLING, Stage.HANDING_OFF)),
-        *(Case("SIGKILL", DECODE, stage) for stage in (Stage.QUEUED, Stage.FIRST_TOKEN, Stage.MID_STREAM)),
+        Case("SIGKILL", PREFILL, Stage.PREFILLING),
+        Case("SIGKILL", DECODE, Stage.FIRST_TOKEN),
         Case("SIGSTOP", DECODE, Stage.MID_STREAM),
     ],
     "redis": [

@@ -68,6 +68,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["down", "now"], "'now': unexpected argument; see baton down --help"),
         (["complete", "hi", "--url", "nonsense"], "--url: expected http://host:port, got 'nonsense'"),
         (["kv", "purge"], "one of the arguments --namespace --all is required"),
+        (["fetch", "/"], "the following arguments are required: --directory"),
+        (["fetch", "/", "--directory", "x"], "MODEL: expected the id of a model on the hub, got the directory /"),
+        (["fetch", "./none", "--directory", "x"], "MODEL: ./none does not exist"),
+        (["fetch", "acme/tiny", "--directory", "/dev/null/x"], "--directory: cannot make /dev/null/x: Not a directory"),
         (["complete", ""], "no prompt: give one as argument or on stdin"),
     ],
 )

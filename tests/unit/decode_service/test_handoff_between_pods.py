@@ -81,7 +81,7 @@ async def test_handoff_brings_all_kv_and_the_first_token(cluster: Cluster) -> No
     assert not answer.report.recompute_reason
     assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
     assert cluster.decode.metric("baton_handoff_total", outcome="delivered") == 1
-    assert cluster.prefill.metric("baton_handoff_total", outcome="delivered") == 1
+    await wait_for(lambda: cluster.prefill.metric("baton_handoff_total", outcome="delivered") == 1)
 
 
 async def test_either_leg_may_come_first_and_many_run_at_once(cluster: Cluster) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from contextlib import asynccontextmanager
 
+import psutil
+
+from common.errors import UnavailableError
 from router.discovery import Endpoint
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
 from router.pods import Cluster, PodClaim, PodState, Share
+from router.pods.stall import StallWatch
 from router.testing import FakeDecodePod, FakePrefillPod
 
 DEADLINE_S = 30.0
@@ -166,3 +171,30 @@ async def test_a_hundred_joins_and_leaves_leave_nothing_behind():
 
 def _num_samples(cluster):
     return sum(len(metric.samples) for metric in cluster.metrics.registry.collect() if metric.name.startswith("baton_"))
+
+
+async def test_a_lost_connection_is_closed_without_a_garbage_collection(monkeypatch):
+    lost = asyncio.Event()
+
+    async def run_until_lost(stalls):
+        await lost.wait()
+        raise UnavailableError("lost")
+
+    monkeypatch.setattr(StallWatch, "run", run_until_lost)
+    async with FakeDecodePod() as fake, cluster_of(decode_at(fake)) as cluster:
+        gc.disable()
+        try:
+            counts = []
+            for _ in range(4):
+                await until(cluster, lambda: cluster.can_serve)
+                counts.append(num_connections())
+                lost.set()
+                await until(cluster, lambda: not cluster.can_serve)
+                lost.clear()
+        finally:
+            gc.enable()
+        assert counts == [counts[0]] * 4
+
+
+def num_connections():
+    return sum(connection.status == psutil.CONN_ESTABLISHED for connection in psutil.Process().net_connections())
