@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from common.errors import BatonError, DeadlineExceededError, OverloadedError, UnavailableError
+from common.errors import BatonError, DeadlineExceededError, OverloadedError, UnavailableError, UnreachableError
 from common.pb import inference_pb2
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
@@ -49,7 +49,10 @@ class Attempts:
         self._num_failures = 0
 
     def delay_after(self, error: BatonError) -> float:
-        """Seconds to wait before the next attempt. Raises `error` if there should be none."""
+        """Seconds to wait before the next attempt. Raises `error` if there should be none; an UnreachableError then
+        names the address."""
+        if isinstance(error, UnreachableError):
+            error = UnreachableError(f"no answer from {self.address}: {error.message}")
         self._num_failures += 1
         if not isinstance(error, UnavailableError | OverloadedError) or self._num_failures >= self._max_attempts:
             raise error

@@ -11,6 +11,7 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
+    UnreachableError,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnknownModelError",
+    "UnreachableError",
 ]

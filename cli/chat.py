@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.exit_codes import OF_CLIENTS
+from baton import Client
+from cli.exit_codes import OF_CLIENTS, report_error
 from cli.generation import (
     ENVIRONMENT_HELP,
-    Answer,
     GenerationOptions,
+    PrintedAnswer,
+    default_model,
     open_router,
     parse_generation,
     read_stdin,
-    report_router_error,
 )
-from cli.router_client import RouterClient, RouterError
 from common.config import ArgumentParser, build, epilog_of
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError
 from deploy.cluster_state import StateError, state_root
 
 EXAMPLES = (
@@ -50,7 +50,7 @@ _HISTORY_FILE, _MAX_HISTORY = "chat_history", 1000
 class Conversation:
     """The messages so far; each turn adds what was said by both."""
 
-    def __init__(self, router: RouterClient, options: GenerationOptions, model: str, system: str | None) -> None:
+    def __init__(self, router: Client, options: GenerationOptions, model: str, system: str | None) -> None:
         self._router = router
         self.options = options
         self._model = model
@@ -60,15 +60,16 @@ class Conversation:
     def say(self, text: str) -> None:
         """Sends the user's `text` and prints the answer.
 
-        If that fails, or is interrupted before there is an answer, the conversation stays as it was. Raises RouterError
+        If that fails, or is interrupted before there is an answer, the conversation stays as it was. Raises BatonError
         or KeyboardInterrupt.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        body = self.options.body(self.options.model or self._model) | {"messages": [*system, *messages]}
-        answer = Answer(verbose=self.options.verbose)
+        said, request = [*system, *messages], self.options.request(self.options.model or self._model)
+        answer = PrintedAnswer(verbose=self.options.verbose)
+        router = self._router
         try:
-            answer.write(self._router.stream_chat(body) if self.options.stream else [self._router.chat(body)])
+            answer.write(router.stream_chat(said, **request) if self.options.stream else [router.chat(said, **request)])
         except KeyboardInterrupt:
             if answer.text:
                 self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -101,7 +102,7 @@ def settings_of(options: GenerationOptions) -> dict[str, object]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """One turn if a message is given or piped in, else a conversation. Returns the exit code; raises ConfigError."""
+    """One turn if a message is given or piped in, else a conversation. Returns 0; raises BatonError."""
     parser = ArgumentParser(
         prog="baton chat",
         usage="%(prog)s [MESSAGE] [options]",
@@ -111,18 +112,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("message", nargs="*", help="A single message; default: stdin, or a conversation at a terminal.")
     parser.add_argument("--system", metavar="TEXT", help="System message.")
     args, options = parse_generation(parser, argv)
-    try:
-        message = " ".join(args.message) or read_stdin("the message").strip()
-        with open_router(options) as router:
-            model = options.model or router.default_model()
-            conversation = Conversation(router, options, model, args.system)
-            if message:
-                conversation.say(message)
-            else:
-                with _line_editing():
-                    _converse(conversation, model)
-    except RouterError as error:
-        return report_router_error(error)
+    message = " ".join(args.message) or read_stdin("the message").strip()
+    with open_router(options) as router:
+        model = options.model or default_model(router)
+        conversation = Conversation(router, options, model, args.system)
+        if message:
+            conversation.say(message)
+        else:
+            with _line_editing():
+                _converse(conversation, model)
     return 0
 
 
@@ -209,9 +207,9 @@ def _turn(conversation: Conversation, text: str) -> None:
         conversation.say(text)
     except KeyboardInterrupt:
         print("(stopped)")
-    except RouterError as error:
+    except BatonError as error:
         sys.stdout.flush()
-        report_router_error(error)
+        report_error(error)
 
 
 @contextlib.contextmanager

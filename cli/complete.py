@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.exit_codes import OF_CLIENTS
-from cli.generation import ENVIRONMENT_HELP, Answer, open_router, parse_generation, read_stdin, report_router_error
-from cli.router_client import RouterError
+from cli.generation import ENVIRONMENT_HELP, PrintedAnswer, default_model, open_router, parse_generation, read_stdin
 from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError
 
@@ -17,7 +16,7 @@ EXAMPLES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the continuation of the prompt. Returns the exit code; raises ConfigError."""
+    """Prints the continuation of the prompt. Returns 0; raises BatonError."""
     parser = ArgumentParser(
         prog="baton complete",
         usage="%(prog)s [PROMPT] [options]",
@@ -26,14 +25,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("prompt", nargs="?", help="The text to continue; default: read from stdin.")
     args, options = parse_generation(parser, argv)
-    try:
-        prompt = args.prompt if args.prompt is not None else read_stdin("the prompt")
-        if not prompt:
-            raise ConfigError("no prompt: give one as argument or on stdin")
-        with open_router(options) as router:
-            body = options.body(options.model or router.default_model()) | {"prompt": prompt}
-            answer = Answer(verbose=options.verbose)
-            answer.write(router.stream_complete(body) if options.stream else [router.complete(body)])
-    except RouterError as error:
-        return report_router_error(error)
+    prompt = args.prompt if args.prompt is not None else read_stdin("the prompt")
+    if not prompt:
+        raise ConfigError("no prompt: give one as argument or on stdin")
+    with open_router(options) as router:
+        request = options.request(options.model or default_model(router))
+        answer = PrintedAnswer(verbose=options.verbose)
+        answer.write(router.stream(prompt, **request) if options.stream else [router.generate(prompt, **request)])
     return 0

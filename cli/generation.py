@@ -1,4 +1,4 @@
-"""What `complete` and `chat` share: options, the router they talk to, how an answer is printed, and how both end."""
+"""What `complete` and `chat` share: options, the router they talk to, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar
-from urllib.parse import urlsplit
+from typing import Annotated, ClassVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from cli.router_client import DEFAULT_URL, Piece, RouterClient, RouterError
+from baton import Client
+from baton.answers import Answer, Piece
+from baton.requests import Request
+from cli.router_address import URL_FORMS, find_router, is_url
 from common.config import ArgumentParser, add_arguments, build
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError
 from deploy.cluster_state import the_cluster
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "BATON_API_KEY"
 URL_VARIABLE = "BATON_URL"
 ENVIRONMENT_HELP = f"""\
@@ -35,12 +38,12 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[
         str | None,
         Meta(
-            description=f"HTTP address of the router; default: {URL_VARIABLE}, else that of the cluster in the "
-            f"background, else {DEFAULT_URL}."
+            description=f"Address of the router, {URL_FORMS}; default: {URL_VARIABLE}, else that of the cluster in "
+            f"the background, else {DEFAULT_URL}."
         ),
     ] = None
     tls_ca: Annotated[
-        str, Meta(description="PEM file of the authority of an https:// router; default: the system's.")
+        str, Meta(description="PEM file of the authority of an https:// or grpcs:// router; default: public ones.")
     ] = ""
     model: Annotated[str | None, Meta(description="Model name; default: the first the router serves.")] = None
     max_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Most tokens of the answer.")] = None
@@ -54,50 +57,49 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     stream: Annotated[bool, Meta(description="Show the answer as it comes.")] = True
     verbose: Annotated[bool, Meta(description="Say how many tokens an answer has, and how fast they came.")] = False
-    timeout_s: Annotated[float, Meta(gt=0, description="Seconds to wait for each piece of the answer.")] = 300.0
+    timeout_s: Annotated[float, Meta(gt=0, description="Seconds within which the answer must be complete.")] = 600.0
 
     def __post_init__(self) -> None:
-        if self.url is not None and not _is_url(self.url):
-            raise ValueError(f"--url: expected http://host:port, got {self.url!r}")
+        if self.url is not None and not is_url(self.url):
+            raise ValueError(f"--url: expected {URL_FORMS}, got {self.url!r}")
 
-    def body(self, model: str) -> dict[str, Any]:
-        """The sampling part of a request body."""
+    def request(self, model: str) -> Request:
+        """A request without its prompt."""
         given = {
+            "model": model,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
             "stop": self.stop or None,
         }
-        body: dict[str, Any] = {"model": model} | {name: value for name, value in given.items() if value is not None}
-        if self.stream and self.verbose:
-            body["stream_options"] = {"include_usage": True}
-        return body
+        return cast("Request", {name: value for name, value in given.items() if value is not None})
 
 
-def open_router(options: GenerationOptions) -> RouterClient:
-    """A client of the router that the options name. Raises ConfigError."""
-    url = options.url or _default_url()
-    return RouterClient(url, timeout_s=options.timeout_s, api_key=_api_key(), tls_ca=options.tls_ca)
+def open_router(options: GenerationOptions) -> Client:
+    """A client of the router that the options name. Raises as find_router does."""
+    api_key = _api_key()
+    address, tls = find_router(options.url or _default_url(), options.tls_ca)
+    return Client(address, api_key=api_key, tls=tls, tls_ca=options.tls_ca if tls else "", timeout_s=options.timeout_s)
+
+
+def default_model(router: Client) -> str:
+    """The first model that the router serves. Raises BatonError."""
+    models = router.models()
+    if not models:
+        raise BatonError("the router serves no model yet")
+    return models[0].name
 
 
 def _default_url() -> str:
     """Raises ConfigError if the environment has one that cannot be used, or if several clusters run."""
     given = os.environ.get(URL_VARIABLE, "").strip()
     if given:
-        if not _is_url(given):
-            raise ConfigError(f"{URL_VARIABLE}: expected http://host:port, got {given!r}")
+        if not is_url(given):
+            raise ConfigError(f"{URL_VARIABLE}: expected {URL_FORMS}, got {given!r}")
         return given
     cluster = the_cluster()
-    return cluster.url if cluster is not None and cluster.url else DEFAULT_URL
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # what an address or a port cannot be
-        return False
+    return f"grpc://{cluster.grpc_address}" if cluster is not None and cluster.grpc_address else DEFAULT_URL
 
 
 def _api_key() -> str:
@@ -120,14 +122,14 @@ def parse_generation(parser: ArgumentParser, argv: Sequence[str]) -> tuple[argpa
     return args, msgspec.structs.replace(options, stop=args.stop)
 
 
-class Answer:
+class PrintedAnswer:
     """An answer as it is printed."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.text = ""
         self._verbose = verbose
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: Iterable[Piece | Answer]) -> None:
         """Prints each piece at once, ends with a line break. Then, if asked to, says how fast it was."""
         started = time.monotonic()
         first: float | None = None
@@ -136,7 +138,7 @@ class Answer:
             for piece in pieces:
                 if piece.text and first is None:
                     first = time.monotonic()
-                num_tokens = piece.num_tokens if piece.num_tokens is not None else num_tokens
+                num_tokens = piece.usage.completion_tokens if piece.usage is not None else num_tokens
                 self.text += piece.text
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
@@ -158,12 +160,6 @@ def describe_speed(num_tokens: int, seconds: float, first_s: float) -> str:
     return text
 
 
-def report_router_error(error: RouterError) -> int:
-    """Prints the error on one line of stderr and returns the exit code."""
-    sys.stderr.write(f"baton: error: {' '.join(error.message.split())}\n")
-    return error.exit_code
-
-
 def read_stdin(what: str) -> str:
     """All of stdin if something is piped in; empty at a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
@@ -171,4 +167,4 @@ def read_stdin(what: str) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise RouterError(f"{what} on stdin is not UTF-8: {error.reason}") from error
+        raise BatonError(f"{what} on stdin is not UTF-8: {error.reason}") from error

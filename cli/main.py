@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cli.exit_codes import EXIT_INTERRUPTED
+from cli.exit_codes import EXIT_INTERRUPTED, report_error
 from common import __version__
 
 
@@ -27,8 +27,8 @@ COMMANDS = {
     "down": Command("cli.down", "End a cluster in the background."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
     "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
-    "complete": Command("cli.complete", "Continue a prompt.", "cli"),
-    "chat": Command("cli.chat", "Talk to the model.", "cli"),
+    "complete": Command("cli.complete", "Continue a prompt."),
+    "chat": Command("cli.chat", "Talk to the model."),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
     "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
@@ -45,7 +45,7 @@ examples:
   baton down
 
 environment:
-  BATON_URL      address of the router for clients, http://host:port
+  BATON_URL      address of the router for clients, http://host:port or grpc://host:port
   BATON_API_KEY  API key for clients
 
 exit codes:
@@ -95,10 +95,12 @@ def _run(arguments: list[str]) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     from cli.extras import import_with_extra
     from common.config import report_config_error
-    from common.errors import ConfigError
+    from common.errors import BatonError, ConfigError
 
     try:
         command = COMMANDS.get(name)
+        if name in TOPICS["clients"]:
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read at its import; it logs each failed handshake
         if command is None:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
@@ -106,6 +108,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
         return int(import_with_extra(command.module, name, command.extra).main(arguments))
     except ConfigError as error:
         return report_config_error(error)
+    except BatonError as error:
+        return report_error(error)
 
 
 if __name__ == "__main__":

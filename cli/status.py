@@ -20,6 +20,7 @@ EXIT_CODES = {
     EXIT_UNREACHABLE: "no cluster is running",
 }
 _PROBE_TIMEOUT_S = 2.0
+_HEADER = ("NAME", "ROLE", "ADDRESS", "STATE", "SINCE", "PID", "RESTARTS", "METRICS")
 _PUBLIC = ("name", "version", "phase", "pid", "started_at", "model", "url", "grpc_address", "pods")  # no secrets
 
 
@@ -75,16 +76,19 @@ def _router_status(cluster: ClusterState) -> int:
 
 def _describe(cluster: ClusterState, router_status: int) -> str:
     now = time.time()
+    has_several = any(pod.model for pod in cluster.pods)
     title = f"{cluster.name}: {cluster.phase}, up {format_duration(now - cluster.started_at)}"
     if cluster.url:
         title += f", {cluster.url}, grpc {cluster.grpc_address}"
     if cluster.model:
-        title += f", model {cluster.model}"
+        title += f", model{'s' if has_several else ''} {cluster.model}"
     if cluster.phase == "ready" and router_status != http.client.OK:
         said = f"answers {router_status}" if router_status else f"does not answer within {_PROBE_TIMEOUT_S:g} s"
         title += f"\n  It serves nothing: the router {said}."
-    header = ("NAME", "ROLE", "ADDRESS", "STATE", "SINCE", "PID", "RESTARTS", "METRICS")
-    rows = [header, *(_row(pod, now) for pod in cluster.pods)]
+    rows = [_HEADER, *(_row(pod, now) for pod in cluster.pods)]
+    if has_several:
+        models = ["MODEL", *(pod.model for pod in cluster.pods)]
+        rows = [(*row, model) for row, model in zip(rows, models, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)] if cluster.pods else [title])

@@ -13,6 +13,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |-- OverloadedError             429; `retry_after_s`: when to retry
 |-- UnavailableError            503; no pod can serve, or the pod is draining
 |   |-- EngineDeadError         the engine process is gone
+|   |-- UnreachableError        no answer from the peer: no connection, or it broke
 |   `-- UnattainableError       no pod could keep a limit that the request names; a retry cannot help
 |-- DeadlineExceededError       504
 |-- RequestCancelledError       499; the client went away
@@ -174,6 +175,10 @@ class UnavailableError(BatonError):
 
 class EngineDeadError(UnavailableError):
     """The engine process ended; the pod must be restarted."""
+
+
+class UnreachableError(UnavailableError):
+    """The peer did not answer: there is no connection, it broke, or a proxy has no server behind it."""
 
 
 class UnattainableError(UnavailableError):

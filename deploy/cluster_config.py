@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -33,7 +33,8 @@ from deploy.cluster_state import DEFAULT_NAME, NAME_PATTERN
 from deploy.redis_server import MIN_MEMORY_BYTES
 from kv_store.registry import CONNECTOR_NAMES
 from prefill_service.config import PrefillConfig
-from router.config import RouterConfig
+from router.config import RouterConfig, is_model_name, names_by_location
+from router.requests.bounds import MAX_MODEL_CHARS
 
 POD_ROLES = ("prefill", "decode")
 SECTIONS = ("cluster", *POD_ROLES, "router")
@@ -56,7 +57,7 @@ _ROUTER_SETTINGS = {
     "grpc_port": "grpc_port",
     "prefill": "prefill",
     "decode": "decode",
-    "models": "model",
+    "models_file": "models",
     "shutdown_grace_s": "stop_grace_s",
     "log_level": "log_level",
     "tls_cert": "",
@@ -76,6 +77,7 @@ EXAMPLES = (
     "baton up                                       # the demo model, 1 prefill and 1 decode pod",
     "baton up Qwen/Qwen3-0.6B --prefill 2 --decode 2",
     "baton up Qwen/Qwen3-0.6B --port 0 -d           # in the background; baton status, logs, down",
+    "baton up --models qwen=Qwen/Qwen3-0.6B --models llama=/models/llama",
     "baton up --prefill 0 --max-num-seqs 64         # colocated",
     "baton up --remote-prefill prefer --connector redis",
     "baton up --config baton.yaml                   # sections cluster, prefill, decode, router",
@@ -100,7 +102,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
         "KV connector": ("connector", "connector_path", "connector_options", "redis_memory"),
         "Addresses": ("host", "port", "grpc_port", "metrics_port"),
-        "API": ("served_model_name", "generation_config", "override_generation_config"),
+        "API": ("models", "served_model_name", "generation_config", "override_generation_config"),
         "Processes": ("mtls", "start_timeout_s", "stop_grace_s", "log_level"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
@@ -114,6 +116,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "port",
             "grpc_port",
             "metrics_port",
+            "models",
             "served_model_name",
             "mtls",
             "log_level",
@@ -129,9 +132,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     )
 
     prefill: Annotated[
-        PodCount, Meta(ge=0, description="Number of prefill pods; 0: decode pods compute all prompts.")
+        PodCount, Meta(ge=0, description="Number of prefill pods, of each model; 0: decode pods compute all prompts.")
     ] = 1
-    decode: Annotated[PodCount, Meta(ge=1, description="Number of decode pods.")] = 1
+    decode: Annotated[PodCount, Meta(ge=1, description="Number of decode pods, of each model.")] = 1
     connector: Annotated[str, Meta(min_length=1, description="How KV blocks travel from prefill to decode pods.")] = (
         "shared-storage"
     )
@@ -158,6 +161,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "none: no metrics. The router has its own under /metrics."
         ),
     ] = None
+    models: Annotated[
+        dict[str, str],
+        Meta(
+            description="Several models, as name=directory or name=hub id, each with pods of its own; names of the "
+            "same one are its aliases."
+        ),
+    ] = {}
     served_model_name: Annotated[
         str | None, Meta(description="Name of the model in the API; default: that of its directory or hub id.")
     ] = None
@@ -181,6 +191,31 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 10.0
     log_level: Annotated[LogLevel, Meta(description="Least severe level that pods and router log.")] = "warning"
     engine: EngineConfig = EngineConfig()
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            return
+        if not all(map(is_model_name, self.models)):
+            raise ValueError(f"--models: names must have 1 to {MAX_MODEL_CHARS} characters")
+        own = self.engine.model
+        exclusive = {"model": own.model, "revision": own.revision, "served-model-name": self.served_model_name}
+        for setting, value in exclusive.items():
+            if value:
+                raise ValueError(f"--models and --{setting} exclude each other")
+
+    @property
+    def cluster_models(self) -> list[ClusterModel]:
+        """The models, each of which has pods of its own."""
+        if not self.models:
+            return [ClusterModel(self.served_model_name or "", self.engine.model.model)]
+        return [ClusterModel(names[0], location) for location, names in names_by_location(self.models).items()]
+
+
+class ClusterModel(NamedTuple):
+    """A model of a cluster."""
+
+    name: str  # empty: that of its directory or hub id
+    location: str  # directory or hub id; empty: the demo model
 
 
 class ClusterCommand(msgspec.Struct, frozen=True):
@@ -284,6 +319,8 @@ def _not_passed(role: str) -> frozenset[str]:
 
 def _model_sources(config: ClusterConfig, document: Section) -> list[ModelSource]:
     """Each model once. That of the cluster wins over those of sections."""
+    if config.models:
+        return [ModelSource(location, None) for location in names_by_location(config.models)]
     sources: list[ModelSource] = []
     for role in _PROCESSES:
         section = document.section(role)

@@ -15,7 +15,7 @@ import yaml
 from common.config import to_arguments
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
-from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig
+from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
 from deploy.cluster_state import StoreState
 from deploy.pod_process import PodSpec
 from deploy.ports import check_free, pick_ports
@@ -65,33 +65,59 @@ def plan_cluster(
 
     `passed` are further options of the processes by role.
     """
-    env = pod_environment(base_env, config.prefill + config.decode)
-    redis_port, *ports = pick_ports(LOOPBACK, 1 + config.prefill + config.decode)
+    planned = _planned_pods(config)
+    env = pod_environment(base_env, len(planned))
+    redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level]
-    if config.served_model_name:
-        common += ["--served-model-name", config.served_model_name]
     if config_file is not None:
         common += ["--config", str(config_file)]
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
-    names = [("prefill", index) for index in range(config.prefill)]
-    names += [("decode", index) for index in range(config.decode)]
-    metrics_ports = _metrics_ports(config, [f"{role}-{index}" for role, index in names])
+    metrics_ports = _metrics_ports(config, [pod.name for pod in planned])
     pods: list[PodSpec] = []
-    for (role, index), pod_port in zip(names, ports, strict=True):
-        name = f"{role}-{index}"
-        own = ["--pod-id", name, "--host", LOOPBACK, "--port", str(pod_port)]
-        if name in metrics_ports:
-            own += ["--metrics-port", str(metrics_ports[name])]
-        if config.mtls:
-            own += to_arguments(_mtls_of(scratch, role))
-        options = [*own, *pod_options, *passed.get(role, ()), *common]
-        pods.append(_spec(name, role, f"{LOOPBACK}:{pod_port}", options, env))
+    for pod, pod_port in zip(planned, ports, strict=True):
+        own = _own_options(pod, pod_port, metrics_ports.get(pod.name), config, scratch)
+        options = [*own, *pod_options, *passed.get(pod.role, ()), *common]
+        spec = _spec(pod.name, pod.role, f"{LOOPBACK}:{pod_port}", options, env)
+        pods.append(spec._replace(model=pod.model.name) if config.models else spec)
     router_options = _router_options(config, port, grpc_port, pods, scratch)
     router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
+
+
+class _PlannedPod(NamedTuple):
+    """A pod without its addresses."""
+
+    name: str
+    role: str
+    model: ClusterModel
+
+
+def _planned_pods(config: ClusterConfig) -> list[_PlannedPod]:
+    """The pods, numbered within their roles."""
+    planned: list[_PlannedPod] = []
+    for role, num_pods in (("prefill", config.prefill), ("decode", config.decode)):
+        models = [model for model in config.cluster_models for _ in range(num_pods)]
+        planned += [_PlannedPod(f"{role}-{number}", role, model) for number, model in enumerate(models)]
+    return planned
+
+
+def _own_options(
+    pod: _PlannedPod, port: int, metrics_port: int | None, config: ClusterConfig, scratch: Path
+) -> list[str]:
+    """What the pod does not share with the others."""
+    options = ["--pod-id", pod.name, "--host", LOOPBACK, "--port", str(port)]
+    if metrics_port is not None:
+        options += ["--metrics-port", str(metrics_port)]
+    if config.mtls:
+        options += to_arguments(_mtls_of(scratch, pod.role))
+    if config.models:
+        options += ["--model", pod.model.location]
+    if pod.model.name:
+        options += ["--served-model-name", pod.model.name]
+    return options
 
 
 def _router_options(
@@ -105,6 +131,10 @@ def _router_options(
         options += ["--model", model.model]
     if model.revision:
         options += ["--revision", model.revision]
+    if config.served_model_name:
+        options += ["--served-model-name", config.served_model_name]
+    for name, location in config.models.items():
+        options += ["--models", f"{name}={location}"]
     if config.generation_config != "auto":
         options += ["--generation-config", config.generation_config]
     for name, value in config.override_generation_config.items():
@@ -236,7 +266,12 @@ def curl_line(url: str, model: str | None) -> str:
 
 def base_url(host: str, port: int) -> str:
     """The router's HTTP address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{joined(host, port)}"
+
+
+def joined(host: str, port: int) -> str:
+    """host:port, or [host]:port."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reachable(host: str) -> str:

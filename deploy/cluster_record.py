@@ -1,4 +1,4 @@
-"""The launcher's record of its cluster in the background, for `baton status` and its kin."""
+"""The launcher's record of its cluster in the background, for `baton status`, `logs`, `down` and clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class ClusterRecord:
         for spec in (*(redis.spec for redis in plan.stores), *plan.pods, plan.router):
             address = url if spec is plan.router else spec.address
             state.pods.append(
-                PodState(spec.name, spec.role, address, plan.metrics_ports.get(spec.name), since=time.time())
+                PodState(
+                    spec.name,
+                    spec.role,
+                    address,
+                    plan.metrics_ports.get(spec.name),
+                    since=time.time(),
+                    model=spec.model,
+                )
             )
         self._claim.save(state)
 

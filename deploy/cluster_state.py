@@ -50,6 +50,7 @@ class PodState(msgspec.Struct):
     since: float = 0.0  # of the phase, seconds since 1970
     pid: int | None = None
     restarts: int = 0
+    model: str = ""  # of several, by name
 
 
 class StoreState(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ class ClusterState(msgspec.Struct):
     version: str = __version__
     phase: Phase = "starting"
     started_at: float = 0.0  # seconds since 1970
-    model: str = ""
+    model: str = ""  # or names of several, separated by commas
     url: str = ""  # of the router, once it is known
     grpc_address: str = ""
     stop_s: float = 30.0  # within which it ends after SIGTERM

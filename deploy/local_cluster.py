@@ -24,6 +24,7 @@ from deploy.cluster_config import ClusterCommand, ClusterConfig, parse_cluster
 from deploy.cluster_plan import (
     base_url,
     curl_line,
+    joined,
     make_mtls,
     operator_environment,
     plan_cluster,
@@ -95,6 +96,7 @@ class LocalCluster:
         self._stop_asked = asyncio.Event()
         port, grpc_port = public_ports(config)
         self._url = base_url(reachable(config.host), port)
+        grpc_address = joined(reachable(config.host), grpc_port)
         self._port = port
         plan = plan_cluster(config, port, grpc_port, scratch, command.config_file, command.passed, env)
         for file, text in plan.files.items():
@@ -109,9 +111,7 @@ class LocalCluster:
             router = router._replace(env={**router.env, **operator_environment(env, key)})
         self._router = PodProcess(router, RouterProbe(reachable(config.host), port, names, key), self)
         self._processes = {each.spec.name: each for each in (*self._stores, *self._pods, self._router)}
-        self._note(
-            lambda record: record.planned(plan, self._url, f"{reachable(config.host)}:{grpc_port}", _stop_s(config))
-        )
+        self._note(lambda record: record.planned(plan, self._url, grpc_address, _stop_s(config)))
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Starts everything and waits for a signal. Returns 0; raises ConfigError or PodStartError."""
@@ -200,16 +200,18 @@ class LocalCluster:
 
     def _announce(self) -> None:
         config = self._config
-        model = config.engine.model.model or "the demo model"
+        each, model = "", f"model {config.engine.model.model or 'the demo model'}"
+        if config.models:
+            each, model = " each", f"models {', '.join(config.models)}"
         if config.prefill:
-            topology = f"{config.prefill} prefill + {config.decode} decode, connector {config.connector}"
+            topology = f"{config.prefill} prefill + {config.decode} decode{each}, connector {config.connector}"
         else:
-            topology = f"{config.decode} decode, colocated"
-        self._terminal.say(f"{self._terminal.bold(f'Baton {__version__}')}: {topology}, model {model}")
+            topology = f"{config.decode} decode{each}, colocated"
+        self._terminal.say(f"{self._terminal.bold(f'Baton {__version__}')}: {topology}, {model}")
 
     async def _say_ready(self, seconds: float) -> None:
         model = await first_model(reachable(self._config.host), self._port)
-        self._note(lambda record: record.ready(model or ""))
+        self._note(lambda record: record.ready(", ".join(self._config.models) or model or ""))
         self._terminal.say(f"\nReady in {seconds:.1f} s. Try:\n")
         self._terminal.say(f"  {curl_line(self._url, model)}\n")
 

@@ -42,6 +42,7 @@ class PodSpec(NamedTuple):
     env: Mapping[str, str]
     address: str  # what people and peers connect to
     quiet: bool = False  # its output is shown only if it does not start
+    model: str = ""  # of several, by name
 
 
 class PodStartError(BatonError):

@@ -37,7 +37,7 @@ async def _serve(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     async with Router(config).running() as router:
-        loop.add_signal_handler(signal.SIGHUP, router.security.reload)
+        loop.add_signal_handler(signal.SIGHUP, router.reload)
         gc.collect()
         gc.freeze()  # a full collection would go through all modules, and hold up every request meanwhile
         sys.stdout.write(f"ready role=router http={router.http_url} grpc={router.grpc_address}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -34,6 +34,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "revision",
             "served_model_name",
             "models",
+            "models_file",
             "generation_config",
             "override_generation_config",
         ),
@@ -59,6 +60,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "model",
             "served_model_name",
             "models",
+            "models_file",
             "generation_config",
             "tool_parser",
             "prefill_policy",
@@ -109,6 +111,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "pod belongs to the model that its own --served-model-name names."
         ),
     ] = {}
+    models_file: Annotated[
+        str,
+        Meta(
+            description="YAML file of several models, as name: directory or name: hub id. It is read again when it "
+            "changes, so that models are added and removed while the router runs."
+        ),
+    ] = ""
     generation_config: Annotated[
         str,
         Meta(
@@ -207,15 +216,29 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _check_models(config: RouterConfig) -> None:
-    if config.models:
-        for setting in ("model", "revision", "served_model_name"):
-            if getattr(config, setting):
-                raise ValueError(f"--models and --{setting.replace('_', '-')} exclude each other")
+    several = [setting for setting in ("models_file", "models") if getattr(config, setting)]
+    others = [setting for setting in ("model", "revision", "served_model_name") if getattr(config, setting)]
+    if several and (exclusive := [*several, *others])[1:]:
+        first, second, *_ = [f"--{setting.replace('_', '-')}" for setting in exclusive]
+        raise ValueError(f"{first} and {second} exclude each other")
     for setting in ("served_model_name", "models"):
         names: Collection[str] = getattr(config, setting)
-        if len(names) != len(set(names)) or not all(0 < len(name) <= MAX_MODEL_CHARS for name in names):
+        if len(names) != len(set(names)) or not all(map(is_model_name, names)):
             problem = f"names must differ and have 1 to {MAX_MODEL_CHARS} characters"
             raise ValueError(f"--{setting.replace('_', '-')}: {problem}")
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a model may have this name."""
+    return 0 < len(name) <= MAX_MODEL_CHARS
+
+
+def names_by_location(models: Mapping[str, str]) -> dict[str, list[str]]:
+    """Turns name -> location around: several names of one location are aliases."""
+    names: dict[str, list[str]] = {}
+    for name, location in models.items():
+        names.setdefault(location, []).append(name)
+    return names
 
 
 def _check_address(setting: str, address: str) -> None:

@@ -179,6 +179,9 @@ class RouterMetrics:
         self.token_mismatches = Counter(
             "baton_token_mismatch", "Prefill and decode pod chose different tokens for one index.", registry=registry
         )
+        self.model_failures = Counter(
+            "baton_model_failures", "Models of the models file that could not be served.", registry=registry
+        )
         self.pod_ready = Gauge(
             "baton_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
         )

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from common.errors import ConfigError
-from common.generation_config import read_sampling_defaults
 from common.observability.task_figures import TaskFigures
 from common.pb import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
@@ -22,24 +20,22 @@ from common.rpc.channel import open_channel
 from common.rpc.options import Options
 from common.rpc.server import RpcServer
 from common.rpc.tls import cluster_tls
-from common.tokenization import Tokenizer
 from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
 from router.gateway.grpc_administration import AdminServicer
 from router.gateway.grpc_servicer import InferenceServicer
-from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics
+from router.model_roster import ModelRoster
+from router.model_sources import read_models
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
-from router.requests.model_files import resolve_model
 from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor
 from router.security.grpc_messages import MessageInterceptor, ReadSlots
 from router.security.http_connection import bounded_connections
 from router.security.refusals import Refusals
 from router.security.runtime import Security
-from router.served_model import ModelSource
 from router.service import InferenceService
 
 logger = logging.getLogger(__name__)
@@ -56,7 +52,7 @@ class Router:
         """Reads the tokenizer and the model's sampling defaults. Raises ConfigError."""
         if not (config.decode or config.discovery.registry):
             raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
-        sources = _read_models(config)
+        sources = read_models(config)
         self.config = config
         self.metrics = RouterMetrics()
         tls = cluster_tls(config.tls)
@@ -70,15 +66,10 @@ class Router:
             opener,
             config.pod_health,
             models=[source.names for source in sources],
+            models_change=bool(config.models_file),
             needs_prefill_pods=config.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics)
-        self._parsing = {
-            source.names[0]: ReplyParsing(
-                source.tokenizer, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
-            )
-            for source in sources
-        }
         self.security = Security(config.security, config.host, self.metrics.registry)
         interceptors = [
             _message_bounds(self.service),
@@ -96,6 +87,8 @@ class Router:
         self._serving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._securing: asyncio.Task[None] | None = None
+        self._roster = ModelRoster(self.service) if config.models_file else None
+        self._following: asyncio.Task[None] | None = None
         self._health_changed = asyncio.Event()
         self._http: uvicorn.Server | None = None
         self.port = config.port
@@ -121,7 +114,7 @@ class Router:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self.service, self.security.access, self._parsing), self._grpc.grpc_server
+            InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self.service, self.security.access), self._grpc.grpc_server
@@ -129,10 +122,18 @@ class Router:
         await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        self._http = _http_server(self.service, self.security, self._parsing)
+        self._http = _http_server(self.service, self.security, self._grpc.port)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
+        if self._roster is not None:
+            self._following = _spawn(self._roster.run(), "models")
+
+    def reload(self) -> None:
+        """Read all files again that may change: keys, certificates, models."""
+        self.security.reload()
+        if self._roster is not None:
+            self._roster.reload()
 
     async def stop(self) -> None:
         """Stop accepting, let running requests finish within the grace period, end the rest with an error."""
@@ -145,7 +146,7 @@ class Router:
         await self._grpc.stop(_AFTER_GRACE_S)
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)  # uvicorn ends by itself
-        for task in (self._publishing, self._securing):
+        for task in (self._publishing, self._securing, self._following):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -166,24 +167,6 @@ class Router:
             await self._health_changed.wait()
             self._health_changed.clear()
             await self._grpc.set_serving(not self.service.unavailable_reason)
-
-
-def _read_models(config: RouterConfig) -> list[ModelSource]:
-    """Raises ConfigError."""
-    if not config.models:
-        directory, name = resolve_model(config.model, config.revision)
-        return [_read_model(config, directory, tuple(config.served_model_name) or (name,))]
-    names: dict[str, list[str]] = {}  # of each model
-    for name, model in config.models.items():
-        names.setdefault(model, []).append(name)
-    directories = {model: resolve_model(model, None, "--models")[0] for model in names}
-    return [_read_model(config, directories[model], tuple(names[model])) for model in names]
-
-
-def _read_model(config: RouterConfig, directory: Path, names: tuple[str, ...]) -> ModelSource:
-    defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
-    logger.info("sampling defaults of %s: %s", names[0], defaults.summary)
-    return ModelSource(names, Tokenizer.from_directory(directory), defaults)
 
 
 class _HttpServer(uvicorn.Server):
@@ -213,12 +196,12 @@ def _message_bounds(service: InferenceService) -> MessageInterceptor:
     return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
 
 
-def _http_server(service: InferenceService, security: Security, parsing: Mapping[str, ReplyParsing]) -> uvicorn.Server:
+def _http_server(service: InferenceService, security: Security, grpc_port: int) -> uvicorn.Server:
     limits, metrics = service.config.limits, security.metrics
     bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
     config = uvicorn.Config(
-        create_app(service, security.access, parsing, security.open_paths),
+        create_app(service, security.access, security.open_paths, grpc_port=grpc_port),
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",

@@ -12,17 +12,21 @@ from router.admission.metrics import AdmissionMetrics, QueueMetrics
 from router.config import RouterConfig
 from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.metrics import SurvivalMetrics
+from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics
-from router.pods import Cluster, ModelPods
+from router.pods import ModelPods
 from router.requests.preprocess import Preprocessor
+from router.requests.request import Draft, GenerationRequest
 
 
 class ModelSource(NamedTuple):
     """What the router has read of a model."""
 
     names: tuple[str, ...]  # the first is in answers, the others are aliases
+    location: str  # directory or hub id; empty: the demo model
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
+    parsing: ReplyParsing
 
 
 class SharedMetrics(NamedTuple):
@@ -37,19 +41,27 @@ class ServedModel:
     """What requests for one model go through. Close it."""
 
     def __init__(
-        self, source: ModelSource, pods: ModelPods, cluster: Cluster, config: RouterConfig, metrics: SharedMetrics
+        self,
+        model_id: int,
+        source: ModelSource,
+        pods: ModelPods,
+        config: RouterConfig,
+        metrics: SharedMetrics,
     ) -> None:
-        """`pods` are those of the cluster that serve it."""
+        """`model_id` is unique in this process, unlike names; `pods` are those of the cluster that serve it."""
+        self.model_id = model_id
         self.name = source.names[0]
         self.names = source.names
+        self.location = source.location
         self.tokenizer = source.tokenizer
+        self.parsing = source.parsing
         self.pods = pods
         self.metrics = metrics.router.of(self.name)
         self.preprocessor = Preprocessor(
             source.tokenizer,
             pods,
             self.metrics,
-            model_name=self.name,
+            model_id=model_id,
             timeout_s=config.request_timeout_s,
             kv_failure_policy=config.kv_failure_policy,
             sampling_defaults=source.sampling_defaults,
@@ -62,7 +74,6 @@ class ServedModel:
             QueueMetrics(metrics.admission, self.name),
             pod_wait_s=config.survival.pod_wait_s,
         )
-        cluster.on_change(self.gate.wake)
         pods.prefill_table.on_change(self.gate.wake)
         pods.decode_table.on_change(self.gate.wake)
 
@@ -75,6 +86,10 @@ class ServedModel:
     def fingerprint(self) -> bytes:
         """The model's fingerprint; empty until a pod has told it."""
         return b"" if self.pods.facts is None else self.pods.facts.fingerprint
+
+    async def prepare(self, draft: Draft) -> GenerationRequest:
+        """Raises as Preprocessor.prepare does."""
+        return await self.preprocessor.prepare(draft)
 
     def close(self) -> None:
         """Release threads. Idempotent."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -23,15 +25,18 @@ from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
 from router.placing.planner import Plan
-from router.pods import Cluster
+from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
-from router.requests.request import Draft, GenerationRequest
+from router.requests.request import GenerationRequest
 from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 
+logger = logging.getLogger(__name__)
+
 _SHUTTING_DOWN = "the router is shutting down"
 _MAX_OTHER_VALUES = 4096  # of a body beside its prompt
+_REMOVAL_MARGIN_S = 30.0  # beyond the deadline of the last request
 
 
 _RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
@@ -45,7 +50,7 @@ class Run(NamedTuple):
 
 
 class InferenceService:
-    """Serves one or several models. `prepare` a draft, then `run` what comes of it."""
+    """Serves one or several models. A `model` prepares a draft; then `run` what comes of it."""
 
     def __init__(
         self, config: RouterConfig, models: Sequence[ModelSource], cluster: Cluster, metrics: RouterMetrics
@@ -57,12 +62,15 @@ class InferenceService:
         self.administration = Administration(cluster)
         survival_metrics = SurvivalMetrics(metrics.registry)
         self._admission_metrics = AdmissionMetrics(metrics.registry)
-        shared = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
-        self.models = [
-            ServedModel(source, pods, cluster, config, shared)
-            for source, pods in zip(models, cluster.models, strict=True)
-        ]
-        self._models = {name: model for model in self.models for name in model.names}
+        self._shared_metrics = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
+        self.models: list[ServedModel] = []
+        self._models: dict[str, ServedModel] = {}  # by all their names
+        self._models_by_id: dict[int, ServedModel] = {}  # those included that were removed and may have requests
+        self._removals: dict[int, asyncio.TimerHandle] = {}  # of the latter
+        self._model_ids = itertools.count()
+        for source, pods in zip(models, cluster.models, strict=True):
+            self._serve(source, pods)
+        cluster.on_change(self._wake_gates)
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
@@ -81,6 +89,8 @@ class InferenceService:
         """Why no request can be served now, of whatever model; empty: some model can be served."""
         if self._draining:
             return _SHUTTING_DOWN
+        if not self.models:
+            return "no model is served"
         reasons = [model.dispatcher.unavailable_reason for model in self.models]
         if not all(reasons):
             return ""
@@ -107,7 +117,7 @@ class InferenceService:
 
     @property
     def _known_models(self) -> str:
-        return ", ".join(repr(name) for name in self._models)
+        return ", ".join(repr(name) for name in self._models) or "no model"
 
     @property
     def num_under_way(self) -> int:
@@ -127,22 +137,41 @@ class InferenceService:
     @property
     def _max_model_len(self) -> int:
         """Of all models."""
-        return max(model.max_model_len for model in self.models)
+        return max((model.max_model_len for model in self.models), default=0)
 
-    async def prepare(self, draft: Draft) -> GenerationRequest:
-        """Raises as `model` and Preprocessor.prepare do."""
-        return await self.model(draft.model).preprocessor.prepare(draft)
+    def model_of(self, request: GenerationRequest) -> ServedModel:
+        """The model that prepared the request, which may have been removed since."""
+        return self._models_by_id[request.model_id]
+
+    def add_model(self, source: ModelSource) -> None:
+        """Serves one more model. A model that has one of its names must have been removed; its requests that still wait
+        fail, as their pods serve this one from now on."""
+        for model in self._models_by_id.values():
+            if set(model.names) & set(source.names):
+                model.gate.fail_all(UnavailableError(f"the model {model.name} was replaced"))
+        self._serve(source, self.cluster.add_model(source.names))
+        logger.info("the model %s was added: %s", ", ".join(source.names), source.location)
+
+    def remove_model(self, model: ServedModel) -> None:
+        """Refuses new requests for the model. Those that came before go on, at most to their deadlines."""
+        self.models.remove(model)
+        for name in model.names:
+            del self._models[name]
+        delay_s = self.config.request_timeout_s + _REMOVAL_MARGIN_S
+        self._removals[model.model_id] = asyncio.get_running_loop().call_later(delay_s, self._forget, model)
+        self.cluster.notify()
+        logger.info("the model %s was removed: %s", ", ".join(model.names), model.location)
 
     def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
         """Counts the prompts of what is about to run: one request for each, however many choices it has."""
         for request in requests:
-            metrics = self._model_of(request).metrics
+            metrics = self.model_of(request).metrics
             metrics.prompt_tokens.inc(len(request.prompt_token_ids))
             metrics.prompt_length.observe(len(request.prompt_token_ids))
 
     def plan(self, request: GenerationRequest) -> Plan:
         """Where the request would go now. Changes and counts nothing; raises as `run` does."""
-        return self._model_of(request).dispatcher.plan(request)
+        return self.model_of(request).dispatcher.plan(request)
 
     @asynccontextmanager
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Run]:
@@ -154,7 +183,7 @@ class InferenceService:
         request id is in use, or they are more than may ever be under way.
         """
         self._check(requests)
-        model = self._model_of(requests[0])
+        model = self.model_of(requests[0])
         ticket, outlook, plan = _appraise(requests, model)
         generations = [Generation(request, model.dispatcher) for request in requests]
         with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
@@ -196,7 +225,7 @@ class InferenceService:
         for generation in generations:
             generation.finish(FinishReason.ABORT)
         if batch.is_over:
-            self._model_of(batch.generations[0].request).gate.withdraw(batch.ticket)
+            self.model_of(batch.generations[0].request).gate.withdraw(batch.ticket)
         return True
 
     def stop_accepting(self) -> None:
@@ -211,7 +240,7 @@ class InferenceService:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for model in self.models:
+            for model in self._models_by_id.values():
                 model.gate.fail_all(UnavailableError(_SHUTTING_DOWN))
             for generation in list(self._running.values()):
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
@@ -219,8 +248,26 @@ class InferenceService:
     def close(self) -> None:
         """Release threads and timers. Idempotent."""
         self._leaving.close()
-        for model in self.models:
+        for removal in self._removals.values():
+            removal.cancel()
+        for model in self._models_by_id.values():
             model.close()
+
+    def _serve(self, source: ModelSource, pods: ModelPods) -> None:
+        model = ServedModel(next(self._model_ids), source, pods, self.config, self._shared_metrics)
+        self.models.append(model)
+        self._models.update(dict.fromkeys(model.names, model))
+        self._models_by_id[model.model_id] = model
+
+    def _forget(self, model: ServedModel) -> None:
+        """No request for a removed model can be left."""
+        del self._removals[model.model_id], self._models_by_id[model.model_id]
+        self.cluster.remove_model(model.pods)
+        model.close()
+
+    def _wake_gates(self) -> None:
+        for model in self._models_by_id.values():
+            model.gate.wake()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         if self._draining:
@@ -231,9 +278,6 @@ class InferenceService:
         for request in requests:
             if _running_id(request) in self._running:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
-
-    def _model_of(self, request: GenerationRequest) -> ServedModel:
-        return self._models[request.model_name]
 
     @contextmanager
     def _registered(self, batch: Batch) -> Iterator[None]:

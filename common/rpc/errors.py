@@ -35,6 +35,7 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
+    UnreachableError,
     shortened,
 )
 from common.pb import common_pb2
@@ -65,7 +66,6 @@ _CODES_BY_STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,  # gRPC's code for a message over the size limit
     grpc.StatusCode.UNAUTHENTICATED: ErrorCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED: ErrorCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
     grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.INCOMPATIBLE,
@@ -92,6 +92,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     name = metadata.get(CODE_KEY)
     if name is not None and name.upper() in ErrorCode.__members__:
         code = ErrorCode[name.upper()]
+    elif error.code() is grpc.StatusCode.UNAVAILABLE:
+        return UnreachableError(message)
     else:
         code = _CODES_BY_STATUS.get(error.code(), ErrorCode.INTERNAL)
     return make_error(

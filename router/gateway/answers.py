@@ -406,3 +406,4 @@ class Version(_Answer):
     """Answer of GET /version."""
 
     version: str
+    grpc_port: int  # of the same host

@@ -23,7 +23,6 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RES
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
-from router.gateway.reply import ReplyParsing
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
@@ -41,19 +40,21 @@ _JSON = "application/json"
 def create_app(
     service: InferenceService,
     access: AccessControl,
-    parsing: Mapping[str, ReplyParsing],
     open_paths: frozenset[str] = OPEN_PATHS,
+    *,
+    grpc_port: int,
 ) -> App:
-    """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows."""
+    """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows. `grpc_port`, where
+    the service has its gRPC front, is told to clients."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
-    status, ids = _Status(service, access), RunningIds()
-    explain = CompletionsEndpoint(EXPLAIN, service, access, ids, parsing)
+    status, ids = _Status(service, access, grpc_port), RunningIds()
+    explain = CompletionsEndpoint(EXPLAIN, service, access, ids)
     endpoints: dict[str, App] = {
-        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids, parsing),
-        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids, parsing),
-        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids, parsing),
+        "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
+        "/v1/chat/completions": CompletionsEndpoint(CHAT, service, access, ids),
+        MESSAGES_PATH: CompletionsEndpoint(MESSAGES, service, access, ids),
         f"{MESSAGES_PATH}/count_tokens": CountTokensEndpoint(service, access),
-        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids, parsing),
+        "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids),
         "/tokenize": TokenizeEndpoint(service, access),
         "/detokenize": DetokenizeEndpoint(service, access),
     }
@@ -113,9 +114,10 @@ class _Shortcut:
 class _Status:
     """What does not generate."""
 
-    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+    def __init__(self, service: InferenceService, access: AccessControl, grpc_port: int) -> None:
         self._service = service
         self._access = access
+        self._grpc_port = grpc_port
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -164,8 +166,8 @@ class _Status:
         return _json({"server_load": self._service.num_under_way})
 
     async def version(self, request: Request) -> Response:
-        """Version of Baton."""
-        return _json({"version": __version__})
+        """Version of Baton, and the port of the gRPC API."""
+        return _json({"version": __version__, "grpc_port": self._grpc_port})
 
     def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
         return {

@@ -127,7 +127,7 @@ async def search_beams(
     """The `width` best continuations of the request's prompt, best first. `on_tokens` gets the number of tokens that
     each step computes. Raises what InferenceService.run raises, and InvalidRequestError if the beams are too many."""
     sampling = request.sampling
-    eos_token_ids = () if sampling.ignore_eos else service.cluster.eos_token_ids
+    eos_token_ids = () if sampling.ignore_eos else service.model_of(request).pods.eos_token_ids
     search = BeamSearch(
         options.width,
         sampling.max_tokens,

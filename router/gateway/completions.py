@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
 from router.gateway.prompt_logprobs import by_token_id, echoed
 from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
-from router.gateway.reply import ReplyParser, ReplyParsing
+from router.gateway.reply import ReplyParser
 from router.gateway.responses_answers import ResponsesFormat
 from router.gateway.responses_bodies import parse_responses
 from router.gateway.resume import (
@@ -55,6 +55,7 @@ from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.quotas import Account
+from router.served_model import ServedModel
 from router.service import InferenceService
 
 
@@ -110,13 +111,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         service: InferenceService,
         access: AccessControl,
         ids: RunningIds,
-        parsing: Mapping[str, ReplyParsing],
     ) -> None:
-        """`ids` are those of all endpoints that generate, `parsing` has the first name of every model."""
+        """`ids` are those of all endpoints that generate."""
         super().__init__(api.id_prefix, service, access)
         self._api = api
         self._ids = ids
-        self._parsing = parsing
 
     def _parse(self, body: bytes) -> CompletionBody | ChatBody:
         return self._api.parse(body)
@@ -185,14 +184,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
         n, limit = body.num_candidates, self._service.max_request_tokens
-        parsing = self._parsing[self._service.model(body.model).name]
+        model = self._service.model(body.model)
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             options = body.reply_options(draft.prompt)
-            request = await parsing.prepare(replace(draft, seed=seed_of_prompt), options, self._service.prepare)
+            request = await model.parsing.prepare(replace(draft, seed=seed_of_prompt), options, model.prepare)
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
@@ -212,7 +211,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt],
         terms: Terms,
     ) -> _Job:
-        n, model = _n(body), self._service.model(body.model)
+        n, model = _n(body), self._service.model_of(prompts[0].request)
         num = body.num_candidates
         choices = [choice for prompt in prompts for choice in candidates_of(prompt.request, num, n)]
         echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * num]
@@ -222,12 +221,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         wants_logprobs = prompts[0].request.sampling.num_logprobs is not None
         answer_format = self._format(
-            body, request_id, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
+            body, request_id, model, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
         )
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
-        parsing = self._parsing[model.name]
-        parsers = [parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
+        parsers = [model.parsing.parser_for(choice, options, always=is_always_parsed) for choice in choices]
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
@@ -252,7 +250,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if isinstance(given, TextPrompt):
             return given.text
         await asyncio.sleep(0)  # others' turn: it may be long, and there may be many
-        return self._service.model(body.model).tokenizer.decode(prompt.request.prompt_token_ids)
+        return self._tokenizer_of(prompt.request).decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         async def collect(generation: TextGeneration, echo: str, parser: ReplyParser | None) -> Answer:
@@ -284,7 +282,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         exchange: Exchange,
     ) -> None:
         """The n best answers to each prompt, one prompt after the other."""
-        answer_format = self._format(body, request_id, wants_logprobs=False)
+        model = self._service.model_of(prompts[0].request)
+        answer_format = self._format(body, request_id, model, wants_logprobs=False)
         answers: list[Answer] = []
         num_tokens = 0
         for prompt in prompts:
@@ -303,9 +302,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
 
     def _format(
-        self, body: CompletionBody | ChatBody, request_id: str, *, wants_logprobs: bool, has_event_ids: bool = False
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        model: ServedModel,
+        *,
+        wants_logprobs: bool,
+        has_event_ids: bool = False,
     ) -> AnswerFormat:
-        model = self._service.model(body.model)
         return self._api.format(
             request_id,
             int(time.time()),
@@ -319,7 +323,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         )
 
     def _tokenizer_of(self, request: GenerationRequest) -> Tokenizer:
-        return self._service.model(request.model_name).tokenizer
+        return self._service.model_of(request).tokenizer
 
     async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
         """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from router.gateway.choices import (
 )
 from router.gateway.explain import explain
 from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
-from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, ReplyParsing, Text
+from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.request import Draft, GenerationRequest
@@ -80,11 +80,10 @@ class _Gained(NamedTuple):
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService, access: AccessControl, parsing: Mapping[str, ReplyParsing]) -> None:
-        """Its calls come through an ApiKeyInterceptor. `parsing` has the first name of every model."""
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        """Its calls come through an ApiKeyInterceptor."""
         self._service = service
         self._access = access
-        self._parsing = parsing
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -229,7 +228,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             account.spend(len(request.prompt_token_ids))
             self._service.count_prompts([request])
             results = await search_beams(self._service, request, beams, account.spend)
-            tokenizer = self._service.model(message.model).tokenizer
+            tokenizer = self._service.model_of(request).tokenizer
             choices = [
                 _found(index, spelled(request, result, tokenizer))
                 for index, result in enumerate(results[: message.n or 1])
@@ -272,18 +271,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         check_num_logprobs([request], num, "num_logprobs")
         check_num_prompt_logprobs([request], num, "prompt_logprobs")
         choices, event_ids = candidates_of(request, num, n), None
-        model = self._service.model(message.model)
+        model = self._service.model_of(request)
         if last_id is not None or message.resumable:
             digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
-        parsers = [self._parsing[model.name].parser_for(choice, options) for choice in choices]
+        parsers = [model.parsing.parser_for(choice, options) for choice in choices]
         constraint_name = draft.names.get(STRUCTURED, STRUCTURED)
         return _Prepared(draft.request_id, choices, parsers, event_ids, constraint_name)
 
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
-        parsing = self._parsing[self._service.model(draft.model).name]
-        return await parsing.prepare(draft, options, self._service.prepare)
+        model = self._service.model(draft.model)
+        return await model.parsing.prepare(draft, options, model.prepare)
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""

@@ -146,7 +146,7 @@ def _paths() -> dict[str, Any]:
                 (*unauthenticated, ErrorCode.PERMISSION_DENIED),
             )
         },
-        "/version": {"get": _page("Version of Baton.", _json(answers.Version), ())},
+        "/version": {"get": _page("Version of Baton, and the port of its gRPC API.", _json(answers.Version), ())},
         "/load": {"get": _operators("Generations under way.", answers.Load)},
         "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},

@@ -3,8 +3,9 @@
 Which pods there are is for a Discovery to say, at any time. A pod that it no longer names gets nothing new, finishes
 what this router has on it and is forgotten; named again before, it is kept as it is.
 
-Which model a pod serves it says itself when it is connected, by name. Where the router has one model, every pod is
-its; where it has several, a pod that names none of them is refused. ModelPods has what those of one model agree on.
+Which model a pod serves it says itself when it is connected, by name. A router that has one model and will have no
+other takes every pod for it; else a pod that names none of its models is refused. ModelPods has what those of one model
+agree on.
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ class Cluster:
         health: HealthConfig = HealthConfig(),  # noqa: B008  (frozen)
         *,
         models: Sequence[tuple[str, ...]] = ((),),
+        models_change: bool = False,
         needs_prefill_pods: bool = False,
     ) -> None:
         """`index` learns what the pods hold; `opener` makes the channels to them. `models`: the names of each model; if
-        there is one, pods need not name it. `needs_prefill_pods`: decode pods may not compute prompts."""
+        there is one, pods need not name it, unless `models_change`: more may be added. `needs_prefill_pods`: decode
+        pods may not compute prompts."""
         self.index = index
         metrics.watch_index(index)
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
         self.models = [ModelPods(names, index, self.by_address) for names in models]
+        self._only_model = self.models[0] if len(models) == 1 and not models_change else None
         self._model_by_name = {name: model for model in self.models for name in model.names}
         self._discovery = discovery
         self._opener = opener
@@ -80,11 +84,6 @@ class Cluster:
         """True if a request for some model could be answered now."""
         return any(model.can_serve for model in self.models)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's end-of-sequence tokens, as a decode pod says; empty if none is ready."""
-        return next((tuple(pod.info.eos_token_ids) for pod in self.ready_decode() if pod.info is not None), ())
-
     def ready_decode(self) -> list[Pod]:
         """Decode pods that take requests."""
         return [pod for pod in self.decode_pods if pod.state is PodState.READY]
@@ -97,8 +96,24 @@ class Cluster:
         """Have `listener` called when a pod's state changed."""
         self._listeners.append(listener)
 
+    def add_model(self, names: tuple[str, ...]) -> ModelPods:
+        """One more model. Pods with one of these names are its from now on, and no other's."""
+        model = ModelPods(names, self.index, self.by_address)
+        self.models.append(model)
+        self._model_by_name.update(dict.fromkeys(names, model))
+        self._judge()
+        self.notify()
+        return model
+
+    def remove_model(self, model: ModelPods) -> None:
+        """Its pods are refused from now on, unless another model has their names by now."""
+        self.models.remove(model)
+        self._model_by_name = {name: each for name, each in self._model_by_name.items() if each is not model}
+        self._judge()
+        self.notify()
+
     def update(self, endpoints: Endpoints) -> None:
-        """These are the pods from now on."""
+        """Replaces the list of pods."""
         known = {Endpoint(pod.role_name, pod.address): pod for pod in self.pods}
         for endpoint, pod in known.items():
             pod.listed = endpoint in endpoints
@@ -131,14 +146,13 @@ class Cluster:
         return self.prefill_pods if role == "prefill" else self.decode_pods
 
     def _add(self, endpoint: Endpoint) -> Pod:
-        """A pod has joined."""
+        """Watches a pod that has joined."""
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
         pod = Pod(role, endpoint.address, self._judge, self.index, self._opener, health=self._health, owner=self)
         pod.load.on_idle = lambda: self._forget_if_done(pod)
         self._of_role(endpoint.role).append(pod)
-        if len(self.models) == 1:
-            self._assign(pod, self.models[0])
+        self._assign(pod, self._only_model)
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
         self._show(pod)
         return pod
@@ -155,7 +169,7 @@ class Cluster:
         self._metrics.pod_ready.remove(pod.role_name, pod.address)
         self._health_metrics.forget(pod.role_name, pod.address)
         logger.info("%s pod %s has left", pod.role_name, pod.address)
-        self._notify()
+        self.notify()
 
     # --- health (PodOwner) ---
 
@@ -180,8 +194,8 @@ class Cluster:
     # --- judging ---
 
     def _judge(self) -> None:
-        """Decide again what the models are and which pods fit; called whenever a pod's state may have changed."""
-        if len(self.models) > 1:
+        """Decides which model each pod serves, and which pods fit; called whenever a pod's state may have changed."""
+        if self._only_model is None:
             for pod in self.pods:
                 if pod.info is not None:
                     self._assign(pod, self._model_by_name.get(pod.info.model_name))
@@ -202,10 +216,10 @@ class Cluster:
         """Whether it fits (None: it cannot be said yet), and why not."""
         if info.role != pod.role:
             return False, f"it is not a {pod.role_name} pod"
-        if violation := pod.violation or _nonsense(info):
+        if violation := pod.violation or _invalid_facts(info):
             return False, violation
         if pod.model is None:
-            known = ", ".join(self._model_by_name)
+            known = ", ".join(self._model_by_name) or "no model"
             return False, f"it serves the model {quoted(info.model_name)}, and this router serves {known}"
         if pod.model.facts is None:
             return None, ""
@@ -213,10 +227,11 @@ class Cluster:
         return not mismatch, mismatch
 
     def _assign(self, pod: Pod, model: ModelPods | None) -> None:
-        """The pod serves this model; None: it has left, or serves none of ours."""
+        """Puts the pod among those of `model`; None: it has left, or its model is not served here."""
         if pod.model is model:
             return
         if pod.model is not None:
+            pod.model.leave_table(pod)
             pod.model.remove(pod)
         pod.model = model
         if model is not None:
@@ -234,13 +249,14 @@ class Cluster:
                 pod.canaries.wake()
                 log("%s pod %s is %s%s", pod.role_name, pod.address, state.value, f": {pod.detail}" * bool(pod.detail))
         if changed:
-            self._notify()
+            self.notify()
 
     def _show(self, pod: Pod) -> None:
         pod.shown = pod.state
         self._metrics.pod_ready.labels(pod.role_name, pod.address).set(pod.shown is PodState.READY)
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Tells those who wait that a pod's state has changed, or a model."""
         self._changed.set()
         self._changed = asyncio.Event()
         for model in self.models:
@@ -258,8 +274,8 @@ class Cluster:
             pod.model.leave_table(pod)
 
 
-def _nonsense(info: pods_pb2.PodInfo) -> str:
-    """What is invalid about the facts that a pod reports; empty: nothing."""
+def _invalid_facts(info: pods_pb2.PodInfo) -> str:
+    """Which fact that a pod reports is invalid; empty: none."""
     for name in ("block_size", "num_blocks", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         if getattr(info, name) < 1:
             return f"it reports an invalid {name}: {getattr(info, name)}"

@@ -1,7 +1,7 @@
-"""Whether a pod does its work, as seen from outside: what its requests came to, its signs of work, its canaries.
+"""Judges a pod from outside: by the outcomes of its requests, by signs of work, by canaries.
 
-Signs of work are steps that its engine reports and answers to requests. Where there are none for a while, a canary is
-sent: a request of one token that goes through the engine like any other.
+Signs of work are steps that the engine reports, and answers to requests. A pod that shows none for a while is sent a
+canary: a request for one token, which the engine computes like any other.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _FAULTS = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.DEADLI
 
 
 class HealthOwner(Protocol):
-    """Who is asked, and told."""
+    """The owner of a PodHealth: permits ejections, and is told of them."""
 
     def may_eject(self, *, is_certain: bool) -> bool:
-        """Whether enough other pods are left. `is_certain`: it has stopped or fails the router's own requests, which no
-        client can bring about."""
+        """Whether enough other pods are left. `is_certain`: the pod has stopped, or fails canaries, which no client can
+        cause."""
 
     def ejected(self, reason: Reason) -> None:
-        """The pod must get no more requests."""
+        """Called when the pod must get no more requests."""
 
     def recovered(self) -> None:
-        """It may be used again."""
+        """Called when the pod may be used again."""
 
 
 class PodHealth:
-    """Of one pod, across its connections."""
+    """The health of one pod, across its connections."""
 
     def __init__(self, config: HealthConfig, owner: HealthOwner, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -54,12 +54,12 @@ class PodHealth:
 
     @property
     def is_ejected(self) -> bool:
-        """It gets nothing but canaries."""
+        """Whether the pod gets only canaries."""
         return not self._breaker.is_closed
 
     @property
     def detail(self) -> str:
-        """Why it is ejected and for how long, for a person; empty: it is not."""
+        """Why the pod is ejected and for how long, for a person; empty: it is not ejected."""
         if not self.is_ejected:
             return ""
         remaining_s = self._breaker.remaining_s
@@ -67,7 +67,7 @@ class PodHealth:
 
     @property
     def canary_due_in_s(self) -> float:
-        """Seconds; infinite: not at all."""
+        """Seconds until the next canary; infinite: none is sent."""
         if self.is_ejected:
             return self._breaker.remaining_s
         interval_s = self.config.canary_interval_s
@@ -84,46 +84,46 @@ class PodHealth:
         return self._clock() - self._worked_at
 
     def now(self) -> float:
-        """By its clock."""
+        """The time by its clock."""
         return self._clock()
 
-    def started_anew(self) -> None:
-        """Another incarnation is connected."""
+    def restarted(self) -> None:
+        """Starts over with a new incarnation of the pod. An ejected one is tried at once."""
         self._worked_at = self._clock()
         self._suspicion.clear()
         self._breaker.probe_now()
 
     def worked(self) -> None:
-        """A sign of work."""
+        """Notes a sign of work."""
         self._worked_at = self._clock()
 
     def note_outcome(
         self, error: BatonError | None, reason: Reason, cause: Cause, *, since: float | None = None
     ) -> None:
-        """Takes what the request `cause` came to on the pod; `since`: when it was sent. Overload and faults of clients
-        are no failures, nor is a deadline that passes while the pod works: a short one passes on any."""
+        """Notes the outcome of the request `cause`, sent at `since`. Overload and errors of clients are no failures of
+        the pod, nor is a deadline that passes while the pod works: a short one passes on any pod."""
         self._suspicion.used_by(cause)
         if error is None:
             self.worked()
-            if not self.is_ejected:  # what comes late says nothing
+            if not self.is_ejected:  # late answers prove nothing
                 self._suspicion.clear()
         elif error.code in _FAULTS and not self._was_just_slow(error, since):
             self._fail(f"{reason}: {error.message}", reason, cause, 1)
 
     def note_invalid(self, detail: str, cause: Cause) -> None:
-        """The pod gave an answer to the request `cause` that cannot be right. Two such requests are enough."""
+        """Notes an invalid answer to the request `cause`. Two such requests eject the pod."""
         self._suspicion.used_by(cause)
         self._fail(detail, "invalid", cause, self._half)
 
     def note_stall(self, detail: str) -> bool:
-        """The engine has stopped in the middle of its work. Whether the pod was ejected."""
+        """Notes that the engine has stopped in the middle of its work. Returns whether the pod was ejected."""
         if not self.is_ejected and self._owner.may_eject(is_certain=True):
             self._eject(detail, "stall")
             return True
         return False
 
     def note_canary(self, error: BatonError | None, since: float) -> Outcome:
-        """How a canary that was sent at `since` ended."""
+        """Notes the outcome of a canary sent at `since`, and returns its label."""
         if error is None:
             self.worked()
             self._close()

@@ -68,6 +68,11 @@ class ModelPods:
         """Most tokens of prompt and answer that every ready decode pod can take; 0 if none is ready."""
         return min((pod.info.max_model_len for pod in self.ready_decode() if pod.info is not None), default=0)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens, as a decode pod says; empty if none is ready."""
+        return next((tuple(pod.info.eos_token_ids) for pod in self.ready_decode() if pod.info is not None), ())
+
     def ready_decode(self) -> list[Pod]:
         """Decode pods that take requests."""
         return [pod for pod in self.decode_pods if pod.state is PodState.READY]
@@ -106,7 +111,7 @@ class ModelPods:
         pod.load.step_times = self.table(pod.role_name).step_times
 
     def remove(self, pod: Pod) -> None:
-        """The pod has left, or serves another model by now. It was not ready in between."""
+        """The pod has left, or serves another model by now. It is not in the table."""
         self.of_role(pod.role_name).remove(pod)
 
     def enter_table(self, pod: Pod) -> None:

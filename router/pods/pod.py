@@ -50,7 +50,7 @@ _Response = TypeVar("_Response")
 
 
 class PodState(enum.Enum):
-    """What a pod is to the router."""
+    """The state of a pod as the router sees it."""
 
     CONNECTING = "connecting"  # not reached yet
     DOWN = "down"  # was reached, or refused to be; tried again
@@ -63,7 +63,7 @@ class PodState(enum.Enum):
 
 
 class PodOwner(Protocol):
-    """What a pod asks and tells the cluster about its health."""
+    """Permits ejections of pods, and counts them and canaries. The Cluster is one."""
 
     def may_eject(self, pod: Pod, *, is_certain: bool) -> bool:
         """Whether enough others of its role are left. See HealthOwner."""
@@ -126,7 +126,7 @@ class Pod:
 
     @property
     def state(self) -> PodState:
-        """What it is to the router now."""
+        """The pod's state now."""
         if not self.listed:
             return PodState.LEAVING
         if self.info is None:
@@ -299,11 +299,11 @@ class Pod:
         self._note_outcome(error, "decode", sink.cause)
 
     def note_disagreement(self, error: BatonError, cause: Cause) -> None:
-        """Its tokens are not those that the router has from another pod."""
+        """Notes tokens that differ from those that another pod has computed."""
         self._note_outcome(error, "decode", cause)
 
     def note_invalid(self, error: BatonError, cause: Cause) -> None:
-        """Its answer cannot be right."""
+        """Notes an invalid answer."""
         self.health.note_invalid(error.message, cause)
 
     def _note_outcome(self, error: BatonError | None, reason: Reason, cause: Cause, since: float | None = None) -> None:
@@ -352,7 +352,7 @@ class Pod:
         self.load.connected()
         if info.incarnation != self._incarnation:
             self._incarnation = info.incarnation
-            self.health.started_anew()
+            self.health.restarted()
 
     async def _follow(self, channel: grpc.aio.Channel) -> NoReturn:
         """Raises why one of the streams has ended."""

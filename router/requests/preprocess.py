@@ -47,7 +47,7 @@ class Preprocessor:
         pods: ModelPods,
         metrics: ModelMetrics,
         *,
-        model_name: str,
+        model_id: int,
         timeout_s: float,
         kv_failure_policy: KVFailurePolicy,
         sampling_defaults: SamplingDefaults,
@@ -58,7 +58,7 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._pods = pods
         self._metrics = metrics
-        self._model_name = model_name
+        self._model_id = model_id
         self._timeout_s = timeout_s
         self._kv_failure_policy = kv_failure_policy
         self._sampling_defaults = sampling_defaults
@@ -105,7 +105,7 @@ class Preprocessor:
         self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
         return GenerationRequest(
             request_id=draft.request_id,
-            model_name=self._model_name,
+            model_id=self._model_id,
             prompt_token_ids=token_ids,
             block_hashes=hashes,
             sampling=sampling,

@@ -97,7 +97,7 @@ class GenerationRequest:
     """One generation, valid and ready to be dispatched."""
 
     request_id: str  # as the client knows it
-    model_name: str  # the first of the model's names
+    model_id: int  # of the ServedModel
     prompt_token_ids: list[int]
     block_hashes: bytes  # 16 bytes per full block of the prompt, in order
     sampling: SamplingParams

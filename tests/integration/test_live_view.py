@@ -139,7 +139,7 @@ async def use(pod: RunningPod, seeds: Sequence[int]) -> None:
             await (await router.submit(request)).wait_finished()
 
 
-async def test_a_pod_that_was_started_anew_is_known_by_what_it_holds_now():
+async def test_a_restarted_pod_is_known_by_what_it_holds_now():
     async with decode_pod({}, cache=SMALL) as pod:
         port = pod.runtime.server.port
         config = RouterConfig(port=0, grpc_port=0, decode=[pod.address])

@@ -19,6 +19,7 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
+    UnreachableError,
 )
 from baton.requests import Options
 from common.errors import ConfigError
@@ -191,7 +192,7 @@ async def test_keys_and_unreachable_routers(start_cluster, kind, monkeypatch):
         with pytest.raises(UnauthenticatedError):
             await client.generate("Hello", max_tokens=1)
     async with connected(kind, "127.0.0.1:1", max_attempts=2) as client:
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnreachableError, match=r"no answer from 127.0.0.1:1: .*refused"):
             await client.models()
 
 

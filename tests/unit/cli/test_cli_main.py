@@ -36,7 +36,6 @@ def test_a_reader_that_has_enough_is_no_error(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "package", "message"),
     [
-        (["complete", "hi"], "httpx", "complete: httpx is not installed; pip install 'baton-llm[cli]'"),
         (["serve", "router"], "uvicorn", "router: uvicorn is not installed; pip install 'baton-llm[router]'"),
         (["serve", "decode"], "zmq", "decode: zmq is not installed; pip install 'baton-llm[engine]'"),
         (["kv", "inspect"], "xxhash", "kv: xxhash is not installed; pip install 'baton-llm[engine]'"),
@@ -66,7 +65,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["kv", "verify", "--delete"], "--delete: unknown option; did you mean --delete-corrupt?"),
         (["keys", "new", "--nam", "x"], "--nam: unknown option; did you mean --name?"),
         (["down", "now"], "'now': unexpected argument; see baton down --help"),
-        (["complete", "hi", "--url", "nonsense"], "--url: expected http://host:port, got 'nonsense'"),
+        (
+            ["complete", "hi", "--url", "nonsense"],
+            "--url: expected http://host:port or grpc://host:port, got 'nonsense'",
+        ),
         (["kv", "purge"], "one of the arguments --namespace --all is required"),
         (["fetch", "/"], "the following arguments are required: --directory"),
         (["fetch", "/", "--directory", "x"], "MODEL: expected the id of a model on the hub, got the directory /"),

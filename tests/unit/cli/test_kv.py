@@ -56,7 +56,7 @@ class Directory:
         file.write_bytes(content)
 
     def add_foreign(self) -> set[str]:
-        """Names of things that nobody but their owner may touch."""
+        """Names of what only its owner may access."""
         blocks = self.path / MODEL.namespace
         for name in ("00/notes.txt", "00/0123.kv", "ff/" + "0" * 32 + ".kv", "notes/" + "0" * 32 + ".kv"):
             (blocks / name).parent.mkdir(parents=True, exist_ok=True)

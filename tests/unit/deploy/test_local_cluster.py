@@ -149,6 +149,26 @@ def test_engine_settings_reach_every_pod_and_the_model_the_router() -> None:
     assert "--block-size=8" not in planned.router.command
 
 
+def test_each_of_several_models_has_pods_and_the_router_knows_all() -> None:
+    models = {"qwen": "Qwen/Qwen3-0.6B", "llama": "/models/llama", "gpt-4": "Qwen/Qwen3-0.6B"}
+    command = parse_cluster([f"--models={name}={location}" for name, location in models.items()] + ["--decode", "2"])
+    planned = plan(command.config)
+    configs = [parse(PodConfig, pod.command[5:], prog="", section=pod.role) for pod in planned.pods]
+    locations = [option(pod.command, "--model")[0] for pod in planned.pods]
+    assert [(pod.pod_id, pod.model_name, at) for pod, at in zip(configs, locations, strict=True)] == [
+        ("prefill-0", "qwen", "Qwen/Qwen3-0.6B"),
+        ("prefill-1", "llama", "/models/llama"),
+        ("decode-0", "qwen", "Qwen/Qwen3-0.6B"),
+        ("decode-1", "qwen", "Qwen/Qwen3-0.6B"),
+        ("decode-2", "llama", "/models/llama"),
+        ("decode-3", "llama", "/models/llama"),
+    ]
+    assert [pod.model for pod in planned.pods] == ["qwen", "llama", "qwen", "qwen", "llama", "llama"]
+    router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
+    assert (router.models, len(router.prefill), len(router.decode)) == (models, 2, 4)
+    assert [source.model for source in command.model_sources] == ["Qwen/Qwen3-0.6B", "/models/llama"]
+
+
 def test_the_processes_understand_their_options() -> None:
     config = ClusterConfig(
         prefill=2,
@@ -328,6 +348,9 @@ def test_every_setting_is_an_option_of_up_or_told_where_it_goes(capsys: pytest.C
         (["a/b", "--model", "a/c"], "--model: a/c is not the model named first, a/b"),
         (["--name", "x"], "--name: needs --detach"),
         (["-d", "--name", "../x"], "--name: expected up to 63 letters"),
+        (["a/b", "--models", "x=c/d"], "--models and --model exclude each other"),
+        (["--served-model-name", "y", "--models", "x=c/d"], "--models and --served-model-name exclude each other"),
+        (["--models", "x" * 300 + "=c/d"], "--models: names must have 1 to "),
         (["--metrics-port", "65535"], "--metrics-port: 2 pods need a port each from 65535 on"),
     ],
 )

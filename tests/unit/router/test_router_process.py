@@ -123,7 +123,7 @@ async def test_sigterm_finishes_what_runs_and_refuses_the_rest(process):
     assert await asyncio.wait_for(router.wait(), 60) == 0
 
 
-async def test_sighup_reads_the_keys_anew_and_ends_nothing(tmp_path):
+async def test_sighup_reloads_the_keys_and_ends_nothing(tmp_path):
     keys = tmp_path / "keys.yaml"
 
     def write(key):

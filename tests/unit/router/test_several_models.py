@@ -70,10 +70,8 @@ async def test_each_model_has_its_pods_its_template_and_its_defaults(cluster, to
         sent = pod.submits[0].request
         assert tokenizer.decode(list(sent.prompt_token_ids)) == f"{name}: Hi"
         assert sent.sampling.temperature == temperature
-    assert len(cluster.prefill[0].prefills) == 2
-    assert {submit.HasField("remote_prefill") for submit in beta.submits} == {False}, (
-        "the prefill pod has another model"
-    )
+    for pod, has_prefill_pod in ((alpha, True), (beta, False)):
+        assert {submit.HasField("remote_prefill") for submit in pod.submits} == {has_prefill_pod}
 
 
 async def test_a_model_must_be_named_and_known(cluster):
@@ -151,6 +149,18 @@ async def test_the_last_decode_pod_of_a_model_is_not_ejected_whatever_others_hav
     pods = cluster.router.cluster
     for fake in cluster.decode:
         assert not pods.may_eject(pods.by_address[fake.address], is_certain=True)
+
+
+async def test_beams_end_with_their_models_tokens(start_cluster, models, tokenizer):
+    decode = [FakeDecodePod(model_name=name, fingerprint=name.encode()) for name in ("alpha", "beta")]
+    last_token_id = tokenizer.encode("alpha: Hi")[-1]
+    assert last_token_id == tokenizer.encode("beta: Hi")[-1]
+    decode[0].info.eos_token_ids.append((last_token_id + 1) % 1000 + 24)  # the first that pods answer with
+    cluster = await start_cluster([], decode, models=models)
+    for model, reason in (("alpha", "stop"), ("beta", "length")):
+        answer = await ask(cluster, model, use_beam_search=True, early_stopping=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] == reason
 
 
 async def test_figures_are_of_each_model(cluster):

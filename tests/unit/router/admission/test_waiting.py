@@ -239,7 +239,7 @@ async def test_tenants_share(busy):
             sampling={}, max_tokens=2, default_max_tokens=None, seed=1,
             terms=Terms(tenant=Tenant(name)), arrived_at=asyncio.get_running_loop().time(),
         )  # fmt: skip
-        request = await service.prepare(draft)
+        request = await service.model("").prepare(draft)
         async with service.run([request]) as run:
             served.append(name)
             async for delta in run.generations[0]:

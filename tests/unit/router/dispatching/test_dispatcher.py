@@ -26,7 +26,7 @@ NUM_BLOCKS = 63  # that the long prompt takes, of which it fills all but the las
 
 async def prepared(cluster, **terms):
     draft = replace(_draft("a"), prompt=TokenPrompt(LONG_PROMPT), terms=Terms(**terms))
-    return await cluster.router.service.prepare(draft)
+    return await cluster.router.service.model("").prepare(draft)
 
 
 async def test_the_planner_is_asked_with_all_that_a_decision_depends_on(start_cluster, monkeypatch):

@@ -203,7 +203,7 @@ async def test_iteration_ends_after_the_end(start_cluster, how):
     (decode,) = cluster.decode
     decode.allowed = None if how == "served" else 0
     service = cluster.router.service
-    request = await service.prepare(_draft("a"))
+    request = await service.model("").prepare(_draft("a"))
     async with service.run([request]) as run:
         generation = run.generations[0].generation
         if how == "failed":
@@ -240,7 +240,7 @@ async def test_what_the_client_did_wrong_is_no_warning(start_cluster, caplog, er
     cluster = await start_cluster()
     cluster.decode[0].allowed = 0
     service = cluster.router.service
-    async with service.run([await service.prepare(_draft("a"))]) as run:
+    async with service.run([await service.model("").prepare(_draft("a"))]) as run:
         run.generations[0].generation.fail(error)
     (record,) = (record for record in caplog.records if ": failed: " in record.message)
     assert record.levelno == level

@@ -19,7 +19,6 @@ from router.dispatching.generation import Generation
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
 from router.gateway.exchange import TENANT
-from router.gateway.reply import ReplyParsing
 from router.pods import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
@@ -97,7 +96,7 @@ async def test_pods_learn_everything_about_the_request(pair):
     draft = replace(
         _draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3, terms=Terms(itl_slo_s=0.05)
     )
-    request = await service.prepare(draft)
+    request = await service.model("").prepare(draft)
     async with service.run([request]) as run:
         async for _ in run.generations[0]:
             pass
@@ -370,10 +369,8 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
     monkeypatch.setattr(endpoint_module, "_LAST_CHUNK_S", 0.1)
     cluster = await start_cluster(request_timeout_s=0.2)
     service = cluster.router.service
-    model = service.model(None)
-    parsing = {model.name: ReplyParsing(model.tokenizer, tool_parser="auto", reasoning_parser="auto")}
     endpoint = completions.CompletionsEndpoint(
-        completions.COMPLETIONS, service, cluster.router.security.access, RunningIds(), parsing
+        completions.COMPLETIONS, service, cluster.router.security.access, RunningIds()
     )
     messages = [{"type": "http.request", "body": json.dumps({**BODY, "stream": True}).encode()}]
 
@@ -420,7 +417,7 @@ async def test_a_request_that_chokes_on_its_news_leaves_the_others_alone(start_c
 async def test_nothing_starts_once_the_router_is_shutting_down(start_cluster):
     cluster = await start_cluster()
     service = cluster.router.service
-    request = await service.prepare(_draft("late"))
+    request = await service.model("").prepare(_draft("late"))
     service.stop_accepting()
     with pytest.raises(UnavailableError, match="shutting down"):
         async with service.run([request]):
@@ -444,7 +441,7 @@ async def test_too_many_at_once_are_refused(start_cluster, text):
 async def test_a_slow_client_gets_merged_deltas(start_cluster):
     cluster = await start_cluster()
     service = cluster.router.service
-    request = await service.prepare(_draft("slow"))
+    request = await service.model("").prepare(_draft("slow"))
     async with service.run([request]) as run:
         (generation,) = run.generations
         async with asyncio.timeout(30):

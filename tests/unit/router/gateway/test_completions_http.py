@@ -257,7 +257,9 @@ async def test_status_pages(pair):
     assert f"baton_inter_token_latency_seconds_count{{{model}}} 3.0" in metrics
     assert f"baton_generation_tokens_total{{{model}}} 4.0" in metrics
     assert f'baton_dispatch_total{{{model},prefill="remote",reason="planned"}} 1.0' in metrics
-    assert (await pair.client.get("/version")).json()["version"]
+    version = (await pair.client.get("/version")).json()
+    assert version["version"]
+    assert pair.router.grpc_address == f"127.0.0.1:{version['grpc_port']}"
     assert (await pair.client.get("/health")).json()["status"] == "ok"
     paths = (await pair.client.get("/openapi.json")).json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions"} <= set(paths)

@@ -122,7 +122,7 @@ async def test_a_session_stays_on_its_pod_over_http_and_grpc(start_cluster):
     assert sorted(len(pod.submits) for pod in cluster.decode) == [0, 0, 0, 4]
 
 
-async def test_a_pod_that_lies_about_its_cache_gets_nothing_until_it_is_started_anew(start_cluster):
+async def test_a_pod_that_reports_an_invalid_cache_gets_nothing_until_it_is_restarted(start_cluster):
     liar, honest = FakeDecodePod(), FakeDecodePod()
     cluster = await start_cluster([], [liar, honest])
     pod = cluster.router.cluster.by_address[liar.address]

@@ -179,7 +179,7 @@ async def test_an_unforeseen_failure_is_counted_and_logged(stub, cluster, monkey
     async def fail(_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cluster.router.service, "prepare", fail)
+    monkeypatch.setattr(cluster.router.service.model(""), "prepare", fail)
     with pytest.raises(grpc.aio.AioRpcError, match="the log of the process that answered") as caught:
         await stub.Generate(inference_pb2.GenerateRequest(text="a"), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INTERNAL

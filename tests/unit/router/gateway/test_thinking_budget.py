@@ -43,7 +43,7 @@ async def sampling_of(
 
     async def prepare(draft: Draft) -> GenerationRequest:
         return GenerationRequest(
-            request_id="a", model_name="m", prompt_token_ids=tokenizer.encode(prompt), block_hashes=b"",
+            request_id="a", model_id=0, prompt_token_ids=tokenizer.encode(prompt), block_hashes=b"",
             sampling=SamplingParams(**draft.sampling), stops=(), cache_salt="", priority=0,
             kv_failure_policy="recompute", terms=Terms(), continues_prompt=False, arrived_at=0.0, deadline=1.0,
         )  # fmt: skip

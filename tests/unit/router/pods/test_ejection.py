@@ -131,12 +131,12 @@ async def test_streams_of_a_pod_whose_engine_hangs_move_on(start_cluster):
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [6, 6]
     labels = {"role": "decode", "address": hung.address}
     assert cluster.metric("baton_pod_ejections_total", reason="canary", **labels) >= 1
-    assert cluster.metric("baton_request_success_total", finished_reason="length") == 2, "canaries are nobody's"
+    assert cluster.metric("baton_request_success_total", finished_reason="length") == 2, "canaries are not counted"
     await hung.allow(None)
     await cluster.until(lambda: state_of(cluster, hung) is PodState.READY)
 
 
-async def test_an_idle_pod_gets_a_canary_that_nobody_counts(start_cluster):
+async def test_an_idle_pod_gets_a_canary_that_is_not_counted(start_cluster):
     idle = FakeDecodePod()
     cluster = await start_cluster([], [idle], pod_health=HealthConfig(canary_interval_s=0.05))
     await idle.until(lambda: idle.submits)

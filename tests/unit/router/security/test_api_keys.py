@@ -265,7 +265,7 @@ async def test_limits_hold_before_anything_is_tokenised(start_cluster, key_file,
     cluster = await start_cluster(security=key_file.security)
     body = {"prompt": "Hello", "max_tokens": 1}
     assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))).status_code == 200
-    monkeypatch.setattr(cluster.router.service, "prepare", lambda draft: pytest.fail("too late"))
+    monkeypatch.setattr(cluster.router.service.model(""), "prepare", lambda draft: pytest.fail("too late"))
     assert (await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))).status_code == 429
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -67,7 +67,7 @@ async def test_a_handler_that_breaks(start_cluster, key_file, caplog, monkeypatc
     async def breaks(draft):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(cluster.router.service, "prepare", breaks)
+    monkeypatch.setattr(cluster.router.service.model(""), "prepare", breaks)
     body = {"prompt": SECRET, "max_tokens": 4}
     response = await cluster.client.post(COMPLETIONS, json=body, headers=bearer(ALICE))
     assert response.status_code == 500

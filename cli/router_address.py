@@ -1,0 +1,87 @@
+"""Where a router serves gRPC: named by a URL, or told by the router over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from common.errors import BatonError, ConfigError, UnreachableError
+
+URL_FORMS = "http://host:port or grpc://host:port"
+_TIMEOUT_S = 5.0
+_TLS_SCHEMES = ("https", "grpcs")
+_HTTP_SCHEMES = ("http", "https")
+_GRPC_SCHEMES = ("grpc", "grpcs")
+
+
+class RouterAddress(NamedTuple):
+    """How a client reaches a router."""
+
+    address: str  # host:port
+    tls: bool
+
+
+def is_url(text: str) -> bool:
+    """Whether it has one of URL_FORMS, or one of them with TLS: https or grpcs."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # not an address, or not a port
+        return False
+    is_complete = parts.scheme in _HTTP_SCHEMES or (parts.scheme in _GRPC_SCHEMES and port is not None)
+    return is_complete and bool(parts.hostname) and port != 0
+
+
+def find_router(url: str, tls_ca: str) -> RouterAddress:
+    """Returns where the router at `url` serves gRPC. It is asked if `url` is its HTTP address.
+
+    `tls_ca` is a PEM file of the authorities to trust. Raises ConfigError if it cannot be used, UnreachableError if
+    nothing answers, BatonError if that is no router.
+    """
+    parts = urlsplit(url)
+    context = _tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
+    port = parts.port if parts.scheme in _GRPC_SCHEMES else _ask_for_port(parts, context)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return RouterAddress(f"{host}:{port}", tls=context is not None)
+
+
+def _ask_for_port(parts: SplitResult, context: ssl.SSLContext | None) -> int:
+    origin = f"{parts.scheme}://{parts.netloc}"
+    connection = _connection(parts, context)
+    try:
+        connection.request("GET", "/version")
+        return int(json.loads(connection.getresponse().read())["grpc_port"])
+    except ssl.SSLError as error:
+        raise UnreachableError(f"TLS with {origin} failed: {_tls_problem(error)}") from error
+    except TimeoutError as error:
+        raise UnreachableError(f"no answer from {origin} within {_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise UnreachableError(f"no router at {origin}: start one with `baton up`") from error
+    except (http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise BatonError(f"what answers at {origin} is not a Baton router") from error
+    finally:
+        connection.close()
+
+
+def _connection(parts: SplitResult, context: ssl.SSLContext | None) -> http.client.HTTPConnection:
+    host = parts.hostname or ""
+    if context is None:
+        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_S)
+    return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_S, context=context)
+
+
+def _tls_context(tls_ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=tls_ca or None)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"--tls-ca: {tls_ca} cannot be used: {error.strerror}", param="tls_ca") from error
+
+
+def _tls_problem(error: ssl.SSLError) -> str:
+    """What went wrong, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message}; --tls-ca names the authority to trust"
+    return f"{error.reason or error}; does it speak plain http?"
