@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
+DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose images test-gpu test-dist dist clients mutants lint format proto api-docs chart clean
+.PHONY: up test test-slow test-deploy test-compose images test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -77,6 +78,15 @@ proto: $(DEV)
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
 
+## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code.
+reference: $(RUNTIME)
+	$(BIN)/python -m docs_site.configuration_page
+	$(BIN)/python -m docs_site.metrics_page
+
+## Builds the documentation into site/. Broken links and anchors fail. make docs ARGS="--site-dir /tmp/site"
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 ## Regenerates what the chart repeats: settings in values.schema.json, the table of values in docs/helm.md.
 chart: $(DEV)
 	$(BIN)/python -m tests.deploy.values_schema
@@ -98,9 +108,13 @@ $(MUTANTS): $(DEV)
 	$(PIP) --editable '.[mutants]'
 	@touch $@
 
+$(DOCS): $(RUNTIME)
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
 $(DIST): $(DEV)
 	$(PIP) --editable '.[dist]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

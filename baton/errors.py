@@ -11,7 +11,6 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
-    UnprocessableError,
     UnreachableError,
 )
 
@@ -24,6 +23,5 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnknownModelError",
-    "UnprocessableError",
     "UnreachableError",
 ]

@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     spaces_between_special_tokens: bool
     include_stop_str_in_output: bool
     truncate_prompt_tokens: int
+    thinking_token_budget: int
 
 
 class Terms(TypedDict, total=False):
@@ -58,6 +59,9 @@ class Terms(TypedDict, total=False):
 
     stop: str | Sequence[str]  # texts that end an answer, and are not part of it
     n: int  # answers to the prompt
+    use_beam_search: bool  # search for the n most likely answers; not for streams
+    length_penalty: float  # of beam search: scores are divided by length to this power
+    best_of: int  # answers that are generated, of which the n most likely are returned; not for streams
     model: str  # served name; by default the first model
     request_id: str  # for `abort`; by default the router chooses one
     cache_salt: str  # requests with different salts never share cached KV

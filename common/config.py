@@ -38,7 +38,7 @@ import msgspec.inspect as mi
 import yaml
 
 from common.errors import ConfigError
-from common.setting_values import Setting, convert, show, unwrap, without_none
+from common.setting_values import Setting, byte_size_text, convert, kind_in_words, show, unwrap, without_none
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -52,6 +52,7 @@ PROCESS_EXIT_CODES = {
 _OPTION = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 _BYTE_SIZE_FIELD = re.compile(r".*_(memory|bytes)")
 _HELP_ALL = "--help-all"
+REQUIRED = "required"  # stands for the default of a setting that has none
 _USAGE = "%(prog)s [options]"
 
 
@@ -209,6 +210,36 @@ class _Leaf(NamedTuple):
 def field_names(struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = frozenset()) -> list[str]:
     """Names of all settings of `struct_type`, nested ones included."""
     return [leaf.name for leaf in _leaves(struct_type, exclude)]
+
+
+class SettingDescription(NamedTuple):
+    """What the help says of a setting, and what the reference page needs besides."""
+
+    name: str
+    topic: str  # heading of its group
+    kind: str  # in words: "integer, at least 1"
+    default: str  # as the help has it; "required"; empty: unset
+    text: str
+    is_everyday: bool  # shown by --help, not only by --help-all
+
+
+def described_settings(
+    struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = frozenset()
+) -> list[SettingDescription]:
+    """Describes all settings of `struct_type`, nested ones included."""
+    leaves = _leaves(struct_type, exclude)
+    everyday: Collection[str] = getattr(struct_type, "EVERYDAY", [leaf.name for leaf in leaves])
+    return [
+        SettingDescription(
+            name=leaf.name,
+            topic=leaf.topic,
+            kind=kind_in_words(leaf.type, is_byte_size=leaf.is_byte_size),
+            default=_default_text(leaf),
+            text=leaf.help,
+            is_everyday=leaf.name in everyday,
+        )
+        for leaf in leaves
+    ]
 
 
 def create_parser(
@@ -454,23 +485,22 @@ def _text(value: object) -> str:
 
 
 def _help(leaf: _Leaf) -> str:
-    if leaf.default is msgspec.NODEFAULT:
-        suffix = "required"
-    elif leaf.default in (None, "", (), [], {}):
-        suffix = ""
-    else:
-        suffix = f"default: {_default_text(leaf)}"
+    default = _default_text(leaf)
+    suffix = default if default in ("", REQUIRED) else f"default: {default}"
     text = f"{leaf.help} ({suffix})" if suffix else leaf.help
     return text.replace("%", "%%")
 
 
 def _default_text(leaf: _Leaf) -> str:
     match leaf.default:
+        case msgspec.NODEFAULT:
+            return REQUIRED
+        case unset if unset in (None, "", (), [], {}):
+            return ""
         case bool(is_on):
             return "on" if is_on else "off"
-        case int(size) if leaf.is_byte_size and size:
-            exponent = min((size & -size).bit_length() - 1, 49) // 10  # of 1024, in the largest unit that divides it
-            return f"{size >> 10 * exponent}{('', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+        case int(size) if leaf.is_byte_size:
+            return byte_size_text(size)
         case float(number):
             return f"{number:g}"
         case other:

@@ -4,8 +4,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |-- ConfigError                 a setting is wrong; the process exits with code 2
 |   `-- ModelLoadError          the model directory is unusable or its architecture unsupported
 |-- InvalidRequestError         400; `param` names the field
-|   |-- PromptTooLongError      400 on HTTP as OpenAI does it
-|   `-- UnprocessableError      422; a value of the right type that is out of range
+|   `-- PromptTooLongError      400 on HTTP as OpenAI does it
 |-- UnknownModelError           404
 |-- UnknownPodError             404
 |-- UnauthenticatedError        401; no valid API key
@@ -50,7 +49,6 @@ class ErrorCode(enum.Enum):
     INVALID_ARGUMENT = CodeSpec(1, 400, "INVALID_ARGUMENT", "invalid_request_error")
     NOT_FOUND = CodeSpec(2, 404, "NOT_FOUND", "invalid_request_error")
     TOO_LARGE = CodeSpec(3, 413, "INVALID_ARGUMENT", "invalid_request_error")
-    UNPROCESSABLE = CodeSpec(4, 422, "INVALID_ARGUMENT", "invalid_request_error")
     UNAUTHENTICATED = CodeSpec(5, 401, "UNAUTHENTICATED", "authentication_error")
     RESOURCE_EXHAUSTED = CodeSpec(6, 429, "RESOURCE_EXHAUSTED", "rate_limit_error")
     UNAVAILABLE = CodeSpec(7, 503, "UNAVAILABLE", "server_error")
@@ -127,12 +125,6 @@ class InvalidRequestError(BatonError):
 
 class PromptTooLongError(InvalidRequestError):
     """Prompt plus answer do not fit the model's context."""
-
-
-class UnprocessableError(InvalidRequestError):
-    """The request is well-formed but has a value out of range, such as a token id outside the vocabulary."""
-
-    code = ErrorCode.UNPROCESSABLE
 
 
 class UnknownModelError(BatonError):

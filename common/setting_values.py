@@ -7,7 +7,8 @@ import json
 import math
 import operator
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec.inspect as mi
 
@@ -33,6 +34,12 @@ def parse_byte_size(text: str) -> int:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
+def byte_size_text(size: int) -> str:
+    """Returns the size in the largest unit of 1024 that divides it."""
+    exponent = min((size & -size).bit_length() - 1, 49) // 10 if size else 0
+    return f"{size >> 10 * exponent}{('', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+
+
 def unwrap(kind: mi.Type) -> tuple[mi.Type, str]:
     """The type below `Metadata` wrappers, and the description they carry."""
     help_text = ""
@@ -50,6 +57,41 @@ def without_none(kind: mi.Type) -> mi.Type:
         if len(others) == 1:
             return others[0]
     return kind
+
+
+def kind_in_words(kind: mi.Type, *, is_byte_size: bool = False) -> str:
+    """Returns the type and bounds of a setting for a reader: "integer, 0 to 65535, or none"."""
+    kind, _ = unwrap(kind)
+    shape = without_none(kind)
+    words = _shape_in_words(shape, is_byte_size=is_byte_size)
+    return words if shape is kind else f"{words}, or none"
+
+
+def _shape_in_words(shape: mi.Type, *, is_byte_size: bool) -> str:
+    match shape:
+        case mi.BoolType():
+            return "on or off"
+        case mi.IntType():
+            if is_byte_size:
+                return "size in bytes" + _bounds_in_words(shape, byte_size_text)
+            return "integer" + _bounds_in_words(shape, str)
+        case mi.FloatType():
+            return "number" + _bounds_in_words(shape, "{:g}".format)
+        case mi.LiteralType():
+            return "one of " + ", ".join(map(str, shape.values))
+        case mi.ListType() | mi.VarTupleType():
+            return "list"
+        case mi.DictType():
+            return "mapping"
+        case _:
+            return "text"
+
+
+def _bounds_in_words(kind: mi.IntType | mi.FloatType, show_bound: Callable[[Any], str]) -> str:
+    if kind.ge is not None and kind.le is not None:
+        return f", {show_bound(kind.ge)} to {show_bound(kind.le)}"
+    bounds = ((kind.ge, "at least"), (kind.gt, "above"), (kind.le, "at most"), (kind.lt, "below"))
+    return "".join(f", {words} {show_bound(bound)}" for bound, words in bounds if bound is not None)
 
 
 class Setting(NamedTuple):

@@ -61,7 +61,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "served_model_name",
             "models",
             "models_file",
-            "generation_config",
             "tool_parser",
             "prefill_policy",
             "decode_policy",

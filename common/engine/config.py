@@ -87,6 +87,18 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         GrammarBackendName,
         Meta(description="Library that constrains output; auto: xgrammar, and llguidance for what it does not honour."),
     ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, Meta(description="JSON without whitespace between its tokens, whatever requests say.")
+    ] = False
+    max_whitespace_cnt: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Most characters of whitespace in a row between the tokens of JSON; without a bound, a small "
+            "model may write nothing else.",
+        ),
+    ] = 20
     grammar_timeout_s: Annotated[
         float, Meta(gt=0, le=60, description="CPU seconds that compiling one grammar may take; else it is refused.")
     ] = 1.0
@@ -98,6 +110,11 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     grammar_cache_bytes: Annotated[int, Meta(ge=0, description="Most bytes of compiled grammars that are kept.")] = (
         256 * 2**20
     )
+
+    @property
+    def max_whitespace(self) -> int:
+        """Most characters of whitespace in a row between the tokens of JSON, 0 for none."""
+        return 0 if self.disable_any_whitespace else self.max_whitespace_cnt
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -250,6 +250,7 @@ class LLM:
             words = tuple(token_ids for word in sampling.bad_words for token_ids in spellings(word))
             sampling = msgspec.structs.replace(sampling, bad_word_token_ids=words)
             validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        _check_thinking(sampling)
         if sampling.vllm_xargs and not self.spec.logits_processors:
             raise InvalidRequestError("vllm_xargs: there are no logits processors", param="vllm_xargs")
         prompt = self._cut(prompt, sampling)
@@ -496,6 +497,14 @@ def _one_for_each(
     if len(params) != num_prompts:
         raise InvalidRequestError(f"params has {len(params)} entries for {num_prompts} prompts", param="params")
     return params
+
+
+def _check_thinking(sampling: SamplingParams) -> None:
+    """Raises InvalidRequestError for a budget of reasoning without the tokens that close it."""
+    budget = sampling.thinking_token_budget
+    if budget is not None and budget >= 0 and not sampling.thinking_end_token_ids:
+        problem = "thinking_token_budget needs thinking_end_token_ids"
+        raise InvalidRequestError(problem, param="thinking_token_budget")
 
 
 def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:

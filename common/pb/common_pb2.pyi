@@ -129,7 +129,6 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INVALID_ARGUMENT: _ErrorCode.ValueType  # 1
     ERROR_CODE_NOT_FOUND: _ErrorCode.ValueType  # 2
     ERROR_CODE_TOO_LARGE: _ErrorCode.ValueType  # 3
-    ERROR_CODE_UNPROCESSABLE: _ErrorCode.ValueType  # 4
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 5
     ERROR_CODE_RESOURCE_EXHAUSTED: _ErrorCode.ValueType  # 6
     ERROR_CODE_UNAVAILABLE: _ErrorCode.ValueType  # 7
@@ -148,7 +147,6 @@ ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 1
 ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 2
 ERROR_CODE_TOO_LARGE: ErrorCode.ValueType  # 3
-ERROR_CODE_UNPROCESSABLE: ErrorCode.ValueType  # 4
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 5
 ERROR_CODE_RESOURCE_EXHAUSTED: ErrorCode.ValueType  # 6
 ERROR_CODE_UNAVAILABLE: ErrorCode.ValueType  # 7
@@ -225,6 +223,9 @@ class SamplingParams(_message.Message):
     BAD_WORD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     VLLM_XARGS_FIELD_NUMBER: _builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    THINKING_START_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    THINKING_END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it. In [0, 2]. Default 1."""
@@ -252,6 +253,8 @@ class SamplingParams(_message.Message):
     """Divides (multiplies) positive (negative) logits of tokens seen; 1 is off. In [0.01, 100]. Default 1."""
     prompt_logprobs: _builtins.int
     """Log probabilities of the prompt's tokens, and so many most likely ones at each position; for them the prompt is computed even if it is cached. In [0, 20]."""
+    thinking_token_budget: _builtins.int
+    """Most tokens of reasoning, which is closed after them, see docs/tools.md; -1: no bound. In [-1, 2147483647]."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the generation, besides the model's own. At most 256."""
@@ -271,6 +274,14 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def vllm_xargs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Arguments of logits processors, which the operator installs; over gRPC, values are JSON. At most 16."""
+
+    @_builtins.property
+    def thinking_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that open reasoning; empty: the answer begins within it. At most 16."""
+
+    @_builtins.property
+    def thinking_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that close reasoning; empty: it has no bound. At most 16."""
 
     @_builtins.property
     def structured_outputs(self) -> Global___Constraint:
@@ -297,11 +308,14 @@ class SamplingParams(_message.Message):
         bad_word_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         vllm_xargs: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        thinking_token_budget: _builtins.int | None = ...,
+        thinking_start_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        thinking_end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         structured_outputs: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_word_token_ids", b"bad_word_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "vllm_xargs", b"vllm_xargs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_outputs", b"_structured_outputs", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_word_token_ids", b"bad_word_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "temperature", b"temperature", "thinking_end_token_ids", b"thinking_end_token_ids", "thinking_start_token_ids", b"thinking_start_token_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p", "vllm_xargs", b"vllm_xargs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -327,6 +341,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__structured_outputs: _TypeAlias = _typing.Literal["_structured_outputs", b"_structured_outputs"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_token_budget: _TypeAlias = _typing.Literal["thinking_token_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_token_budget: _TypeAlias = _typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
@@ -355,6 +371,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__structured_outputs) -> _WhichOneofReturnType__structured_outputs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, RequestOutput
-from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
 from common.pb import common_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
@@ -19,7 +19,7 @@ def add_request_from_pb(
 ) -> AddRequest:
     """Converts a request to the engine's message.
 
-    Raises InvalidRequestError, UnprocessableError or PromptTooLongError that names the field.
+    Raises InvalidRequestError or PromptTooLongError that names the field.
     """
     if not message.request_id:
         raise InvalidRequestError("request_id is empty", param="request_id")
@@ -37,7 +37,7 @@ def add_request_from_pb(
     )
     outputs = list(message.output_token_ids)
     if outputs and max(outputs) >= spec.vocab_size:
-        raise UnprocessableError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
+        raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
     if len(outputs) >= sampling.max_tokens:
         raise PromptTooLongError(
             f"{len(outputs)} of max_tokens {sampling.max_tokens} tokens are generated already", param="output_token_ids"

@@ -35,7 +35,6 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
-    UnprocessableError,
     UnreachableError,
     shortened,
 )
@@ -53,7 +52,6 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
     ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
     ErrorCode.TOO_LARGE: PayloadTooLargeError,
-    ErrorCode.UNPROCESSABLE: UnprocessableError,
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.CANCELLED: RequestCancelledError,

@@ -116,6 +116,13 @@ class Tokenizer:
         """How an added token, such as a special one, is spelled; None: it is an ordinary one."""
         return self._added.get(token_id)
 
+    def tag_ids(self, tag: str) -> tuple[int, ...]:
+        """Token ids of a tag with added tokens at both ends, which is spelled in one way, whatever stands beside
+        it. Empty: it has none."""
+        token_ids = tuple(self.encode(tag, add_special_tokens=False))
+        is_own = bool(token_ids) and self._added.keys() >= {token_ids[0], token_ids[-1]}
+        return token_ids if is_own else ()
+
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a word, as it begins a text and after a space."""
         word = word.lstrip()

@@ -170,6 +170,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None  # fmt: skip
 
+    thinking_token_budget: Annotated[
+        int | None,
+        Parameter(
+            "Most tokens of reasoning, which is closed after them, see docs/tools.md; -1: no bound.",
+            Range(-1, 2**31 - 1, integer=True), 25, 29, "int32",
+        ),
+    ] = None  # fmt: skip
+    thinking_start_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter(
+            "Tokens that open reasoning; empty: the answer begins within it.", None, 26, None, "uint32", max_entries=16
+        ),
+    ] = ()
+    thinking_end_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter("Tokens that close reasoning; empty: it has no bound.", None, 27, None, "uint32", max_entries=16),
+    ] = ()
+
     structured_outputs: Annotated[
         Constraint | None,
         Parameter("Text that the answer must be: a JSON schema, a grammar and so on.", None, 30, 30, "Constraint"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
-from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError, quoted
+from common.errors import InvalidRequestError, PromptTooLongError, quoted
 from common.types.constraint import check_constraint
 from common.types.generation import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
@@ -41,8 +41,8 @@ def validate_sampling(
 ) -> None:
     """Checks every field of `params`; token ids must be in [0, vocab_size) if that is given.
 
-    Raises InvalidRequestError, or UnprocessableError for a token id outside the vocabulary. `param` is the field's name
-    in SamplingParams unless `names` maps it to the one that the caller's protocol uses.
+    Raises InvalidRequestError. `param` is the field's name in SamplingParams unless `names` maps it to the one that the
+    caller's protocol uses.
     """
     for field, allowed in RANGES.items():
         value = getattr(params, field)
@@ -60,6 +60,9 @@ def validate_sampling(
     _validate_choice(params, names)
     if params.structured_outputs is not None:
         check_constraint(params.structured_outputs, names.get("structured_outputs", "structured_outputs"))
+        if params.thinking_end_token_ids:
+            problem = "thinking_token_budget cannot be used with a constraint, which leaves no reasoning"
+            raise InvalidRequestError(problem, param="thinking_token_budget")
 
 
 def _validate_collection(field: ParameterField, value: Any, vocab_size: int | None, name: str) -> None:
@@ -119,8 +122,8 @@ def validate_prompt(
 ) -> None:
     """Checks a tokenised prompt against the model.
 
-    Raises InvalidRequestError if it is empty, UnprocessableError for a token id outside [0, vocab_size), and
-    PromptTooLongError if it and `max_tokens` answer tokens exceed `max_model_len`. `param` names the field.
+    Raises InvalidRequestError if it is empty or has a token id outside [0, vocab_size), and PromptTooLongError if it
+    and `max_tokens` answer tokens exceed `max_model_len`. `param` names the field.
     """
     if not token_ids:
         raise InvalidRequestError(f"{param} is empty", param=param)
@@ -140,8 +143,8 @@ def validate_prompt(
 
 
 def validate_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param: str) -> None:
-    """Raises InvalidRequestError for what is no integer, and UnprocessableError for an id outside [0, vocab_size).
-    `param` names the field."""
+    """Raises InvalidRequestError for what is no integer, and for an id outside [0, vocab_size). `param` names the
+    field."""
     if not all(type(token_id) is int for token_id in token_ids):
         raise InvalidRequestError(f"{param} must hold integers only", param=param)
     if not token_ids:
@@ -150,7 +153,7 @@ def validate_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, para
     limit = _TOKEN_ID_LIMIT if vocab_size is None else vocab_size
     if low < 0 or high >= limit:
         culprit = low if low < 0 else high
-        raise UnprocessableError(
+        raise InvalidRequestError(
             f"{param} has token id {quoted(culprit)}, outside the vocabulary [0, {limit})", param=param
         )
 

@@ -74,7 +74,14 @@ _BEAMS = """\
 an answer together. Sampling parameters such as `temperature` have no effect. Penalties, biases, masks, `stop`, `echo`,
 log probabilities, structured output, tools, logits processors and streams are refused with it. Each token costs a
 request of one token for each beam, of which the prefix cache has all but the last block, so a search takes far longer
-than an answer.
+than an answer. Over gRPC it is `use_beam_search`, `length_penalty` and `early_stopping` of a `GenerateRequest`.
+"""
+
+_BEST_OF = """\
+`best_of` generates more answers than the `n` that it returns: those whose tokens together have the highest log
+probability, as the model computed it, so that short answers are favoured. (OpenAI's documentation ranks by log
+probability per token, vLLM did as Baton does.) All generated tokens count in `usage` and quotas, and all answers in the
+limits of `n`. They share the prompt's blocks. It is refused with `stream`. Over gRPC it is `GenerateRequest.best_of`.
 """
 
 _PROCESSORS = """\
@@ -101,7 +108,7 @@ _TOKENS = """\
 `POST /tokenize` takes a text or a chat, and answers with `count`, `max_model_len`, `tokens` and `token_strs`, which is
 null unless `return_token_strs` is true. `POST /detokenize` answers with `prompt`, the text of `tokens` with special
 tokens. Both are vLLM's, and have the keys, quotas and bounds of generations: a call counts as a request, and its tokens
-as a prompt's. A prompt longer than the model's context is a 400, a token id outside the vocabulary a 422. While no
+as a prompt's. A prompt longer than the model's context is a 400, and so is a token id outside the vocabulary. While no
 decode pod is ready, the context is not known, and the answer is a 503. Of a chat, these are refused as by
 `/v1/chat/completions`: {refused}.
 """
@@ -168,6 +175,8 @@ def page() -> str:
         "### stream_options\n",
         _STREAMS,
         _table(("field", "type", "what it does"), _struct_rows(StreamOptions)),
+        "### best_of\n",
+        _BEST_OF,
         "### Beam search\n",
         _BEAMS,
         "### Logits processors\n",

@@ -82,7 +82,7 @@ def reply_options_of(
 ) -> ReplyOptions:
     """How answers to a chat are parsed. `is_constrained`: by what the client gave, not by calls that are forced."""
     return ReplyOptions(
-        tools=frozenset(map(name_of, prompt.tools)),
+        tools={name_of(tool): tool["function"].get("parameters") or {} for tool in prompt.tools},
         must_call=choice.must_call,
         max_calls=1 if is_single else None,
         # A grammar begins with the first token, so there is no reasoning before it.

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from common.errors import InvalidRequestError
+from router.dispatching.text_generation import TextDelta
 from router.requests.bounds import MAX_LOGPROB_VALUES
+from router.requests.preprocess import choices_of
 from router.requests.request import GenerationRequest
 
 _T = TypeVar("_T")
 
 
-def num_choices(n: int, num_prompts: int, limit: int) -> int:
+def num_choices(n: int, num_prompts: int, limit: int, param: str = "n") -> int:
     """Returns the choices of all prompts, to be called before anything is made for each. Raises InvalidRequestError if
-    there are too many."""
+    there are too many; `param` is what the client calls `n`."""
     if not 1 <= n <= limit:
-        raise InvalidRequestError(f"n must be an integer in [1, {limit}], got {n}", param="n")
+        raise InvalidRequestError(f"{param} must be an integer in [1, {limit}], got {n}", param=param)
     if n * num_prompts > limit:
-        problem = f"n times the number of prompts must be at most {limit}, got {n} times {num_prompts}"
-        raise InvalidRequestError(problem, param="n")
+        problem = f"{param} times the number of prompts must be at most {limit}, got {n} times {num_prompts}"
+        raise InvalidRequestError(problem, param=param)
     return n * max(1, num_prompts)
+
+
+def candidates_of(request: GenerationRequest, num: int, n: int) -> list[GenerationRequest]:
+    """`num` requests for the same prompt, of which `n` are chosen: by their log probabilities, if there are more."""
+    if num > n and request.sampling.num_logprobs is None:
+        request = replace(request, sampling=msgspec.structs.replace(request.sampling, num_logprobs=0))
+    return choices_of(request, num)
+
+
+def log_probability(delta: TextDelta) -> float:
+    """Of the tokens of a delta together, as the model computed them."""
+    return math.fsum(each.sampled for each in delta.logprobs)
+
+
+def best_of(scores: Sequence[float], num: int, n: int) -> list[int]:
+    """Positions of the `n` best of each `num` in a row, best first; the first of those that are equal."""
+    if num == n:
+        return list(range(len(scores)))
+    groups = (range(first, first + num) for first in range(0, len(scores), num))
+    return [at for group in groups for at in sorted(group, key=lambda position: -scores[position])[:n]]
 
 
 def check_num_logprobs(requests: Sequence[GenerationRequest], n: int, param: str) -> None:

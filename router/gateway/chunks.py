@@ -36,6 +36,7 @@ class Answer:
         self.finish_label: str | None = None
         self.stop_reason: str | int | None = None  # see TextDelta
         self.token_ids: list[int] = []
+        self.log_probability = 0.0  # of its tokens together, if pods report theirs
         self.prompt_fields: dict[str, Any] = {}  # what is said of its prompt
 
 

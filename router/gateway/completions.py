@@ -13,17 +13,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from common.beam_search import Hypothesis
 from common.errors import InvalidRequestError
-from common.tokenization import OutputProcessor, Tokenizer
-from common.types import FinishReason
+from common.tokenization import Tokenizer
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.beams import BeamOptions, search_beams
-from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
+from router.gateway.beams import BeamOptions, search_beams, spelled
+from router.gateway.choices import (
+    best_of,
+    candidates_of,
+    check_num_logprobs,
+    check_num_prompt_logprobs,
+    log_probability,
+    num_choices,
+    together,
+)
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
@@ -45,7 +51,6 @@ from router.gateway.resume import (
 from router.gateway.stream_options import UsageReports
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -84,6 +89,7 @@ class _Job:
     """One HTTP request, valid."""
 
     choices: list[GenerationRequest]
+    best_of: tuple[int, int]  # of so many choices of a prompt, so many are returned
     echoes: list[str]  # what precedes the text of each choice
     parsers: list[ReplyParser | None]  # of each choice; None: it is all text
     num_prompt_tokens: int  # of all prompts, each counted once
@@ -171,13 +177,13 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
-        beams = body.beams()
-        n = _n(body) if beams is None or _n(body) < 1 else beams.width
-        return num_choices(n, body.num_prompts, self._service.config.max_choices)
+        body.beams()  # raises for a search that is refused
+        param = "n" if body.best_of is None or _n(body) < 1 else "best_of"
+        return num_choices(body.num_candidates, body.num_prompts, self._service.config.max_choices, param)
 
     async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
         """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
-        n, limit = _n(body), self._service.max_request_tokens
+        n, limit = body.num_candidates, self._service.max_request_tokens
         model = self._service.model(body.model)
         prompts: list[_Prompt] = []
         num_tokens = 0
@@ -185,9 +191,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             options = body.reply_options(draft.prompt)
-            model.parsing.check(options)
-            spelled_ids = model.parsing.spelled_ids(options)
-            request = await model.prepare(replace(draft, seed=seed_of_prompt, spelled_ids=spelled_ids))
+            request = await model.parsing.prepare(replace(draft, seed=seed_of_prompt), options, model.prepare)
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"
@@ -208,13 +212,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         terms: Terms,
     ) -> _Job:
         n, model = _n(body), self._service.model_of(prompts[0].request)
-        choices = [choice for prompt in prompts for choice in choices_of(prompt.request, n)]
-        echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * n]
+        num = body.num_candidates
+        choices = [choice for prompt in prompts for choice in candidates_of(prompt.request, num, n)]
+        echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * num]
         event_ids = None
         if body.stream and resume.has_ids:
             digest = digest_of(body, terms.tenant, model.fingerprint)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
-        wants_logprobs = choices[0].sampling.num_logprobs is not None
+        wants_logprobs = prompts[0].request.sampling.num_logprobs is not None
         answer_format = self._format(
             body, request_id, model, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
         )
@@ -225,6 +230,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         asked = {"prompt_token_ids": bool(body.return_token_ids), "prompt_logprobs": body.prompt_logprobs is not None}
         return _Job(
             choices,
+            (num, n),
             echoes,
             parsers,
             num_prompt_tokens,
@@ -252,6 +258,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             async for delta in generation:
                 if delta.start_index == 0:
                     await self._describe_prompt(job, generation, answer)
+                answer.log_probability += log_probability(delta)
                 if parser is None:
                     job.format.add(answer, delta, echo)
                 else:
@@ -261,7 +268,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
         choices = zip(generations, job.echoes, job.parsers, strict=True)
         answers = await together([collect(*choice) for choice in choices])
-        await exchange.send_json(job.format.whole(answers, job.echoes, _usage(job, generations)))
+        best = best_of([answer.log_probability for answer in answers], *job.best_of)
+        chosen, echoes = [answers[at] for at in best], [job.echoes[at] for at in best]
+        await exchange.send_json(job.format.whole(chosen, echoes, _usage(job, generations)))
 
     async def _answer_beams(
         self,
@@ -280,30 +289,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         for prompt in prompts:
             results = await search_beams(self._service, prompt.request, options, account.spend)
             for result in results[: _n(body)]:
-                num_tokens += len(result.token_ids)
-                answers.append(self._spelled(prompt.request, result))
+                found = spelled(prompt.request, result, self._tokenizer_of(prompt.request))
+                num_tokens += len(found.token_ids)
+                answers.append(Answer())
+                answers[-1].text.append(found.text)
+                answers[-1].token_ids = found.token_ids
+                answers[-1].finish_label, answers[-1].stop_reason = found.finish_reason.label, found.stop_token_id
                 if body.return_token_ids:
                     answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
         await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
-
-    def _spelled(self, request: GenerationRequest, result: Hypothesis) -> Answer:
-        answer, sampling, token_ids = Answer(), request.sampling, list(result.token_ids)
-        reason = FinishReason.STOP if result.is_ended else FinishReason.LENGTH
-        answer.finish_label = reason.label
-        if result.is_ended and token_ids[-1] in sampling.stop_token_ids:
-            answer.stop_reason = token_ids[-1]
-        processor = OutputProcessor(
-            self._tokenizer_of(request),
-            continued=request.prompt_token_ids if request.continues_prompt else (),
-            skip_special_tokens=sampling.skip_special_tokens,
-            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-            include_stop=sampling.include_stop_str_in_output,
-        )
-        answer.text.append(processor.push(token_ids, reason).text)
-        answer.token_ids = token_ids
-        return answer
 
     def _format(
         self,

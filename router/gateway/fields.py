@@ -38,7 +38,6 @@ _USE_STRUCTURED = "constrain answers with structured_outputs"
 _NO_TRANSFER = "the router arranges transfers between pods itself"
 _NO_ADAPTERS = "adapters are not loaded"
 _ONLY_TEXT = "only text goes in and out"
-_NO_BUDGET = "reasoning is not cut short"
 _NO_TRACE = "answers have no such field"
 _ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"
 
@@ -63,7 +62,6 @@ REFUSED_BY_BOTH = (
     Refused("kv_transfer_params", _NO_TRANSFER, ({},)),
     Refused("ec_transfer_params", _NO_TRANSFER, ({},)),
     Refused("repetition_detection", "answers are not searched for repetition", ({},)),
-    Refused("thinking_token_budget", _NO_BUDGET, (-1,)),
     Refused("stream_interval", "a chunk is sent as soon as there is text", (1,)),
     # SGLang
     Refused("regex", _USE_STRUCTURED, ("",)),

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from common.beam_search import EarlyStopping
 from common.errors import InvalidRequestError
 from common.pb import common_pb2, inference_pb2
 from common.rpc.convert import parameters_from_pb
 from common.types import SamplingParams
 from common.types.parameters import parameters_of
 from common.types.validation import check_num_entries
+from router.gateway.beams import BeamOptions, beam_options, check_no_rivals
 from router.gateway.chat_prompts import chat_prompt, constraint_of_calls, decode_variables, reply_options_of
 from router.gateway.decoding import request_errors
 from router.gateway.messages import Message
@@ -41,6 +43,12 @@ _TOOL_MODES = {
     inference_pb2.TOOL_MODE_AUTO: "auto",
     inference_pb2.TOOL_MODE_NONE: "none",
     inference_pb2.TOOL_MODE_REQUIRED: "required",
+}
+_UNWEIGHTED = 1.0  # length_penalty
+_EARLY_STOPPING: dict[int, EarlyStopping] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_ALWAYS: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 _HOW_IT_TRAVELS = ("request_id", "resumable", "last_event_id")  # no part of what is asked for
 
@@ -78,6 +86,23 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
         names=names,
         arrived_at=time.monotonic(),
     )
+
+
+def beams_of(message: inference_pb2.GenerateRequest) -> BeamOptions | None:
+    """How to search; None: answers are sampled. Raises InvalidRequestError for what cannot be searched for."""
+    given = {descriptor.name: value for descriptor, value in message.options.ListFields()}
+    if not message.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(message, name) not in (0, _UNWEIGHTED):
+                raise InvalidRequestError(f"{name} needs use_beam_search", param=name)
+        return None
+    check_no_rivals({**given, "tools": message.chat.tools})
+    if message.early_stopping not in _EARLY_STOPPING:
+        problem = f"early_stopping must be an EarlyStopping, got {message.early_stopping}"
+        raise InvalidRequestError(problem, param="early_stopping")
+    n = message.n or 1
+    penalty = message.length_penalty if message.HasField("length_penalty") else _UNWEIGHTED
+    return beam_options(n, message.best_of or n, penalty, _EARLY_STOPPING[message.early_stopping])
 
 
 def reply_options(message: inference_pb2.GenerateRequest, prompt: Prompt) -> ReplyOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -17,13 +18,20 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
-from router.gateway.choices import check_num_logprobs, check_num_prompt_logprobs, num_choices, together
+from router.gateway.beams import Found, search_beams, spelled
+from router.gateway.choices import (
+    best_of,
+    candidates_of,
+    check_num_logprobs,
+    check_num_prompt_logprobs,
+    num_choices,
+    together,
+)
 from router.gateway.explain import explain
-from router.gateway.grpc_drafts import asked_for, draft_of, prompt_of, reply_options
+from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
-from router.requests.preprocess import choices_of
 from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
@@ -81,9 +89,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Whole answers."""
+        if request.use_beam_search:
+            async with self._errors(context):
+                return await self._search(request, _terms(context))
         async with self._errors(context), self._run(request, context, is_stream=False) as job:
             answers = zip(job.generations, job.parsers, strict=True)
-            choices = await together([_choice(index, *each) for index, each in enumerate(answers)])
+            choices = _chosen(request, await together([_choice(*each) for each in answers]))
             return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -205,28 +216,61 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     with account.spending(run.generations):
                         yield _Job(prepared.request_id, run.generations, prepared.parsers, event_ids)
 
+    async def _search(self, message: inference_pb2.GenerateRequest, terms: Terms) -> inference_pb2.GenerateResponse:
+        """The n best of its beams. Raises InvalidRequestError."""
+        account = self._access.account(terms.tenant)
+        with account.admit(self._num_choices(message)):
+            _check_not_resumed(message)
+            beams = beams_of(message)
+            assert beams is not None
+            draft = draft_of(message, terms)
+            request = await self._valid(draft, reply_options(message, draft.prompt))
+            account.spend(len(request.prompt_token_ids))
+            self._service.count_prompts([request])
+            results = await search_beams(self._service, request, beams, account.spend)
+            tokenizer = self._service.model_of(request).tokenizer
+            choices = [
+                _found(index, spelled(request, result, tokenizer))
+                for index, result in enumerate(results[: message.n or 1])
+            ]
+            usage = inference_pb2.Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            )
+            return inference_pb2.GenerateResponse(request_id=draft.request_id, choices=choices, usage=usage)
+
     def _num_choices(self, message: inference_pb2.GenerateRequest) -> int:
-        return num_choices(message.n or 1, 1, self._service.config.max_choices)
+        beams_of(message)  # raises for a search that is refused
+        n, limit = message.n or 1, self._service.config.max_choices
+        if not message.best_of:
+            return num_choices(n, 1, limit)
+        if message.best_of < n:
+            raise InvalidRequestError(f"best_of must be at least n ({n}), got {message.best_of}", param="best_of")
+        return num_choices(message.best_of, 1, limit, "best_of")
 
     async def _prepare(self, message: inference_pb2.GenerateRequest, terms: Terms, *, is_stream: bool) -> _Prepared:
         """The choices, from where the client has them. Raises InvalidRequestError."""
-        if not is_stream and (message.resumable or message.last_event_id):
-            param = "resumable" if message.resumable else "last_event_id"
-            raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+        if not is_stream:
+            _check_not_resumed(message)
+        elif message.use_beam_search:
+            problem = "use_beam_search is for Generate, not for GenerateStream"
+            raise InvalidRequestError(problem, param="use_beam_search")
+        n, num = message.n or 1, message.best_of or message.n or 1
+        if is_stream and num > n:
+            raise InvalidRequestError("best_of greater than n is for Generate, not for GenerateStream", param="best_of")
         last_id = parse_event_id(message.last_event_id) if message.last_event_id else None
         draft = draft_of(message, terms, "" if last_id is None else last_id.request_id)
         if draft.seed is None:
             draft = replace(draft, seed=new_seed() if last_id is None else last_id.seed)
         options = reply_options(message, draft.prompt)
         request = await self._valid(draft, options)
-        n = message.n or 1
-        num_tokens, limit = n * len(request.prompt_token_ids), self._service.max_request_tokens
+        num_tokens, limit = num * len(request.prompt_token_ids), self._service.max_request_tokens
         if num_tokens > limit:
             problem = f"the prompt times n has more than the limit of {limit} tokens (max_request_tokens)"
             raise InvalidRequestError(problem, param=draft.prompt_param)
-        check_num_logprobs([request], n, "num_logprobs")
-        check_num_prompt_logprobs([request], n, "prompt_logprobs")
-        choices, event_ids = choices_of(request, n), None
+        check_num_logprobs([request], num, "num_logprobs")
+        check_num_prompt_logprobs([request], num, "prompt_logprobs")
+        choices, event_ids = candidates_of(request, num, n), None
         model = self._service.model_of(request)
         if last_id is not None or message.resumable:
             digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
@@ -238,8 +282,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
         model = self._service.model(draft.model)
-        model.parsing.check(options)
-        return await model.prepare(replace(draft, spelled_ids=model.parsing.spelled_ids(options)))
+        return await model.parsing.prepare(draft, options, model.prepare)
 
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""
@@ -254,8 +297,38 @@ def _terms(context: _AnyContext) -> Terms:
     return read_terms(metadata.get, tenant_of_call())
 
 
-async def _choice(index: int, generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
-    choice = inference_pb2.Choice(index=index)
+def _check_not_resumed(message: inference_pb2.GenerateRequest) -> None:
+    if message.resumable or message.last_event_id:
+        param = "resumable" if message.resumable else "last_event_id"
+        raise InvalidRequestError(f"{param} is for GenerateStream", param=param)
+
+
+def _found(index: int, found: Found) -> inference_pb2.Choice:
+    """An answer that was searched for."""
+    choice = inference_pb2.Choice(
+        index=index,
+        text=found.text,
+        token_ids=found.token_ids,
+        finish_reason=finish_reason_to_pb(found.finish_reason),
+    )
+    if found.stop_token_id is not None:
+        choice.stop_token_id = found.stop_token_id
+    return choice
+
+
+def _chosen(message: inference_pb2.GenerateRequest, choices: list[inference_pb2.Choice]) -> list[inference_pb2.Choice]:
+    """The choices that are returned, numbered."""
+    scores = [math.fsum(each.sampled for each in choice.logprobs) for choice in choices]
+    chosen = [choices[at] for at in best_of(scores, len(choices), message.n or 1)]
+    for index, choice in enumerate(chosen):
+        choice.index = index
+        if not message.options.HasField("num_logprobs"):
+            choice.ClearField("logprobs")
+    return chosen
+
+
+async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
+    choice = inference_pb2.Choice()
     text, reasoning = [], []
     async for delta in generation:
         gained = _gained(delta, parser)

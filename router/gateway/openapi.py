@@ -62,7 +62,6 @@ _ERRORS = {
     ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
     ErrorCode.NOT_FOUND: "There is no such model or pod.",
     ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
-    ErrorCode.UNPROCESSABLE: "A token id is outside the model's vocabulary.",
     ErrorCode.RESOURCE_EXHAUSTED: "Too much is under way, or this key's limit is reached.",
     ErrorCode.UNAVAILABLE: "No pod can serve it now; or, without Retry-After, none could keep a limit that it names.",
     ErrorCode.DEADLINE_EXCEEDED: "It was not finished, or did not arrive, in time.",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw, field
 
-from common.errors import InvalidRequestError, quoted
+from common.errors import InvalidRequestError
 from common.types import Constraint, SamplingParams
-from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, Range, parameters_of
-from router.gateway.beams import BeamOptions
+from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, parameters_of
+from router.gateway.beams import NOT_WITH_BEAMS, BeamOptions, beam_options, check_no_rivals, not_with_beams
 from router.gateway.chat_prompts import (
     chat_prompt,
     check_continuation,
@@ -49,7 +49,6 @@ from router.gateway.structured import (
 )
 from router.gateway.tools.request import ToolChoice, read_tool_choice, read_tools
 from router.requests.bounds import (
-    MAX_BEAMS,
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_CHARS,
@@ -65,23 +64,6 @@ from router.requests.terms import Terms
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same
 _ANY_SEED = -1  # as vLLM has it: no seed; other negative ones are seeds
-_LENGTH_PENALTIES = Range(-10, 10)
-_NOT_WITH_BEAMS = (
-    "stream",
-    "echo",
-    "logprobs",
-    "stop",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "vllm_xargs",
-    "tools",
-)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
 _Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
@@ -152,7 +134,11 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = field(default_factory=Raw)
     best_of: Annotated[
-        int | None, Meta(description="Beams that are followed, of which n are the answer; else it must equal n.")
+        int | None,
+        Meta(
+            description="Answers that are generated, of which the n with the highest log probability are returned; see "
+            "below. With `use_beam_search`: beams that are followed."
+        ),
     ] = None
 
     # Beyond OpenAI's API, with the names that vLLM gave them.
@@ -217,9 +203,18 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """True if the body asks for a stream that can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
+    @property
+    def num_candidates(self) -> int:
+        """Answers to each prompt that are generated, or beams that are followed, of which n are returned."""
+        n = 1 if self.n is None else self.n
+        return n if self.best_of is None or n < 1 else self.best_of
+
     def _check_no_beams(self) -> None:
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequestError("best_of must equal n: other answers are not ranked", param="best_of")
+        n = 1 if self.n is None else self.n
+        if self.num_candidates < n:
+            raise InvalidRequestError(f"best_of must be at least n ({n}), got {self.best_of}", param="best_of")
+        if self.stream and self.num_candidates > n:
+            raise InvalidRequestError("best_of greater than n needs stream to be false", param="best_of")
         if self.length_penalty not in (None, 1.0, 0) or self.early_stopping not in (None, False):
             name = "early_stopping" if self.length_penalty in (None, 1.0, 0) else "length_penalty"
             raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
@@ -228,22 +223,17 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
         """How to search; None: answers are sampled. Raises InvalidRequestError for what cannot be searched for."""
         if not self.use_beam_search:
             return None
-        for name in _NOT_WITH_BEAMS:
-            if _asks(name, getattr(self, name, None)):
-                raise _not_with_beams(name)
+        check_no_rivals({name: getattr(self, name, None) for name in NOT_WITH_BEAMS})
         if self._constraint() is not None:
-            raise _not_with_beams(self.constraint_name)
-        n = 1 if self.n is None else self.n
-        width = n if self.best_of is None else self.best_of
-        if not n <= width <= MAX_BEAMS:
-            raise InvalidRequestError(f"best_of must be in [n, {MAX_BEAMS}], got {width}", param="best_of")
-        penalty = 1.0 if self.length_penalty is None else self.length_penalty
-        if penalty not in _LENGTH_PENALTIES:
-            problem = f"length_penalty must be {_LENGTH_PENALTIES}, got {quoted(penalty)}"
-            raise InvalidRequestError(problem, param="length_penalty")
+            raise not_with_beams(self.constraint_name)
         if self.early_stopping not in (None, True, False, "never"):
             raise InvalidRequestError("early_stopping must be true, false or never", param="early_stopping")
-        return BeamOptions(width, penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
+        return beam_options(
+            1 if self.n is None else self.n,
+            self.num_candidates,
+            1.0 if self.length_penalty is None else self.length_penalty,
+            "never" if self.early_stopping == "never" else bool(self.early_stopping),
+        )
 
     def with_session(self, terms: Terms) -> Terms:
         """The terms of the headers, with the session that the body names, if any does."""
@@ -306,21 +296,6 @@ class _GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if not (self.stream or self.stream_options is None or self.stream_options.is_idle):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-
-
-def _not_with_beams(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} cannot be used with use_beam_search", param=name)
-
-
-def _asks(name: str, value: object) -> bool:
-    """Whether the value of a field asks for something."""
-    if value is None or value is False:
-        return False
-    if isinstance(value, Raw):
-        return bytes(value) not in (b"", b"null", b"[]")
-    if name in {"logprobs", "prompt_logprobs"}:
-        return True
-    return value != 1.0 if name == "repetition_penalty" else bool(value)
 
 
 if TYPE_CHECKING:

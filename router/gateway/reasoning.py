@@ -8,13 +8,24 @@ neither tag, the answer itself, or the family, decides.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.errors import ConfigError
+from router.gateway import harmony
 from router.gateway.markers import SPACES, overlap_of
+from router.gateway.splits import Split, Splitter
 
 AUTO, NONE = "auto", "none"
 _MAX_SPACES = 64  # before the opening tag
+
+
+class Place(enum.Enum):
+    """Where the text so far ends."""
+
+    START = enum.auto()  # the opening tag may come
+    WITHIN = enum.auto()
+    AFTER = enum.auto()
 
 
 class ReasoningStyle(NamedTuple):
@@ -23,17 +34,30 @@ class ReasoningStyle(NamedTuple):
     opening: str
     closing: str
     is_assumed: bool = False  # an answer begins with reasoning even if no tag opens it
+    is_harmony: bool = False  # an answer is messages, of which some are reasoning
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Both tags, which are special tokens in some vocabularies."""
-        return self.opening, self.closing
+        """Texts that must be seen, which are special tokens in some vocabularies."""
+        return harmony.MARKERS if self.is_harmony else (self.opening, self.closing)
+
+    def splitter(self, prompt_end: str) -> Splitter:
+        """Of one answer; `prompt_end`: text with which its prompt ends."""
+        return harmony.HarmonySplitter(prompt_end) if self.is_harmony else ReasoningSplitter(self, prompt_end)
+
+    def place_after(self, prompt_end: str) -> Place:
+        """Where an answer begins; `prompt_end`: text with which its prompt ends."""
+        end = prompt_end.rstrip(SPACES)
+        if end.endswith(self.opening):
+            return Place.WITHIN
+        return Place.AFTER if end.endswith(self.closing) else Place.START
 
 
 _STYLES = {
     "deepseek_r1": ReasoningStyle("<think>", "</think>", is_assumed=True),
     "qwen3": ReasoningStyle("<think>", "</think>"),
     "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
+    "harmony": ReasoningStyle(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END, is_harmony=True),
 }
 
 
@@ -51,70 +75,68 @@ def find_reasoning_style(setting: str, chat_template: str) -> tuple[str, Reasoni
 def _detect(chat_template: str) -> str:
     if "[/THINK]" in chat_template:
         return "mistral"
+    if f"{harmony.CHANNEL}analysis" in chat_template:
+        return "harmony"
     if "</think>" not in chat_template:
         return NONE
     return "deepseek_r1" if "<\uff5cAssistant\uff5c>" in chat_template else "qwen3"
 
 
-class Split(NamedTuple):
-    """What a piece of an answer adds."""
-
-    reasoning: str
-    rest: str
-
-
-class _Place(enum.Enum):
-    START = enum.auto()  # the opening tag may come
-    WITHIN = enum.auto()
-    AFTER = enum.auto()
-
-
 class ReasoningSplitter:
-    """Splits one answer as its text comes. Where the text is cut makes no difference."""
+    """See Splitter."""
 
     def __init__(self, style: ReasoningStyle, prompt_end: str) -> None:
         """`prompt_end`: text with which the prompt ends."""
         self._style = style
-        self._place = _Place.START
+        self._place = style.place_after(prompt_end)
         self._held = ""  # text that is not certain
         self._num_chars = 0  # of the answer so far
-        self.end: int | None = None  # characters of the answer up to the end of its reasoning; None: not known yet
-        end = prompt_end.rstrip(SPACES)
-        if end.endswith(style.opening):
-            self._place = _Place.WITHIN
-        elif end.endswith(style.closing):
+        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
+        self._end: int | None = None  # characters of the answer up to the end of its reasoning; None: not known yet
+        if self._place is Place.AFTER:
             self._leave(0)
 
-    @property
-    def is_within(self) -> bool:
-        """The text so far ends within the reasoning."""
-        return self._place is _Place.WITHIN
+    def push(self, text: str) -> list[Split]:
+        """See Splitter."""
+        was_open = self._end is None
+        split = self._split(text)
+        return [split._replace(is_cut=was_open and bool(self._end))]
 
-    def push(self, text: str) -> Split:
-        """Takes the next piece."""
+    def finish(self) -> list[Split]:
+        """See Splitter."""
+        held, self._held = self._held, ""
+        if self._place is Place.START:
+            self._begin()
+        if self._place is Place.WITHIN:
+            self._leave(self._num_chars)
+            return [Split(held, "")]
+        return [Split("", held)]
+
+    def count(self, offsets: Sequence[int]) -> int:
+        """See Splitter."""
+        end = self._end
+        waiting = [*self._unsettled, *offsets] if self._unsettled else offsets
+        if end is None:  # what has come is reasoning, unless its opening tag may still come
+            end = self._num_chars if self._place is Place.WITHIN else 0
+            self._unsettled = [offset for offset in waiting if offset >= end]
+        elif self._unsettled:
+            self._unsettled = []
+        return sum(offset < end for offset in waiting)
+
+    def _split(self, text: str) -> Split:
         self._num_chars += len(text)
         text, self._held = self._held + text, ""
-        if self._place is _Place.START:
+        if self._place is Place.START:
             text = self._look_for_opening(text)
-        if self._place is _Place.WITHIN:
+        if self._place is Place.WITHIN:
             return self._look_for_closing(text)
         return Split("", text)
-
-    def finish(self) -> Split:
-        """The answer has ended. Returns the rest."""
-        held, self._held = self._held, ""
-        if self._place is _Place.START:
-            self._begin()
-        if self._place is _Place.WITHIN:
-            self._leave(self._num_chars)
-            return Split(held, "")
-        return Split("", held)
 
     def _look_for_opening(self, text: str) -> str:
         """Returns what follows the tag, or all if it does not come, or nothing while it may come."""
         start, opening = text.lstrip(SPACES), self._style.opening
         if start.startswith(opening):
-            self._place = _Place.WITHIN
+            self._place = Place.WITHIN
             return start[len(opening) :]
         if opening.startswith(start) and len(text) - len(start) <= _MAX_SPACES:
             self._held = text
@@ -136,9 +158,9 @@ class ReasoningSplitter:
     def _begin(self) -> None:
         """Without an opening tag."""
         if self._style.is_assumed:
-            self._place = _Place.WITHIN
+            self._place = Place.WITHIN
         else:
             self._leave(0)
 
     def _leave(self, end: int) -> None:
-        self._place, self.end = _Place.AFTER, end
+        self._place, self._end = Place.AFTER, end

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
 
 from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.markers import SPACES
-from router.gateway.reasoning import ReasoningSplitter, Split, find_reasoning_style
-from router.gateway.tools.base import ToolCall, ToolParser
+from router.gateway.reasoning import Place, ReasoningStyle, find_reasoning_style
+from router.gateway.splits import Split, Splitter
+from router.gateway.structured import STRUCTURED
+from router.gateway.tools.base import ToolCall, ToolParser, Tools
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
-from router.requests.request import GenerationRequest
+from router.requests.request import ChatPrompt, Draft, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 _NUM_END_TOKENS = 16  # of a prompt, enough for a tag
+_BUDGET, _NO_BOUND = "thinking_token_budget", -1
+_NO_BUDGET: dict[str, Any] = {_BUDGET: None, "thinking_start_token_ids": (), "thinking_end_token_ids": ()}
 
 
 class Text(NamedTuple):
@@ -50,7 +58,7 @@ Part = Text | Reasoning | Call
 class ReplyOptions(NamedTuple):
     """What a request says of how its answers are parsed."""
 
-    tools: frozenset[str] = frozenset()  # names of those that may be called
+    tools: Tools = MappingProxyType({})  # those that may be called
     must_call: bool = False  # the answer is a JSON array of calls
     max_calls: int | None = None
     separates_reasoning: bool = True
@@ -77,6 +85,49 @@ class ReplyParsing:
             problem = "the model's chat template has no calls that the router can parse, or --tool-parser is none"
             raise InvalidRequestError(f"tools is not supported: {problem}", param="tools")
 
+    async def prepare(
+        self, draft: Draft, options: ReplyOptions, prepare: Callable[[Draft], Awaitable[GenerationRequest]]
+    ) -> GenerationRequest:
+        """Has `prepare` make a request of a draft whose answers are parsed in this way. Raises InvalidRequestError."""
+        self.check(options)
+        style = self._budgeted_style(draft)
+        request = await prepare(replace(draft, spelled_ids=self.spelled_ids(options)))
+        if request.sampling.thinking_token_budget is None:
+            return request
+        budget = {} if style is None else self._budget(request, style, is_chat=isinstance(draft.prompt, ChatPrompt))
+        return replace(request, sampling=msgspec.structs.replace(request.sampling, **(_NO_BUDGET | budget)))
+
+    def _budgeted_style(self, draft: Draft) -> ReasoningStyle | None:
+        """How the reasoning is marked that has a budget; None: it has none. Raises InvalidRequestError for one that
+        cannot be kept to."""
+        budget = draft.sampling.get(_BUDGET)
+        if budget in (None, _NO_BOUND) or draft.sampling.get(STRUCTURED) is not None:
+            return None  # constrained answers have no reasoning
+        if self._reasoning is None:
+            problem = "the model's chat template has no reasoning that the router knows, or --reasoning-parser is none"
+            raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
+        for tag in (self._reasoning.opening, self._reasoning.closing):
+            if not self._tokenizer.tag_ids(tag):
+                problem = f"the model's vocabulary has no token {tag}"
+                raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
+        return self._reasoning
+
+    def _budget(self, request: GenerationRequest, style: ReasoningStyle, *, is_chat: bool) -> dict[str, Any]:
+        """The parameters that keep the request's answer to its budget; empty if it has no reasoning."""
+        place = style.place_after(self._end_of(request))
+        if place is Place.AFTER:
+            return {}
+        is_within = place is Place.WITHIN or (style.is_assumed and is_chat)
+        return {
+            _BUDGET: request.sampling.thinking_token_budget,
+            "thinking_start_token_ids": () if is_within else self._tokenizer.tag_ids(style.opening),
+            "thinking_end_token_ids": self._tokenizer.tag_ids(style.closing),
+        }
+
+    def _end_of(self, request: GenerationRequest) -> str:
+        """Text with which its prompt ends."""
+        return self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+
     def spelled_ids(self, options: ReplyOptions) -> frozenset[int]:
         """Special tokens that the parsers must see."""
         markers: list[str] = []
@@ -95,8 +146,7 @@ class ReplyParsing:
         tools = finder(options.tools) if options.tools and finder is not None else None
         splitter = None
         if options.separates_reasoning and self._reasoning is not None:
-            end = self._tokenizer.decode(request.prompt_token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
-            splitter = ReasoningSplitter(self._reasoning, end)
+            splitter = self._reasoning.splitter(self._end_of(request))
         if tools is None and splitter is None and not always:
             return None
         return ReplyParser(tools, splitter, options, family.call_id, _id_seed(request))
@@ -109,7 +159,7 @@ class ReplyParser:
     def __init__(
         self,
         tools: ToolParser | None,
-        splitter: ReasoningSplitter | None,
+        splitter: Splitter | None,
         options: ReplyOptions,
         call_id: Callable[[str], str],
         id_seed: bytes,
@@ -122,8 +172,6 @@ class ReplyParser:
         self._id_seed = id_seed
         self._reasoning = _Trimmed(drops_start=True)
         self._text = _Trimmed()
-        self._num_chars = 0
-        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
         self.num_calls = 0
         self._num_reasoning_tokens = 0
 
@@ -141,7 +189,7 @@ class ReplyParser:
         """Takes the next delta. Returns what the answer gains."""
         parts = self._parse(delta.text)
         if delta.finish_reason is not None:
-            parts += self._finish()
+            parts += self._finish(delta.finish_reason)
         self._count(delta.text_offsets)
         return parts
 
@@ -152,15 +200,18 @@ class ReplyParser:
         return None if reason is None else reason.label
 
     def _parse(self, text: str) -> list[Part]:
-        self._num_chars += len(text)
         if self._splitter is None:
             return self._parse_rest(text)
-        was_open = self._splitter.end is None
-        split = self._splitter.push(text)
-        parts = self._reasoned(split)
-        if was_open and self._splitter.end:
-            self._text.cut()
-        return parts + self._parse_rest(split.rest)
+        return self._parse_splits(self._splitter.push(text))
+
+    def _parse_splits(self, splits: Sequence[Split]) -> list[Part]:
+        parts: list[Part] = []
+        for split in splits:
+            parts += self._reasoned(split)
+            if split.is_cut:
+                self._text.cut()
+            parts += self._parse_rest(split.rest)
+        return parts
 
     def _parse_rest(self, text: str) -> list[Part]:
         """Text of the answer proper, and calls in it."""
@@ -168,13 +219,15 @@ class ReplyParser:
             return []
         return self._named([text] if self._tools is None else self._tools.push(text))
 
-    def _finish(self) -> list[Part]:
+    def _finish(self, reason: FinishReason) -> list[Part]:
         parts: list[Part] = []
         if self._splitter is not None:
-            split = self._splitter.finish()
-            parts += self._reasoned(split) + self._parse_rest(split.rest)
+            parts += self._parse_splits(self._splitter.finish())
         if self._tools is not None:
-            parts += self._named(self._tools.finish())
+            rest = self._tools.finish()
+            if self._options.must_call and reason is not FinishReason.STOP:  # it is a call that was cut off
+                rest = [part for part in rest if not isinstance(part, str)]
+            parts += self._named(rest)
         return parts + _text_of(self._text.finish())
 
     def _reasoned(self, split: Split) -> list[Part]:
@@ -199,16 +252,8 @@ class ReplyParser:
 
     def _count(self, offsets: Sequence[int]) -> None:
         """Counts tokens of the reasoning as soon as it is certain of them."""
-        if self._splitter is None:
-            return
-        end = self._splitter.end
-        waiting = [*self._unsettled, *offsets] if self._unsettled else offsets
-        if end is None:  # what has come is reasoning, unless its opening tag may still come
-            end = self._num_chars if self._splitter.is_within else 0
-            self._unsettled = [offset for offset in waiting if offset >= end]
-        elif self._unsettled:
-            self._unsettled = []
-        self._num_reasoning_tokens += sum(offset < end for offset in waiting)
+        if self._splitter is not None:
+            self._num_reasoning_tokens += self._splitter.count(offsets)
 
 
 class _Trimmed:

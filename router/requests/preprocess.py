@@ -129,7 +129,7 @@ class Preprocessor:
         return token_ids
 
     async def detokenize(self, token_ids: list[int], param: str) -> str:
-        """Text of token ids, special ones included. Raises UnprocessableError for one outside the vocabulary, and as
+        """Text of token ids, special ones included. Raises InvalidRequestError for one outside the vocabulary, and as
         `tokenize` does."""
         model, max_model_len = self._model()
         _check_length(token_ids, self._longest(max_model_len), param)

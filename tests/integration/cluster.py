@@ -56,6 +56,10 @@ class Cluster:
             options=inference_pb2.GenerateOptions(**{"temperature": 0.0, **options}),  # type: ignore[arg-type]
             cache_salt=cache_salt,
         )
+        return await self.answer(request)
+
+    async def answer(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+        """The whole answer to a request."""
         return await self._stub.Generate(request, timeout=DEADLINE_S)
 
     async def tokens(self, prompts: Sequence[Sequence[int]], **options: object) -> list[list[int]]:
@@ -102,13 +106,14 @@ async def running_cluster(
     connector: str = "shared-storage",
     connector_options: dict[str, str] | None = None,
     chat_template: str = "",
+    added_tokens: Sequence[str] = (),
     **scheduler: float | None,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
 
-    `scheduler`: fields of SchedulerConfig.
+    `added_tokens` have the last ids of the vocabulary. `scheduler`: fields of SchedulerConfig.
     """
-    directory = _with_tokenizer(tiny_model_dir(model), path / "model")
+    directory = _with_tokenizer(tiny_model_dir(model), path / "model", added_tokens)
     if chat_template:
         (directory / "chat_template.jinja").write_text(chat_template)
     settings = {
@@ -168,15 +173,17 @@ async def _all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
             changed.clear()
 
 
-def _with_tokenizer(model: Path, directory: Path) -> Path:
-    """A copy of the model with a tokenizer: one token per byte."""
+def _with_tokenizer(model: Path, directory: Path, added_tokens: Sequence[str]) -> Path:
+    """A copy of the model with a tokenizer: one token per byte, but for those that added tokens take."""
     shutil.copytree(model, directory)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     assert len(alphabet) == VOCAB_SIZE
+    alphabet[VOCAB_SIZE - len(added_tokens) :] = added_tokens
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_tokens(list(added_tokens))
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory

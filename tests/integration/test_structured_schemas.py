@@ -21,12 +21,13 @@ from common.types import Constraint, FinishReason, SamplingParams
 from tests.random_schemas import random_schema
 
 MAX_TOKENS = 200
+MAX_WHITESPACE = 2
 EOS = frozenset({0, 2})  # of the demo model
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(num_threads=1, max_num_seqs=32, grammar_timeout_s=10) as llm:
+    with LLM(num_threads=1, max_num_seqs=32, grammar_timeout_s=10, max_whitespace_cnt=MAX_WHITESPACE) as llm:
         yield llm
 
 
@@ -45,13 +46,16 @@ def answers(llm: LLM, constraints: Sequence[Constraint]) -> list[Completion]:
 
 def accepts(name: GrammarBackendName, vocabulary: Vocabulary, constraint: Constraint, token_ids: Sequence[int]) -> bool:
     """Whether the backend of that name follows the whole answer."""
-    matcher = create_backend(name, vocabulary).compile(constraint).matcher()
+    matcher = create_backend(name, vocabulary, MAX_WHITESPACE).compile(constraint).matcher()
     return all(matcher.accept(token_id) for token_id in token_ids)
 
 
 def check_schemas(llm: LLM, vocabulary: Vocabulary, seeds: range) -> None:
     schemas = [random_schema(seed) for seed in seeds]
-    constraints = [Constraint.json_schema(schema, any_whitespace=False) for schema in schemas]
+    constraints = [
+        Constraint.json_schema(schema, any_whitespace=bool(seed % 2))
+        for seed, schema in zip(seeds, schemas, strict=True)
+    ]
     completions = answers(llm, constraints)
     for schema, constraint, completion in zip(schemas, constraints, completions, strict=True):
         assert completion.finish_reason is FinishReason.STOP, (schema, completion.text)

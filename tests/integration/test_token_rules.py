@@ -9,8 +9,11 @@ import torch
 
 from common.engine.llm import LLM
 from common.errors import BatonError
+from common.pb import inference_pb2
+from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
+from tests.integration.test_migration import Stream
 from tests.tiny_models import prompt_of, reference_generate, reference_model, tiny_model_dir
 
 MODEL = "llama"
@@ -88,10 +91,66 @@ async def test_through_a_prefill_pod(tmp_path):
         assert list(cut.choices[0].token_ids) == reference_generate(tiny_model_dir(MODEL), PROMPT[-7:], MAX_TOKENS)
         assert cut.usage.prompt_tokens == 7
         await check_beams(cluster)
+        await check_best_of(cluster)
         with pytest.raises(grpc.aio.AioRpcError, match="the pods have no logits processors"):
             await cluster.generate(PROMPT, vllm_xargs={"a": "1"})
         with pytest.raises(grpc.aio.AioRpcError, match="must be JSON"):
             await cluster.generate(PROMPT, vllm_xargs={"a": "b"})
+
+
+async def test_a_budget_of_reasoning_holds_through_handoff_migration_and_preemption(tmp_path):
+    opening, closing = 254, 255
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 120, "allowed_token_ids": list(range(250))}
+    prompts = [[*prompt_of(24, seed=seed), opening] for seed in range(3)]
+    # No two fit the blocks of a decode pod at their full length.
+    async with running_cluster(
+        tmp_path, MODEL, num_decode=2, decode_blocks=30, chat_template="</think>", added_tokens=["<think>", "</think>"]
+    ) as cluster:
+        free = await cluster.tokens(prompts, **options)
+        assert all(len(tokens) == 120 and closing not in tokens for tokens in free)
+        (at_once,) = await cluster.tokens(prompts[:1], thinking_token_budget=0, **options)
+        assert (at_once[0], closing in at_once[1:]) == (closing, False)
+        streams = [Stream(cluster, prompt, {**options, "thinking_token_budget": 60}) for prompt in prompts]
+        for stream in streams:
+            await stream.reach(20)
+        await cluster.decode.pop().stop()
+        for stream, without in zip(streams, free, strict=True):
+            await stream.reading
+            assert stream.tokens[:61] == [*without[:60], closing]
+            assert (len(stream.tokens), stream.tokens.count(closing)) == (120, 1)
+        preempted = sum(
+            sample.value
+            for metric in cluster.decode[0].context.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "baton_num_preemptions_total"
+        )
+        assert preempted
+
+
+async def check_best_of(cluster: Cluster):
+    """The best of the answers that `n` alone returns, over both protocols."""
+    sampled = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "seed": 5}
+    message = inference_pb2.GenerateRequest(
+        tokens=inference_pb2.TokenPrompt(token_ids=PROMPT), n=5,
+        options=inference_pb2.GenerateOptions(**sampled, num_logprobs=0),
+    )  # fmt: skip
+    every = (await cluster.answer(message)).choices
+    ranked = sorted(every, key=lambda choice: -sum(each.sampled for each in choice.logprobs))
+    expected = [list(choice.token_ids) for choice in ranked[:2]]
+    assert expected != [list(choice.token_ids) for choice in every[:2]]
+    message.n, message.best_of = 2, 5
+    message.options.ClearField("num_logprobs")
+    answer = await cluster.answer(message)
+    assert [(list(each.token_ids), each.index, len(each.logprobs)) for each in answer.choices] == [
+        (expected[0], 0, 0), (expected[1], 1, 0),
+    ]  # fmt: skip
+    assert answer.usage.completion_tokens == 5 * MAX_TOKENS
+    body = {"prompt": [PROMPT, PROMPT[:-1]], "n": 2, "best_of": 5, "return_token_ids": True, **sampled}
+    async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["token_ids"] for choice in answer["choices"][:2]] == expected
+        assert [(choice["index"], choice["logprobs"]) for choice in answer["choices"]] == [(i, None) for i in range(4)]
+        assert answer["usage"]["completion_tokens"] == 2 * 5 * MAX_TOKENS
 
 
 async def check_beams(cluster: Cluster):
@@ -105,6 +164,41 @@ async def check_beams(cluster: Cluster):
     async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
         answer = (await client.post("/v1/completions", json=body)).json()
         assert [choice["token_ids"] for choice in answer["choices"]] == expected
-        for refused in ({"stream": True}, {"logprobs": 0}, {"best_of": 17}, {"best_of": 2}, {"length_penalty": 11}):
+        message = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=PROMPT), n=3, best_of=4,
+            use_beam_search=True, length_penalty=1.5, early_stopping=inference_pb2.EARLY_STOPPING_ALWAYS,
+            options=inference_pb2.GenerateOptions(max_tokens=MAX_TOKENS, stop_token_ids=ending),
+        )  # fmt: skip
+        found = await cluster.answer(message)
+        assert [list(choice.token_ids) for choice in found.choices] == expected
+        assert [choice.text for choice in found.choices] == [choice["text"] for choice in answer["choices"]]
+        stops = [choice.stop_token_id if choice.HasField("stop_token_id") else None for choice in found.choices]
+        assert stops == [choice["stop_reason"] for choice in answer["choices"]]
+        assert found.usage.completion_tokens == answer["usage"]["completion_tokens"]
+        for bad, param in [
+            ({"best_of": 17}, "best_of"),
+            ({"length_penalty": 11}, "length_penalty"),
+            ({"early_stopping": 7}, "early_stopping"),
+            ({"options": {"num_logprobs": 0}}, "num_logprobs"),
+            ({"options": {"structured_outputs": {}}}, "structured_outputs"),
+            ({"resumable": True}, "resumable"),
+            ({"use_beam_search": False}, "length_penalty"),
+        ]:
+            changed = inference_pb2.GenerateRequest()
+            changed.CopyFrom(message)
+            changed.MergeFrom(inference_pb2.GenerateRequest(**bad))
+            if not bad.get("use_beam_search", True):
+                changed.use_beam_search = False
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cluster.answer(changed)
+            assert from_rpc_error(caught.value).param == param
+        for refused in (
+            {"stream": True},
+            {"logprobs": 0},
+            {"thinking_token_budget": 0},
+            {"best_of": 17},
+            {"best_of": 2},
+            {"length_penalty": 11},
+        ):
             response = await client.post("/v1/completions", json={**body, **refused})
             assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(refused)))

@@ -184,7 +184,9 @@ class GrammarCompiler:
             self._trials.put(trial)
         with self._lock:
             if self._backend is None:
-                self._backend = create_backend(self._config.grammar_backend, self._load_vocabulary())
+                self._backend = create_backend(
+                    self._config.grammar_backend, self._load_vocabulary(), self._config.max_whitespace
+                )
         return self._backend.compile(constraint)
 
     def _new_trial(self) -> TrialProcess:
@@ -194,6 +196,7 @@ class GrammarCompiler:
             directory=str(source.directory),
             vocab_size=source.vocab_size,
             eos_token_ids=sorted(source.eos_token_ids),
+            max_whitespace=config.max_whitespace,
             cpu_s=config.grammar_timeout_s,
             max_bytes=config.grammar_memory,
         )

@@ -26,7 +26,8 @@ _OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedP
 class LlguidanceBackend:
     """See GrammarBackend."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_whitespace: int) -> None:
+        self._max_whitespace = max_whitespace
         # The library needs an end-of-sequence token. One past the vocabulary is never sampled.
         self._eos_token_ids = vocabulary.eos_token_ids or frozenset({vocabulary.size})
         num_tokens = max(vocabulary.size, max(self._eos_token_ids) + 1)
@@ -40,7 +41,7 @@ class LlguidanceBackend:
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See GrammarBackend."""
         try:
-            grammar = _grammar_of(constraint)
+            grammar = _grammar_of(constraint, self._max_whitespace)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         first = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -109,14 +110,14 @@ class _Matcher:
             mask[:] = self._words[: len(mask)]
 
 
-def _grammar_of(constraint: Constraint) -> str:
+def _grammar_of(constraint: Constraint, max_whitespace: int) -> str:
     """The library's own form. Raises ValueError."""
     text = constraint.text
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return _grammar_of_schema(text, constraint)
+            return _grammar_of_schema(text, constraint, max_whitespace)
         case ConstraintKind.JSON_OBJECT:
-            return _grammar_of_schema('{"type": "object"}', constraint)
+            return _grammar_of_schema('{"type": "object"}', constraint, max_whitespace)
         case ConstraintKind.REGEX:
             return str(llguidance.grammar_from("regex", text))
         case ConstraintKind.CHOICE:
@@ -127,10 +128,13 @@ def _grammar_of(constraint: Constraint) -> str:
             raise ValueError("structural_tag is not supported by the grammar backend llguidance")
 
 
-def _grammar_of_schema(schema: str, constraint: Constraint) -> str:
-    options: llguidance.JsonCompileOptions = {"coerce_one_of": True, "whitespace_flexible": constraint.any_whitespace}
+def _grammar_of_schema(schema: str, constraint: Constraint, max_whitespace: int) -> str:
+    has_whitespace = constraint.any_whitespace and max_whitespace > 0
+    options: llguidance.JsonCompileOptions = {"coerce_one_of": True, "whitespace_flexible": has_whitespace}
     if constraint.whitespace_pattern:
         options["whitespace_pattern"] = constraint.whitespace_pattern
+    elif has_whitespace:
+        options["whitespace_pattern"] = rf"[ \n\r\t]{{1,{max_whitespace}}}"
     value = json.loads(schema)
     if isinstance(value, bool):
         value = {} if value else {"not": {}}

@@ -40,33 +40,35 @@ _NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
 _NO_SCHEMAS = frozenset({"const", "enum", "default", "examples", "required"})
 
 
-def create_backend(name: GrammarBackendName, vocabulary: Vocabulary) -> GrammarBackend:
-    """The backend of that name; libraries are imported as they are needed."""
+def create_backend(name: GrammarBackendName, vocabulary: Vocabulary, max_whitespace: int) -> GrammarBackend:
+    """Returns the backend of that name; libraries are imported as they are needed. `max_whitespace`: most characters
+    of whitespace in a row between the tokens of JSON, where a constraint has no pattern of its own."""
     match name:
         case "auto":
-            return AutoBackend(vocabulary)
+            return AutoBackend(vocabulary, max_whitespace)
         case "xgrammar":
             from common.engine.grammar.xgrammar_backend import XgrammarBackend
 
-            return XgrammarBackend(vocabulary)
+            return XgrammarBackend(vocabulary, max_whitespace)
         case "llguidance":
             from common.engine.grammar.llguidance_backend import LlguidanceBackend
 
-            return LlguidanceBackend(vocabulary)
+            return LlguidanceBackend(vocabulary, max_whitespace)
 
 
 class AutoBackend:
     """xgrammar, and llguidance for what xgrammar does not honour. The same on every pod."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_whitespace: int) -> None:
         self._vocabulary = vocabulary
+        self._max_whitespace = max_whitespace
         self._backends: dict[GrammarBackendName, GrammarBackend] = {}
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See GrammarBackend."""
         name = backend_for(constraint)
         if name not in self._backends:
-            self._backends[name] = create_backend(name, self._vocabulary)
+            self._backends[name] = create_backend(name, self._vocabulary, self._max_whitespace)
         return self._backends[name].compile(constraint)
 
 

@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     directory: str  # of the model's tokenizer
     vocab_size: int
     eos_token_ids: list[int]
+    max_whitespace: int  # characters in a row between the tokens of JSON
     cpu_s: float  # that one constraint may take
     max_bytes: int  # that the process may take beyond what it has when it is ready
 
@@ -96,7 +97,7 @@ def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
         return
     settings = msgspec.msgpack.decode(frame, type=Settings)
     vocabulary = load_vocabulary(Path(settings.directory), settings.vocab_size, frozenset(settings.eos_token_ids))
-    backend = create_backend(settings.backend, vocabulary)
+    backend = create_backend(settings.backend, vocabulary, settings.max_whitespace)
     backend.compile(Constraint.json_object())  # what is loaded lazily is loaded now
     _limit_memory(settings.max_bytes)
     write_frame(stdout, Verdict())

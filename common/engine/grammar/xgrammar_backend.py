@@ -16,11 +16,14 @@ from common.types import Constraint, ConstraintKind
 
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+: ")  # time and source line, which the library puts before its errors
 
+_TYPES_WITH_SCHEMA = ("json_schema", "qwen_xml_parameter")  # of parts of structural tags
+
 
 class XgrammarBackend:
     """See GrammarBackend."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_whitespace: int) -> None:
+        self._max_whitespace = max_whitespace
         tokenizer = xgrammar.TokenizerInfo(
             list(vocabulary.token_bytes),
             xgrammar.VocabType.RAW,
@@ -55,12 +58,16 @@ class XgrammarBackend:
             case ConstraintKind.GRAMMAR:
                 return compiler.compile_grammar(text)
             case ConstraintKind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(json.dumps(_structural_tag(json.loads(text))))
+                return compiler.compile_structural_tag(self._tag_of(json.loads(text)))
 
     def _compile_schema(self, schema: str, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        if constraint.any_whitespace:
-            return self._compiler.compile_json_schema(schema)
+        if constraint.any_whitespace and self._max_whitespace:
+            return self._compiler.compile_json_schema(schema, max_whitespace_cnt=self._max_whitespace)
         return self._compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
+
+    def _tag_of(self, tag: dict[str, Any]) -> str:
+        """The library's form of a structural tag. It has no way to say that its JSON has no whitespace."""
+        return json.dumps(_with_whitespace(_structural_tag(tag), max(1, self._max_whitespace)))
 
 
 class _Grammar:
@@ -107,6 +114,21 @@ def _structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
         "type": "structural_tag",
         "format": {"type": "triggered_tags", "triggers": tag.get("triggers", []), "tags": tags},
     }
+
+
+def _with_whitespace(part: Any, max_whitespace: int) -> Any:
+    """A part of a structural tag, with a bound of the whitespace of its JSON where it gives none."""
+    if isinstance(part, list):
+        return [_with_whitespace(each, max_whitespace) for each in part]
+    if not isinstance(part, dict):
+        return part
+    bounded = {
+        name: value if name == "json_schema" else _with_whitespace(value, max_whitespace)
+        for name, value in part.items()
+    }
+    if part.get("type") in _TYPES_WITH_SCHEMA and part.get("max_whitespace_cnt") is None:
+        bounded["max_whitespace_cnt"] = max_whitespace
+    return bounded
 
 
 def _problem(error: Exception) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.sampling.thinking import ThinkingBudget, budget_of
 from common.types import SamplingParams
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -28,6 +29,7 @@ class TokenRules(NamedTuple):
     banned: npt.NDArray[np.int64] = _NONE  # masked at every position
     # Sequences of which the last token is masked after the others; by the token before the last.
     phrases: Mapping[int, Sequence[tuple[int, ...]]] | None = None
+    thinking: ThinkingBudget | None = None  # what it forces comes before all of the above
 
     def add_biases(self, logits: torch.Tensor) -> None:
         """Adds the biases to logits [vocabulary]."""
@@ -36,6 +38,10 @@ class TokenRules(NamedTuple):
 
     def mask(self, logits: torch.Tensor, output: npt.NDArray[np.int64], min_tokens: int) -> None:
         """Masks logits [vocabulary] of the token that follows `output`, the output tokens so far."""
+        forced = None if self.thinking is None else self.thinking.forced(output)
+        if forced is not None:
+            _force(logits, forced)
+            return
         if len(self.allowed):
             index = _on(logits, self.allowed)
             kept = logits[index]
@@ -61,7 +67,8 @@ NO_RULES = TokenRules()
 def rules_of(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> TokenRules:
     """NO_RULES itself if there are none."""
     words = params.bad_word_token_ids
-    if not (params.min_tokens or params.logit_bias or params.allowed_token_ids or words):
+    thinking = budget_of(params)
+    if not (params.min_tokens or params.logit_bias or params.allowed_token_ids or words or thinking):
         return NO_RULES
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)} if params.min_tokens else set()
     phrases: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -76,7 +83,15 @@ def rules_of(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: 
         allowed=_ids(params.allowed_token_ids),
         banned=_ids(word[0] for word in words if len(word) == 1),
         phrases=dict(phrases),
+        thinking=thinking,
     )
+
+
+def _force(logits: torch.Tensor, token_id: int) -> None:
+    """Masks all tokens but one, also if a logits processor has masked that one."""
+    kept = logits[token_id].clone()
+    logits.fill_(-torch.inf)
+    logits[token_id] = torch.where(kept == -torch.inf, 0.0, kept)
 
 
 def _ids(token_ids: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -2,7 +2,8 @@
 
 1. log probabilities, if asked for           3. penalties over the tokens so far
 2. biases                                    4. logits processors; then masks: allowed tokens, bad words, stop tokens
-                                                up to `min_tokens`, what a grammar does not allow
+                                                up to `min_tokens`, all but what closes reasoning that
+                                                exceeds its budget, what a grammar does not allow
                                              5. temperature, top-k, top-p, min-p; then a draw, or the argmax if greedy
 
 Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
@@ -56,6 +57,7 @@ def is_plain(params: SamplingParams) -> bool:
         params.greedy
         and params.num_logprobs is None
         and not (params.min_tokens or params.logit_bias or params.allowed_token_ids or params.bad_word_token_ids)
+        and not params.thinking_end_token_ids
         and not _penalised(params)
     )
 

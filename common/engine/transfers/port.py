@@ -279,9 +279,10 @@ class TransferPort:
         return self._run(start, blocks, hashes)
 
     def _close(self, request_id: RequestId) -> None:
-        """The blocks are freed together, so that the prompt's end is evicted before its beginning."""
+        """The blocks are freed together, so that the prompt's end is evicted before its beginning. The handoff of a
+        request that was refused was announced to the actor, but never begun here."""
         self._writable.discard(request_id)
-        self._kv.unpin(self._open.pop(request_id))
+        self._kv.unpin(self._open.pop(request_id, []))
 
     def _run(self, first: int, blocks: Sequence[Block], hashes: tuple[BlockHash, ...]) -> Blocks:
         return Blocks(first, tuple(block.block_id for block in blocks), hashes, self.fence)

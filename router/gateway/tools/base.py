@@ -12,8 +12,8 @@ It holds at most one unfinished call, of at most `MAX_CALL_CHARS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
-from typing import ClassVar, NamedTuple, TypeVar
+from collections.abc import Generator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw, field
@@ -36,6 +36,9 @@ class ToolCall(NamedTuple):
     arguments: str  # a JSON object
 
 
+Tools = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the arguments, by name; an empty one if none was given."""
+
 Part = str | ToolCall
 """Text that is no call, or a call."""
 
@@ -45,9 +48,9 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see, which are left out of texts otherwise
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names`: of the tools that the request has."""
-        self.names = frozenset(names)
+    def __init__(self, tools: Tools) -> None:
+        """`tools`: those that the request has."""
+        self.tools = tools
 
     @abstractmethod
     def push(self, text: str) -> list[Part]:
@@ -95,8 +98,8 @@ class ReadingParser(ToolParser):
     """A parser that reads the answer from its beginning to its end in `_read`, which is suspended wherever the text so
     far ends."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._piece = ""
         self._at = 0  # what of the piece is read
         self._has_ended = False
@@ -162,6 +165,26 @@ class ReadingParser(ToolParser):
             name.append(character)
             self._at += 1
         return "".join(name)
+
+    def _take_up_to(self, marker: str, limit: int) -> _Reading[str | None]:
+        """Reads text of at most `limit` characters and the marker after it. Returns the text; None: the marker does not
+        come."""
+        texts: list[str] = []
+        held = ""  # what may be the beginning of the marker
+        limit += len(marker)
+        while limit > 0 and (yield from self._has_more()):
+            end = min(len(self._piece), self._at + limit)
+            limit -= end - self._at
+            text = held + self._piece[self._at : end]
+            found = text.find(marker)
+            if found >= 0:
+                self._at += found + len(marker) - len(held)
+                return "".join([*texts, text[:found]])
+            self._at = end
+            num_certain = len(text) - overlap_of(text, marker)
+            held = text[num_certain:]
+            texts.append(text[:num_certain])
+        return None
 
     def _take_object(self) -> _Reading[str | None]:
         """Reads a JSON object. None: there is none; what may be the beginning of one is read."""

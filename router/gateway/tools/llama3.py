@@ -31,7 +31,7 @@ class Llama3JsonParser(ReadingParser):
             yield from self._skip_spaces()
             text = yield from self._take_object()
             call = None if text is None else read_call(text)
-            if call is None or call.name not in self.names:
+            if call is None or call.name not in self.tools:
                 return self._give_back()
             self._add(call)
             yield from self._skip_spaces()

@@ -58,7 +58,7 @@ class PythonicParser(ReadingParser):
 
     def _take_call(self) -> Generator[None, None, ToolCall | None]:
         name = yield from self._take_name()
-        if name not in self.names or not (yield from self._takes("(")):
+        if name not in self.tools or not (yield from self._takes("(")):
             return None
         scanner, texts, num_chars = _Scanner(), [], 0
         while not scanner.is_over and num_chars < _MAX_ARGUMENT_CHARS and (yield from self._has_more()):

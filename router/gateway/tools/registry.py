@@ -15,10 +15,12 @@ from router.gateway.tools.base import ToolParser
 GROUP = "baton.tool_parsers"
 AUTO, NONE = "auto", "none"
 _PARSERS = {
+    "harmony": ("router.gateway.tools.harmony", "HarmonyParser"),
     "hermes": ("router.gateway.tools.hermes", "HermesParser"),
     "llama3_json": ("router.gateway.tools.llama3", "Llama3JsonParser"),
     "mistral": ("router.gateway.tools.mistral", "MistralParser"),
     "pythonic": ("router.gateway.tools.pythonic", "PythonicParser"),
+    "qwen3_coder": ("router.gateway.tools.qwen3_coder", "Qwen3CoderParser"),
 }
 
 
@@ -30,7 +32,9 @@ class _Sign(NamedTuple):
 
 
 _SIGNS = (  # the first that is found decides
-    _Sign("<function=", NONE),  # Qwen 3 Coder: XML
+    _Sign("<parameter=", "qwen3_coder"),
+    _Sign("<function=", NONE),  # with arguments in other forms
+    _Sign("<|channel|>analysis", "harmony"),
     _Sign("[TOOL_CALLS]", "mistral"),
     _Sign("<tool_call>", "hermes"),
     _Sign("func_name1(params_name1=", "pythonic"),

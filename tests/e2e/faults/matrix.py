@@ -21,7 +21,7 @@ from tests.e2e.faults.server_process import ServerProcess
 from tests.e2e.faults.stages import Stage, reached, watched
 from tests.e2e.faults.traffic import Job, Stream, Wave
 
-MAX_TRIES = 8  # to reach a stage before all is over
+MAX_TRIES = 40  # to reach a stage before all is over
 RUN_DEADLINE_S = 150.0
 RESTART = "SIGKILL and restart"
 CUT = "network cut"  # between the victim and the first prefill pod

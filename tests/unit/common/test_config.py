@@ -13,6 +13,7 @@ from common.config import (
     ArgumentParser,
     add_arguments,
     build,
+    described_settings,
     field_names,
     load_yaml,
     parse,
@@ -210,6 +211,23 @@ def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Room. (default: 3MiB)" in text
     assert "--policy {fcfs,priority}" in text
     assert "--internal" not in text
+
+
+def test_settings_are_described_with_types_bounds_and_defaults() -> None:
+    rows = {setting.name: (setting.kind, setting.default) for setting in described_settings(Pod)}
+    assert rows == {
+        "block_size": ("integer, 1 to 1024", "32"),
+        "kv_cache_memory": ("size in bytes, at least 1, or none", ""),
+        "enable_prefix_caching": ("on or off", "on"),
+        "name": ("text", "pod"),
+        "policy": ("one of fcfs, priority", "fcfs"),
+        "peers": ("list", ""),
+        "weights": ("list", ""),
+        "options": ("mapping", ""),
+        "timeout_s": ("number, above 0", "2"),
+        "max_bytes": ("size in bytes", "3MiB"),
+    }
+    assert described_settings(Strict)[0].default == "required"
 
 
 class Everyday(Pod, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ async def test_continues_after_tokens_generated_elsewhere(router: FakeRouter) ->
     ("request_message", "code", "param"),
     [
         (engine_request("a", []), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
-        (engine_request("a", [1, 512]), common_pb2.ERROR_CODE_UNPROCESSABLE, "prompt_token_ids"),
+        (engine_request("a", [1, 512]), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
         (engine_request("a", prompt_of(4090)), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
         (engine_request("a", [1], block_hashes=b"x" * 16), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "block_hashes"),
         (

@@ -1,6 +1,6 @@
 import queue
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -155,12 +155,19 @@ def test_a_started_producer_is_announced_while_its_step_runs() -> None:
     core.close()
 
 
-def test_a_refused_producer_leaves_nothing_behind() -> None:
-    core = create_core(CONFIG, FakeExecutor(block_size=4))
-    refused = msgspec.structs.replace(producer(), prompt_token_ids=[1] * 5000)
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_refused_handoff_leaves_nothing_behind(role: Literal["producer", "consumer"]) -> None:
+    woken = threading.Event()
+    core = create_core(CONFIG, FakeExecutor(block_size=4), on_wakeup=woken.set)
+    transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role=role)
+    refused = msgspec.structs.replace(request(), prompt_token_ids=[1] * 5000, transfer=transfer)
     core.receive(refused)
     core.add_request(refused)
-    run(core)
+    assert woken.wait(30)
+    core.step()  # takes the note that the handoff is over
+    core.add_request(request("other"))
+    assert run(core)["other"][-1].finish_reason is FinishReason.LENGTH
+    assert core.check_integrity().violations == []
     core.close()
     assert core._actor._mover is not None
     assert len(core._actor._mover) == 0

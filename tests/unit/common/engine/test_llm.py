@@ -18,7 +18,6 @@ from common.errors import (
     InvalidRequestError,
     ModelLoadError,
     PromptTooLongError,
-    UnprocessableError,
 )
 from common.tokenization import Tokenizer
 from common.types import FinishReason, SamplingParams
@@ -133,11 +132,11 @@ def test_default_length(llm: LLM) -> None:
     ("prompt", "params", "error", "param"),
     [
         ("", None, InvalidRequestError, "prompt"),
-        ([VOCAB_SIZE], None, UnprocessableError, "prompt"),
+        ([VOCAB_SIZE], None, InvalidRequestError, "prompt"),
         ([1] * 512, None, PromptTooLongError, "prompt"),
         ([1] * 500, SamplingParams(max_tokens=13), PromptTooLongError, "prompt"),
         ("a", SamplingParams(temperature=3.0), InvalidRequestError, "temperature"),
-        ("a", SamplingParams(stop_token_ids=(VOCAB_SIZE,)), UnprocessableError, "stop_token_ids"),
+        ("a", SamplingParams(stop_token_ids=(VOCAB_SIZE,)), InvalidRequestError, "stop_token_ids"),
         ("a", [GREEDY, GREEDY], InvalidRequestError, "params"),
     ],
 )

@@ -3,7 +3,7 @@ import math
 import msgspec
 import pytest
 
-from common.errors import InvalidRequestError, PromptTooLongError, UnprocessableError
+from common.errors import InvalidRequestError, PromptTooLongError
 from common.types import SamplingParams
 from common.types.validation import validate_prompt, validate_sampling
 
@@ -63,7 +63,7 @@ def test_bounds_are_accepted() -> None:
 
 
 def test_stop_token_outside_vocabulary() -> None:
-    with pytest.raises(UnprocessableError, match="stop_token_ids has token id 10") as raised:
+    with pytest.raises(InvalidRequestError, match="stop_token_ids has token id 10") as raised:
         validate_sampling(SamplingParams(stop_token_ids=(10,)), vocab_size=10)
     assert raised.value.param == "stop_token_ids"
 
@@ -78,8 +78,8 @@ def test_names_of_the_callers_protocol() -> None:
     ("token_ids", "error"),
     [
         ([], InvalidRequestError),
-        ([1, 10], UnprocessableError),
-        ([-1], UnprocessableError),
+        ([1, 10], InvalidRequestError),
+        ([-1], InvalidRequestError),
         (["a"], InvalidRequestError),
         ([1] * 5, PromptTooLongError),
     ],

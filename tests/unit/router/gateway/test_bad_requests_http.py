@@ -90,6 +90,8 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         (TEXT, {"prompt": [5] * 64, "truncate_prompt_tokens": 64}, "prompt"),
+        (TEXT, {"prompt": "a", "thinking_token_budget": 5}, "thinking_token_budget"),
+        (TEXT, {"prompt": "a", "thinking_token_budget": -2}, "thinking_token_budget"),
         (CHAT, {"messages": HELLO, "max_tokens": 0, "prompt_logprobs": None}, "max_tokens"),
         (
             CHAT,
@@ -105,7 +107,10 @@ async def test_invalid_json(cluster, path, body):
         (TEXT, {"prompt": "a", "n": 0}, "n"),
         (TEXT, {"prompt": "a", "n": 5}, "n"),
         (TEXT, {"prompt": ["a"] * 3, "n": 2}, "n"),
-        (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "a", "best_of": 0}, "best_of"),
+        (TEXT, {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+        (TEXT, {"prompt": ["a"] * 3, "best_of": 2}, "best_of"),
+        (CHAT, {"messages": HELLO, "best_of": 5}, "best_of"),
         (TEXT, {"prompt": "a", "stop": ""}, "stop"),
         (TEXT, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         (TEXT, {"prompt": "a", "stop": [1]}, "stop[0]"),
@@ -139,6 +144,11 @@ async def test_the_field_at_fault_is_named(cluster, path, body, param, stream):
     assert error["type"] == "invalid_request_error"
 
 
+async def test_a_ranking_is_not_streamed(cluster):
+    error = error_of(await cluster.post(TEXT, prompt="a", best_of=2, stream=True), 400)
+    assert (error["param"], "stream" in error["message"]) == ("best_of", True)
+
+
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
@@ -163,14 +173,14 @@ async def test_what_cannot_be_searched_for_is_refused_by_name(cluster, path, fie
 
 @pytest.mark.parametrize("token_id", [-1, 2048, 2**33])
 async def test_token_ids_outside_the_vocabulary(cluster, token_id):
-    error = error_of(await cluster.post(TEXT, prompt=[5, token_id]), 422, "unprocessable")
+    error = error_of(await cluster.post(TEXT, prompt=[5, token_id]), 400)
     assert error["param"] == "prompt"
     assert str(token_id) in error["message"]
-    error = error_of(await cluster.post(TEXT, prompt="a", stop_token_ids=[token_id]), 422, "unprocessable")
+    error = error_of(await cluster.post(TEXT, prompt="a", stop_token_ids=[token_id]), 400)
     assert error["param"] == "stop_token_ids"
-    error = error_of(await cluster.post(TEXT, prompt="a", allowed_token_ids=[token_id]), 422, "unprocessable")
+    error = error_of(await cluster.post(TEXT, prompt="a", allowed_token_ids=[token_id]), 400)
     assert error["param"] == "allowed_token_ids"
-    error = error_of(await cluster.post(TEXT, prompt="a", logit_bias={str(token_id): 1}), 422, "unprocessable")
+    error = error_of(await cluster.post(TEXT, prompt="a", logit_bias={str(token_id): 1}), 400)
     assert error["param"] == "logit_bias"
 
 

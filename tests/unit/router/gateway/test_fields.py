@@ -63,7 +63,7 @@ async def test_every_field_of_other_servers_is_known():
 
 
 async def test_every_sampling_parameter_is_a_field():
-    inner = {"num_logprobs", "bad_word_token_ids"}
+    inner = {"num_logprobs", "bad_word_token_ids", "thinking_start_token_ids", "thinking_end_token_ids"}
     for body in (CompletionBody, ChatBody):
         assert set(SamplingParams.__struct_fields__) - inner <= set(body.__struct_fields__)
 

@@ -91,7 +91,7 @@ async def test_the_kv_failure_policy_reaches_the_decode_pod(stub, cluster, polic
         (
             inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=[2048])),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "UNPROCESSABLE",
+            "INVALID_ARGUMENT",
             "tokens",
         ),
     ],
@@ -260,6 +260,13 @@ async def test_what_cannot_be_resumed_is_refused(stub, cluster):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [chunk async for chunk in stub.GenerateStream(changed, timeout=30)]
         assert (caught.value.code(), from_rpc_error(caught.value).param) == (grpc.StatusCode.INVALID_ARGUMENT, param)
+    beams = inference_pb2.GenerateRequest(text="a", use_beam_search=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="use_beam_search is for Generate"):
+        [chunk async for chunk in stub.GenerateStream(beams, timeout=30)]
+    with pytest.raises(grpc.aio.AioRpcError, match="best_of greater than n is for Generate"):
+        [chunk async for chunk in stub.GenerateStream(inference_pb2.GenerateRequest(text="a", best_of=2), timeout=30)]
+    with pytest.raises(grpc.aio.AioRpcError, match=r"best_of must be at least n \(3\)"):
+        await stub.Generate(inference_pb2.GenerateRequest(text="a", n=3, best_of=2), timeout=30)
     with pytest.raises(grpc.aio.AioRpcError, match="resumable is for GenerateStream"):
         await stub.Generate(message, timeout=30)
 

@@ -13,17 +13,30 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
-from router.gateway.reasoning import ReasoningSplitter, find_reasoning_style
+from router.gateway.reasoning import find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.tools import registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
 
-NAMES = ["weather", "add"]
+TOOLS = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "add": {
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+            "s": {"type": "string"},
+            "x": {"type": ["number", "boolean"]},
+            "o": {"type": "object"},
+        },
+    },
+}
 OSLO, ARGUMENTS = '{"name": "weather", "arguments": {"city": "Oslo"}}', '{"city": "Oslo"}'
 CALL = ToolCall("weather", ARGUMENTS)
-FAMILIES = {name: load_tool_parser(name) for name in ("hermes", "llama3_json", "mistral", "pythonic")}
+FAMILIES = {
+    name: load_tool_parser(name) for name in ("hermes", "llama3_json", "mistral", "pythonic", "harmony", "qwen3_coder")
+}
 FAMILIES["json_array"] = JsonArrayParser
 
 # What each text is: texts and calls, in order. White space beside calls counts as text here.
@@ -61,6 +74,28 @@ EXAMPLES = {
         ("<|python_start|>[add()]<|python_end|>", [ToolCall("add", "{}")]),
         ("[add(a=1), weather(city=", [ToolCall("add", '{"a":1}'), ", weather(city="]),
     ],
+    "harmony": [
+        (f"<|channel|>commentary to=functions.weather<|message|>{ARGUMENTS}<|call|>", [CALL]),
+        (f"Hm.<|channel|>commentary to=functions.weather <|constrain|>json<|message|> {ARGUMENTS}", ["Hm.", CALL]),
+        ("<|channel|>commentary to=weather<|message|>{}\n<|call|> <|channel|>analysis to=functions.add<|message|>{}",
+         [ToolCall("weather", "{}"), " ", ToolCall("add", "{}")]),
+        ("<|channel|>final<|message|>{}<|channel|>x to=functions.add<|message|>{} a",
+         ["<|channel|>final<|message|>{}", ToolCall("add", "{}"), " a"]),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+         [ToolCall("weather", '{"city":"Oslo"}')]),
+        (("I look.\n<tool_call><function=add></function></tool_call>\n"
+          "<tool_call><function=x><parameter=a>1</parameter></function></tool_call> Done"),
+         ["I look.\n", ToolCall("add", "{}"), "\n", ToolCall("x", '{"a":"1"}'), " Done"]),
+        (("<tool_call><function=add><parameter=a>\n-7\n</parameter><parameter=b>\n[1, {\"k\": null}]\n</parameter>"
+          "<parameter=s>\n\n7 </x>\n</parameter><parameter=x>True</parameter><parameter=o>{\"a\":1}</parameter>"
+          "</function></tool_call>"),
+         [ToolCall("add", '{"a":-7,"b":[1, {"k": null}],"s":"\\n7 </x>","x":true,"o":{"a":1}}')]),
+        (("<tool_call><function=add><parameter=a>1e999</parameter><parameter=b>None</parameter><parameter=x>2.0"
+          "</parameter><parameter=o>[1]</parameter></function></tool_call>"),
+         [ToolCall("add", '{"a":"1e999","b":null,"x":2.0,"o":"[1]"}')]),
+    ],
     "json_array": [(f" [{OSLO},\n{OSLO}] ", [CALL, CALL, " "])],
 }  # fmt: skip
 # What looks like a call and is none, or never ends.
@@ -83,6 +118,18 @@ NO_CALLS = {
         "[add(a='\n')]", "[add(a=1, a=2)]", "[add(a=" + "[" * 100 + ")]", "[add(a={1: 2})]", "[add(a=\\)]", "add(a=1)",
         "[add(a=" + "-" * 5000 + "1)]", "[add(a=9" + "9" * 5000 + ")]", '[add(a="\\ud800")]', "[add(a=" + "1," * 9000,
     ],
+    "harmony": [
+        "", "<|channel|>", "<|channel|>analysis<|message|>Hm.", "<|channel|>commentary to=functions.<|message|>{}",
+        "<|channel|>commentary to=functions.add<|message|>", "<|channel|>commentary to=functions.add<|message|>{",
+        "<|channel|>commentary to=functions.add<|message|>[1]", "<|channel|>to=functions." + "x" * 999 + "<|message|>",
+    ],
+    "qwen3_coder": [
+        "<tool_call>", f"<tool_call>{OSLO}</tool_call>", "<tool_call><function=>", "<tool_call><function=a b",
+        "<tool_call><function=add></function>", "<tool_call><function=add><parameter=a>1</function></tool_call>",
+        "<tool_call><function=add><parameter=>1</parameter></function></tool_call>", "<function=add></function>",
+        "<tool_call><function=</tool_call>", "<tool_call><function=add><x></function></tool_call>",
+        "<tool_call><function=" + "x" * 999 + "></function></tool_call>",
+    ],
     "json_array": ["[", "[]", "{}", '[{"name": "add"', "x"],
 }  # fmt: skip
 KNOWN = [(family, text) for family, cases in EXAMPLES.items() for text, _ in cases]
@@ -90,7 +137,7 @@ KNOWN += [(family, text) for family, texts in NO_CALLS.items() for text in texts
 
 
 def parsed(family, pieces):
-    parser = FAMILIES[family](NAMES)
+    parser = FAMILIES[family](TOOLS)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     joined = []
     for part in parts:
@@ -121,7 +168,9 @@ def test_what_is_no_call_is_text(family, text):
 
 _SCRAPS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", OSLO, ARGUMENTS, "add(", "weather",
-    "a=1", ")", "{", "}", '"', "'", "\\", " ", "\n", "<|python_tag|>", "<think>", "</think>",
+    "a=1", ")", "{", "}", '"', "'", "\\", " ", "\n", "<|python_tag|>", "<think>", "</think>", "<|start|>", "assistant",
+    "<|channel|>", "analysis", "final", " to=functions.add", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+    "<function=add>", "</function>", "<parameter=a>", "</parameter>",
 ]  # fmt: skip
 _scraps = st.lists(st.sampled_from(_SCRAPS) | st.text(max_size=4), max_size=12).map("".join)
 
@@ -142,23 +191,27 @@ def test_where_a_text_is_cut_makes_no_difference(case, places):
 )
 def test_text_is_given_back_as_soon_as_it_is_certain(family, text):
     """However often what begins as a call turns out to be none, little is held."""
-    parser = FAMILIES[family](NAMES)
+    parser = FAMILIES[family](TOOLS)
     num_returned = 0
     for num_pushed in range(1, 2000):
         num_returned += sum(len(part) for part in parser.push(text))
         assert num_pushed * len(text) - num_returned <= 2 * len(text)
 
 
-def test_a_call_that_never_ends_is_held_up_to_a_bound():
-    parser = FAMILIES["hermes"](NAMES)
+@pytest.mark.parametrize(
+    ("family", "start"),
+    [("hermes", '<tool_call>{"name": "'), ("qwen3_coder", "<tool_call><function=add><parameter=a>")],
+)
+def test_a_call_that_never_ends_is_held_up_to_a_bound(family, start):
+    parser = FAMILIES[family](TOOLS)
     piece = "x" * 2**15
-    parser.push('<tool_call>{"name": "')
+    parser.push(start)
     num_pieces = next(number for number in range(1, 100) if parser.push(piece))
     assert num_pieces <= MAX_CALL_CHARS // len(piece) + 1
 
 
 def test_every_name_has_a_parser_and_another_is_refused():
-    with pytest.raises(Exception, match="--tool-parser: there is no 'nonsense'; there are auto, none, hermes"):
+    with pytest.raises(Exception, match="--tool-parser: there is no 'nonsense'; there are auto, none, harmony, hermes"):
         load_tool_parser("nonsense")
 
 
@@ -177,6 +230,8 @@ def test_a_package_adds_a_parser(monkeypatch):
         ("{{ messages }}", "none", "none"),
         ("<tool_call> {{ tools }} </think>", "hermes", "qwen3"),
         ("<tool_call> <function=", "none", "none"),
+        ("<tool_call> <function=x> <parameter=y>", "qwen3_coder", "none"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
         ("[TOOL_CALLS] [/THINK]", "mistral", "mistral"),
         ("<|python_tag|>", "llama3_json", "none"),
         ("<|python_start|>", "pythonic", "none"),
@@ -188,7 +243,8 @@ def test_what_auto_chooses(template, tool_parser, reasoning_parser):
     assert find_reasoning_style("auto", template)[0] == reasoning_parser
 
 
-STYLES = {name: find_reasoning_style(name, "")[1] for name in ("qwen3", "deepseek_r1", "mistral")}
+ASSISTANT, ANALYSIS = "<|start|>assistant", "<|channel|>analysis<|message|>"
+STYLES = {name: find_reasoning_style(name, "")[1] for name in ("qwen3", "deepseek_r1", "mistral", "harmony")}
 REASONED = [
     ("qwen3", "<|im_start|>assistant\n", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("qwen3", "<|im_start|>assistant\n<think>\n", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
@@ -201,6 +257,30 @@ REASONED = [
     ("deepseek_r1", "", "<think>Hm.</think> a </think>", "Hm.", "a </think>"),
     ("deepseek_r1", "</think>", "Yes.", "", "Yes."),
     ("mistral", "[/INST]", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("harmony", ASSISTANT, f"{ANALYSIS}Hm.<|end|>{ASSISTANT}<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes."),
+    (
+        "harmony",
+        ASSISTANT,
+        f"{ANALYSIS}Hm.<|end|>{ASSISTANT}<|channel|>final <|constrain|>json<|message|>{{}}",
+        "Hm.",
+        "{}",
+    ),
+    (
+        "harmony",
+        ASSISTANT,
+        f"{ANALYSIS}a{ANALYSIS}b{ASSISTANT}<|channel|>commentary<|message|>c<|end|><|channel|>final<|message|>d",
+        "a\n\nb",
+        "c\n\nd",
+    ),
+    ("harmony", ASSISTANT, f"{ANALYSIS}cut <|en", "cut <|en", ""),
+    ("harmony", ASSISTANT, f"{ANALYSIS}Hm.<|end|>{ASSISTANT}<|chan", "Hm.", ""),
+    ("harmony", ASSISTANT, "<|channel|>final<|message|>a < b <|x|>", "", "a < b <|x|>"),
+    ("harmony", ASSISTANT, "Yes, to be sure.", "", "Yes, to be sure."),
+    ("harmony", ASSISTANT, "<", "", "<"),
+    ("harmony", ASSISTANT, "<|channel|>" + "x" * 600, "", "<|channel|>" + "x" * 600),
+    ("harmony", f"{ASSISTANT}{ANALYSIS}So", " far.<|end|>", "far.", ""),
+    ("harmony", f"{ASSISTANT}<|channel|>final<|message|>So", " far.<|return|>", "", " far."),
+    ("harmony", "Once", " upon", "", " upon"),
 ]
 
 
@@ -215,9 +295,9 @@ def replies(parser, pieces, *, start=0, ended=True):
 
 
 def reply_parser(style=None, prompt_end="", family=None, **options):
-    splitter = None if style is None else ReasoningSplitter(STYLES[style], prompt_end)
-    tools = None if family is None else FAMILIES[family](NAMES)
-    return ReplyParser(tools, splitter, ReplyOptions(frozenset(NAMES), **options), ToolParser.call_id, b"seed")
+    splitter = None if style is None else STYLES[style].splitter(prompt_end)
+    tools = None if family is None else FAMILIES[family](TOOLS)
+    return ReplyParser(tools, splitter, ReplyOptions(TOOLS, **options), ToolParser.call_id, b"seed")
 
 
 def text_of(parts, kind):
@@ -232,15 +312,59 @@ def test_reasoning_of_each_family(style, prompt_end, text, reasoning, rest, as_p
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(STYLES)), st.sampled_from(["", "<think>\n", "</think>"]), _scraps, st.data())
+@given(
+    st.sampled_from(sorted(STYLES)),
+    st.sampled_from(["", "<think>\n", "</think>", ASSISTANT, ANALYSIS]),
+    _scraps,
+    st.data(),
+)
 @example("qwen3", "", "<think> </think> x", None)
+@example("harmony", ASSISTANT, "<|channel|>final<|end|>x<|message|>y<|start|>", None)
 def test_where_a_reply_is_cut_makes_no_difference(style, prompt_end, text, data):
     places = data.draw(st.lists(st.integers(0, 10**6), max_size=12)) if data else range(len(text))
     cuts = [text], cut(text, places)
-    whole, cut_up = (replies(reply_parser(style, prompt_end, "hermes"), pieces) for pieces in cuts)
+    family = "harmony" if style == "harmony" else "hermes"
+    parsers = [reply_parser(style, prompt_end, family) for _ in cuts]
+    whole, cut_up = (replies(parser, pieces) for parser, pieces in zip(parsers, cuts, strict=True))
     for kind in (Reasoning, Text):
         assert text_of(cut_up, kind) == text_of(whole, kind)
     assert [part for part in cut_up if isinstance(part, Call)] == [part for part in whole if isinstance(part, Call)]
+
+
+@pytest.mark.parametrize("as_pieces", [lambda text: [text], list])
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"{ASSISTANT}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+        f"{ASSISTANT} to=functions.weather<|channel|>commentary json<|message|>",
+    ],
+)
+def test_messages_of_harmony(call, as_pieces):
+    head = f"{ANALYSIS}Hm.<|end|>{ASSISTANT}<|channel|>commentary<|message|>I look.<|end|>"
+    again = f"{call}{ARGUMENTS}<|call|>{ASSISTANT}{ANALYSIS}Again."
+    text = f"{head}{again}<|end|>{call}{ARGUMENTS}"
+    parser = reply_parser("harmony", ASSISTANT, "harmony")
+    parts = replies(parser, as_pieces(text))
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert (text_of(parts, Reasoning), text_of(parts, Text)) == ("Hm.\n\nAgain.", "I look.")
+    assert [(call.number, call.name, call.arguments) for call in calls] == [(0, *CALL), (1, *CALL)]
+    if as_pieces is list:
+        of_reasoning = [f"{ANALYSIS}Hm.<|end|>", f"{ASSISTANT}{ANALYSIS}Again.<|end|>"]
+        assert parser.num_reasoning_tokens == sum(map(len, of_reasoning))
+    left = replies(reply_parser("harmony", ASSISTANT), as_pieces(text))
+    assert text_of(left, Text).count(ARGUMENTS) == 2  # without tools it is text
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [(FinishReason.LENGTH, ""), (FinishReason.ABORT, ""), (FinishReason.STOP, ', {"name": "add", "arg')],
+)
+def test_a_forced_call_that_is_cut_off_is_no_text(reason, text):
+    """Unless a stop text cut it off, which the client asked for."""
+    parser = reply_parser(family="json_array", must_call=True)
+    parts = parser.take(TextDelta(f'[{OSLO}, {{"name": "add", "arg', 0, [7], [], [0], reason))
+    assert [part.name for part in parts if isinstance(part, Call)] == ["weather"]
+    assert text_of(parts, Text) == text
 
 
 def test_reasoning_then_text_then_calls():

@@ -86,7 +86,7 @@ async def test_an_unknown_model(small, path):
 
 @pytest.mark.parametrize("token_id", [-1, 2048, 2**33])
 async def test_ids_outside_the_vocabulary(small, token_id):
-    assert "vocabulary" in error_of(await small.post("/detokenize", tokens=[5, token_id]), 422, "tokens")
+    assert "vocabulary" in error_of(await small.post("/detokenize", tokens=[5, token_id]), 400, "tokens")
 
 
 async def test_a_context_that_is_not_known(start_cluster):

@@ -158,7 +158,18 @@ async def test_a_resumed_stream_has_the_same_calls(start):
         for number in range(0, len(expected) - 1, 13):
             message.last_event_id = expected[number].event_id
             rest = [chunk async for chunk in stub.GenerateStream(message, timeout=30)]
-            assert rest == expected[number + 1 :]
+            assert spoken(rest) == spoken(expected[number + 1 :])
+
+
+def spoken(chunks):
+    """What a client makes of them, however tokens are put together in chunks."""
+    return (
+        "".join(chunk.text for chunk in chunks),
+        "".join(chunk.reasoning for chunk in chunks),
+        [call for chunk in chunks for call in chunk.tool_calls],
+        chunks[-1].event_id,
+        chunks[-1].finish_reason,
+    )
 
 
 BAD = [

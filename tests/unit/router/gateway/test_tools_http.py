@@ -71,6 +71,34 @@ async def test_calls_and_reasoning_whole_and_streamed_agree(start):
     await cluster.until_quiet()
 
 
+CODER = SHOWS + "{# <tool_call> <function=x> <parameter=y> </think> #}"
+CODED = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+HARMONY = SHOWS + "<|start|>assistant{# <|channel|>analysis<|message|> #}"
+IN_MESSAGES = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"), [(CODER, f"<think>\nHm.\n</think>\n\nI look.\n{CODED}"), (HARMONY, IN_MESSAGES)]
+)
+async def test_families_with_formats_of_their_own(start, template, answer):
+    cluster = await start(template, answer)
+    request = {"model": "baton-demo", "messages": ASKS, "tools": [WEATHER], "seed": 7}
+    async with openai_client(cluster) as client:
+        whole = await client.chat.completions.create(**request)
+        async with client.chat.completions.stream(**request, stream_options={"include_usage": True}) as events:
+            streamed = await events.get_final_completion()
+    for choice in (*whole.choices, *streamed.choices):
+        [call] = choice.message.tool_calls
+        assert (choice.message.reasoning, choice.message.content) == ("Hm.", "I look.")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+        assert choice.finish_reason == "tool_calls"
+    assert whole.usage == streamed.usage
+    assert 0 < whole.usage.completion_tokens_details.reasoning_tokens < whole.usage.completion_tokens
+
+
 async def test_a_text_without_calls_is_the_same_with_tools(start):
     text = ' I look.\n\n<tool_call>{"name": "weather"'
     cluster = await start(HERMES, text)

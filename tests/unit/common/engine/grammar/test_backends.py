@@ -18,9 +18,9 @@ VOCABULARY = load_vocabulary(demo_model_path(), 2048, frozenset({0, 2}))
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def accepts(name: GrammarBackendName, constraint: Constraint, text: str) -> bool:
+def accepts(name: GrammarBackendName, constraint: Constraint, text: str, max_whitespace: int = 3) -> bool:
     """Whether the backend takes the whole text and lets it end there."""
-    matcher = create_backend(name, VOCABULARY).compile(constraint).matcher()
+    matcher = create_backend(name, VOCABULARY, max_whitespace).compile(constraint).matcher()
     return all(matcher.accept(token_id) for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), 2])
 
 
@@ -40,6 +40,28 @@ def test_backends_agree_on_schemas(
     name: GrammarBackendName, schema: dict[str, Any], text: str, is_accepted: bool
 ) -> None:
     assert accepts(name, Constraint.json_schema(schema, any_whitespace=False), text) is is_accepted
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(("max_whitespace", "length"), [(3, 0), (3, 3), (3, 4), (0, 0), (0, 1)])
+def test_whitespace_in_json_is_bounded(name: GrammarBackendName, max_whitespace: int, length: int) -> None:
+    space = "\n  \t"[:length]
+    text = f'{{{space}"a"{space}:{space}1{space}}}'
+    for constraint in (Constraint.json_object(), Constraint.json_schema(NAMED)):
+        assert accepts(name, constraint, text, max_whitespace) is (length <= max_whitespace)
+
+
+@pytest.mark.parametrize(("own", "most"), [({}, 3), ({"max_whitespace_cnt": 1}, 1)])
+def test_whitespace_in_structural_tags_is_bounded(own: dict[str, int], most: int) -> None:
+    content = {"type": "json_schema", "json_schema": NAMED, **own}
+    tag = {"type": "tag", "begin": "<a>", "content": {"type": "or", "elements": [content]}, "end": "</a>"}
+    new = Constraint.structural_tag({"type": "structural_tag", "format": tag})
+    old = Constraint.structural_tag(
+        {"structures": [{"begin": "<a>", "schema": NAMED, "end": "</a>"}], "triggers": ["<a>"]}
+    )
+    for constraint, bound in ((new, most), (old, 3)):
+        assert accepts("xgrammar", constraint, f'<a>{{{" " * bound}"a":1}}</a>')
+        assert not accepts("xgrammar", constraint, f'<a>{{{" " * (bound + 1)}"a":1}}</a>')
 
 
 def test_objects_in_parts_stay_open() -> None:

@@ -220,6 +220,41 @@ def test_only_tokens_that_the_rules_leave_are_drawn(params, output, kept):
     assert other.token_id == int(logits_of().argmax())  # rows beside it are left alone
 
 
+@pytest.mark.parametrize(
+    ("opening", "closing", "output", "forced"),
+    [
+        ((), (9,), (1, 2), None),
+        ((), (9,), (1, 2, 3), 9),
+        ((), (9,), (1, 2, 9), None),  # it has ended on its own
+        ((), (9,), (1, 2, 3, 9), None),
+        ((), (9,), (1, 2, 3, 4), None),  # as after another budget: what was missed is not made up for
+        ((), (7, 8, 9), (1, 2, 3), 7),
+        ((), (7, 8, 9), (1, 2, 3, 7), 8),
+        ((), (7, 8, 9), (1, 2, 3, 7, 8), 9),
+        ((), (7, 8, 9), (1, 2, 3, 7, 8, 9), None),
+        ((), (7, 8, 9), (1, 2, 7), 8),  # it was about to end
+        ((), (7, 8, 9), (1, 2, 7, 8), 9),
+        ((), (7, 8, 9), (1, 2, 7, 8, 9), None),
+        ((5,), (9,), (1, 2, 3, 4), None),
+        ((5,), (9,), (1, 5, 3, 4), None),
+        ((5,), (9,), (1, 5, 3, 4, 6), 9),
+        ((4, 5), (9,), (4, 4, 5, 1, 2, 3), 9),
+        ((5,), (9,), (*[1] * 80, 5, 1, 2, 3), None),  # an answer that mentions a tag
+    ],
+)
+def test_reasoning_is_closed_after_its_budget(opening, closing, output, forced):
+    logits = logits_of()[None]
+    params = {"thinking_token_budget": 3, "thinking_start_token_ids": opening, "thinking_end_token_ids": closing}
+    tokens = (1, 5, 9, *output)
+    expected = int(logits.argmax()) if forced is None else forced
+    assert not is_plain(SamplingParams(temperature=0.0, **params))
+    for more in ({}, {"allowed_token_ids": (expected, 30)} if forced is None else {"allowed_token_ids": (30,)}):
+        (token,) = sample(logits, [row(SamplingParams(temperature=0.0, **params, **more), tokens)])
+        assert token.token_id == expected
+    broken = torch.full_like(logits, math.nan)
+    assert sample(broken, [row(SamplingParams(temperature=0.0, **params), tokens)]) == [None]
+
+
 def test_stop_tokens_are_masked_until_min_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 4], logits[0, 9] = 3.0, 2.0, 1.0

@@ -1,0 +1,129 @@
+"""Writes docs/metrics.md from the registries of router and pods: `make reference`, or this as a program."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from common.engine.messages import EngineStats
+from common.observability.task_figures import TaskFigures
+from common.pod.metrics import PodMetrics
+from common.pod.stats import StatsBoard
+from router.admission.metrics import AdmissionMetrics
+from router.discovery.metrics import DiscoveryMetrics
+from router.dispatching.metrics import SurvivalMetrics
+from router.metrics import RouterMetrics
+from router.placing.index import PrefixIndex
+from router.pods.health_metrics import PodHealthMetrics
+from router.security.metrics import SecurityMetrics
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+VLLM_NAMES = {
+    "baton_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "baton_generation_tokens_total": "vllm:generation_tokens_total",
+    "baton_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "baton_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "baton_num_preemptions_total": "vllm:num_preemptions_total",
+    "baton_num_requests_running": "vllm:num_requests_running",
+    "baton_num_requests_waiting": "vllm:num_requests_waiting",
+    "baton_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "baton_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "baton_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "baton_request_generation_tokens": "vllm:request_generation_tokens",
+    "baton_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "baton_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "baton_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "baton_request_success_total": "vllm:request_success_total",
+    "baton_tier_hits_total": "vllm:external_prefix_cache_hits_total",
+    "baton_tier_queries_total": "vllm:external_prefix_cache_queries_total",
+    "baton_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "baton_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+}
+"""Metrics of vLLM with the same meaning."""
+
+_INTRODUCTION = """\
+# Metrics
+
+Written by `make reference` from the code; a test holds it to that. [observability.md](observability.md) says what to
+watch.
+
+Names are those of a scrape. A histogram has `_bucket`, `_sum` and `_count` behind its name. The last column has the
+metric of vLLM that means the same, for dashboards that are to be moved.
+"""
+_ROUTER = """\
+## Router
+
+At `/metrics` of its HTTP port. With API keys, an operator's key is needed, unless `metrics_need_key` is off.
+"""
+_PODS = """\
+## Pods
+
+At `/metrics` of `metrics_port`, which is off by default. Prefill and decode pods have the same metrics. The values
+`reason` of handoffs are those of [When KV does not come](kv.md#when-kv-does-not-come).
+"""
+_END = """\
+The router also has the `process_*` metrics of Prometheus' clients: CPU time, resident memory, open files.
+"""
+
+
+class MetricRow(NamedTuple):
+    """One metric as a scrape shows it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [_INTRODUCTION, _ROUTER, _table(router_metrics()), _END, _PODS, _table(pod_metrics())],
+    )
+
+
+def router_metrics() -> list[MetricRow]:
+    """Those of a router, but for the process's own."""
+    metrics = RouterMetrics()
+    metrics.of("model")
+    metrics.watch_index(PrefixIndex(max_holdings=1))
+    for add_to in (SurvivalMetrics, AdmissionMetrics, SecurityMetrics, DiscoveryMetrics, PodHealthMetrics):
+        add_to(metrics.registry)
+    return [row for row in _rows(metrics.registry) if not row.name.startswith("process_")]
+
+
+def pod_metrics() -> list[MetricRow]:
+    """Those of a pod."""
+    return list(_rows(PodMetrics(StatsBoard(EngineStats())).registry))
+
+
+def _rows(registry: CollectorRegistry) -> Iterator[MetricRow]:
+    loop = asyncio.new_event_loop()
+    try:
+        registry.register(TaskFigures(loop))
+        for family in sorted(registry.collect(), key=lambda family: family.name):
+            collector = registry._names_to_collectors.get(family.name)  # noqa: SLF001  (nothing else has the labels)
+            labels = getattr(collector, "_labelnames", None) or {
+                label: None for sample in family.samples for label in sample.labels if label != "le"
+            }
+            suffix = "_total" if family.type == "counter" else ""
+            yield MetricRow(family.name + suffix, family.type, tuple(labels), family.documentation)
+    finally:
+        loop.close()
+
+
+def _table(rows: Iterable[MetricRow]) -> str:
+    lines = ["| metric | type | labels | what it says | of vLLM |", "|---|---|---|---|---|"]
+    for row in rows:
+        labels = ", ".join(f"`{label}`" for label in row.labels)
+        vllm = f"`{VLLM_NAMES[row.name]}`" if row.name in VLLM_NAMES else ""
+        lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.text} | {vllm} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,130 @@
+"""Calls of Qwen 3 Coder and models after it:
+
+    <tool_call>
+    <function=name>
+    <parameter=key>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+Values are texts as they are, without the line breaks beside the tags, and JSON where the schema has another type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from router.gateway.tools.base import MAX_CALL_CHARS, MAX_NAME_CHARS, ReadingParser, ToolCall
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
+_COMPOSING = ("anyOf", "oneOf", "allOf")
+_WORDS = {"True": b"true", "False": b"false", "None": b"null"}  # as Python has them
+_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+class Qwen3CoderParser(ReadingParser):
+    """See ToolParser."""
+
+    markers = (_OPEN, _CLOSE)  # special tokens in some vocabularies
+
+    def _read(self) -> Generator[None, None, None]:
+        while (yield from self._take_text_until(_OPEN)):
+            call = yield from self._take_call()
+            if call is None:
+                self._give_back()
+            else:
+                self._add(call)
+                self._drop()
+
+    def _take_call(self) -> Generator[None, None, ToolCall | None]:
+        yield from self._skip_spaces()
+        if not (yield from self._takes(_FUNCTION)):
+            return None
+        name = yield from self._take_key()
+        if not name:
+            return None
+        texts = yield from self._take_parameters()
+        if texts is None:
+            return None
+        yield from self._skip_spaces()
+        if not (yield from self._takes(_CLOSE)):
+            return None
+        schemas = self.tools.get(name, {}).get("properties")
+        known = schemas if isinstance(schemas, Mapping) else {}
+        arguments = {key: _value_of(text, known.get(key)) for key, text in texts.items()}
+        return ToolCall(name, msgspec.json.encode(arguments).decode())
+
+    def _take_key(self) -> Generator[None, None, str]:
+        """Reads the name that a tag has, and the end of the tag; empty: there is none."""
+        key = yield from self._take_up_to(">", MAX_NAME_CHARS)
+        return key if key and key.isprintable() and "<" not in key else ""
+
+    def _take_parameters(self) -> Generator[None, None, dict[str, str] | None]:
+        """Reads parameters up to the end of the function."""
+        texts: dict[str, str] = {}
+        room = MAX_CALL_CHARS
+        while True:
+            yield from self._skip_spaces()
+            if not (yield from self._takes("<")):
+                return None
+            if (yield from self._sees("/")):
+                return texts if (yield from self._takes(_END_OF_FUNCTION[1:])) else None
+            if not (yield from self._takes(_PARAMETER[1:])):
+                return None
+            key = yield from self._take_key()
+            text = None if not key else (yield from self._take_up_to(_END_OF_PARAMETER, room))
+            if not key or text is None:
+                return None
+            room -= len(key) + len(text) + len(_PARAMETER)
+            texts[key] = text.removeprefix("\n").removesuffix("\n")
+
+
+def _value_of(text: str, schema: Any) -> str | Raw:
+    """The text, or the JSON that it is, if the schema has no text there."""
+    types = set(_types_of(schema))
+    stripped = text.strip()
+    encoded = _WORDS.get(stripped) or stripped.encode()
+    if types and types != {"string"} and _type_of(encoded) & types:
+        return Raw(encoded)
+    return text
+
+
+def _types_of(schema: Any) -> Iterator[str]:
+    """The types that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return
+    named = schema.get("type")
+    yield from (each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str))
+    for keyword in _COMPOSING:
+        parts = schema.get(keyword)
+        for part in parts if isinstance(parts, list) else ():
+            yield from _types_of(part)
+
+
+def _type_of(encoded: bytes) -> set[str]:
+    """The types of JSON that it is; none: it is no JSON."""
+    try:
+        value = msgspec.json.decode(encoded)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return set()
+    if isinstance(value, float) and not math.isfinite(value):
+        return set()
+    name = _TYPES.get(type(value), "string")
+    if isinstance(value, float) and value.is_integer():
+        return {"number", "integer"}
+    return {"integer", "number"} if name == "integer" else {name}
