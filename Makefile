@@ -9,7 +9,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose images test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -32,6 +32,11 @@ test-deploy: $(DEV)
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu $(ARGS)
 
+## The images and deploy/compose for real, on a Docker Engine of the tests' own; installs it from Debian if it may. Keeps
+## images in ~/.cache/baton-containers (10 GB). The first time takes a quarter of an hour.
+test-compose: $(DEV)
+	$(BIN)/pytest -m compose tests/compose $(ARGS)
+
 ## Wheel, sdist, and the bill of materials (CycloneDX) of what the wheel installs; in dist/.
 dist: $(DIST)
 	rm -rf dist
@@ -46,6 +51,10 @@ test-dist: dist
 ## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
+
+## Container images with docker, podman or buildah; see docs/compose.md. make images IMAGES="router cpu"
+images:
+	@sh deploy/docker/build.sh
 
 ## Mutation check, see README. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
 mutants: $(MUTANTS)

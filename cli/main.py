@@ -26,6 +26,8 @@ COMMANDS = {
     "logs": Command("cli.logs", "Show what the processes of a cluster in the background say."),
     "down": Command("cli.down", "End a cluster in the background."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
+    "health": Command("cli.health", "Ask one process whether it serves; for probes of containers."),
+    "doctor": Command("cli.doctor", "Check what this machine has of what Baton needs."),
     "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
     "complete": Command("cli.complete", "Continue a prompt."),
     "chat": Command("cli.chat", "Talk to the model."),
@@ -34,9 +36,9 @@ COMMANDS = {
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
 }
 TOPICS = {
-    "clusters": ("up", "status", "logs", "down", "serve"),
+    "clusters": ("up", "status", "logs", "down", "serve", "health"),
     "clients": ("complete", "chat"),
-    "tools": ("fetch", "kv", "keys", "certs"),
+    "tools": ("doctor", "fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\
 examples:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
+from types import FrameType
 
 from cli.extras import import_with_extra
 from common.errors import ConfigError
@@ -20,6 +22,7 @@ _NEEDS = {"router": "router", "prefill": "engine", "decode": "engine"}  # extra 
 def main(argv: Sequence[str]) -> int:
     """Hands the options over to the role's own main function."""
     die_with_parent()
+    _end_at_sigterm()
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: baton serve {router,prefill,decode} [options]\n\n`baton serve ROLE --help` describes its options."
@@ -32,3 +35,16 @@ def main(argv: Sequence[str]) -> int:
     # than busy threads a step took 10 to 20 times as long. `baton up`, which shares out the cores, lets them spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return int(import_with_extra(ROLES[role], role, _NEEDS[role]).main(options))
+
+
+def _end_at_sigterm() -> None:
+    """Makes SIGTERM end the first process of a container, for which the kernel drops signals that have no handler.
+
+    Until the role has a handler of its own: a pod may take minutes to download its model.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _exit_at_once)
+
+
+def _exit_at_once(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)

@@ -83,7 +83,7 @@ EXAMPLES = (
     "baton up --config baton.yaml                   # sections cluster, prefill, decode, router",
 )
 EXIT_CODES = {
-    0: "stopped as asked; with --detach: the cluster is ready",
+    0: "stopped as asked; with --detach: the cluster is ready; with --dry-run: it could be started",
     1: "a process did not start",
     2: "a wrong option or setting; nothing was left running",
     130: "interrupted before the cluster was ready",
@@ -226,6 +226,7 @@ class ClusterCommand(msgspec.Struct, frozen=True):
     passed: dict[str, list[str]]  # role -> options of its processes that the cluster itself does not have
     model_sources: list[ModelSource]
     is_detached: bool
+    is_dry_run: bool
     name: str
     arguments: list[str]  # all of the above, as given
 
@@ -260,6 +261,7 @@ def parse_cluster(argv: Sequence[str] | None) -> ClusterCommand:
         passed={role: given_arguments(kind, args, exclude=_not_passed(role)) for role, kind in _PROCESSES.items()},
         model_sources=_model_sources(config, document),
         is_detached=args.detach,
+        is_dry_run=args.dry_run,
         name=args.name or DEFAULT_NAME,
         arguments=arguments,
     )
@@ -284,6 +286,9 @@ def _parser(arguments: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument(
         "-d", "--detach", action="store_true", help="Return when the cluster is ready, and leave it running."
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="Print the resolved settings and the commands, and start nothing."
     )
     parser.add_argument(
         "--name",

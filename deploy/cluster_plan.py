@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
 from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
 from deploy.cluster_state import StoreState
+from deploy.own_code import importable
 from deploy.pod_process import PodSpec
 from deploy.ports import check_free, pick_ports
 from deploy.redis_server import RedisPlan, plan_redis
@@ -236,17 +237,6 @@ def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]
     if threads.isdecimal() and int(threads) * num_engines <= num_cores:  # else they would spin on each other's cores
         env |= _BRIEF_SPIN
     return env | importable(base)
-
-
-def importable(base: Mapping[str, str]) -> dict[str, str]:
-    """`base` as the environment of a process that runs this code, wherever it is started."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, base.get("PYTHONPATH", "")]))
-    return {
-        **base,
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",
-    }  # a package `common` in the working directory is not ours
 
 
 def operator_environment(env: Mapping[str, str], key: str) -> dict[str, str]:

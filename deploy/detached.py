@@ -18,10 +18,10 @@ from common.config import report_config_error
 from common.errors import ConfigError
 from deploy.cluster_config import ClusterCommand, parse_cluster
 from deploy.cluster_log import ClusterLog
-from deploy.cluster_plan import importable
 from deploy.cluster_record import ClusterRecord, initial_state
 from deploy.cluster_state import DEFAULT_NAME, LOG_FILE, Claim, StateError, claim
 from deploy.local_cluster import run_cluster
+from deploy.own_code import importable
 from deploy.terminal import Terminal
 
 EXIT_FAILED = 1

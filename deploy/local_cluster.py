@@ -49,6 +49,10 @@ STOP_MARGIN_S = 3.0  # for what a process does after its own grace period
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a local cluster until a signal, or leaves one running. Returns the exit code; raises ConfigError."""
     command = parse_cluster(argv)
+    if command.is_dry_run:
+        from deploy.dry_run import print_plan
+
+        return print_plan(command)
     if command.is_detached:
         from deploy.detached import start_detached
 

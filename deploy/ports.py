@@ -24,7 +24,7 @@ def pick_ports(host: str, count: int) -> list[int]:
     On Linux they stay with this process until it ends: only a server that asks for one by its number gets it, and the
     launcher of another cluster does not pick it. Elsewhere a bound port could not be listened on.
     """
-    if problem := _bind_problem(host, 0):
+    if problem := bind_problem(host, 0):
         raise ConfigError(f"--host: cannot listen on {host}: {problem}", param="host")
     chosen: list[int] = []
     for port in random.sample(range(_FIRST, _LAST), _ATTEMPTS + count):
@@ -53,12 +53,13 @@ def _keep(host: str, port: int) -> bool:
 
 def check_free(host: str, port: int, option: str) -> None:
     """Raises ConfigError, naming `option`, if host:port cannot be listened on."""
-    problem = _bind_problem(host, port)
+    problem = bind_problem(host, port)
     if problem is not None:
         raise ConfigError(f"{option}: cannot listen on {host}:{port}: {problem}", param=option)
 
 
-def _bind_problem(host: str, port: int) -> str | None:
+def bind_problem(host: str, port: int) -> str | None:
+    """Why host:port cannot be listened on; None if it can be."""
     try:
         _bound(host, port, shared=True).close()
     except OSError as error:

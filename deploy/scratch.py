@@ -20,7 +20,7 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
 
     Also removes what launchers that were killed left behind: their locks are free.
     """
-    parent = parent if parent is not None else _default_parent()
+    parent = parent if parent is not None else shared_memory()
     sweep(parent)
     path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=parent))
     try:
@@ -39,6 +39,7 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _default_parent() -> Path:
+def shared_memory() -> Path:
+    """Directory in memory, or the one for temporary files where there is none."""
     memory = Path("/dev/shm")  # noqa: S108  (private directories, mode 0700, are made in it)
     return memory if memory.is_dir() and os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

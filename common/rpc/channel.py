@@ -41,8 +41,23 @@ def open_channel(
     """
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else [])]
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=_tls_options(server_name))
+
+
+def open_blocking_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.Channel:
+    """The same as `open_channel` for a caller without an event loop."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=_tls_options(server_name))
+
+
+def _tls_options(server_name: str) -> list[tuple[str, int | str]]:
+    options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return options
 
 
 async def connect(channel: grpc.aio.Channel, timeout_s: float) -> None:

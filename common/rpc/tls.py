@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import ConfigError
-from common.rpc.channel import open_channel
+from common.rpc.channel import open_blocking_channel, open_channel
 from common.watched_files import WatchedFiles
 
 
@@ -125,6 +125,10 @@ class ClusterTls:
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """A ChannelOpener. Uses the certificate files as they are now."""
         return open_channel(address, self._identity.channel_credentials(), self._server_name)
+
+    def open_blocking_channel(self, address: str) -> grpc.Channel:
+        """The same for a caller without an event loop."""
+        return open_blocking_channel(address, self._identity.channel_credentials(), self._server_name)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a pod's server."""

@@ -14,8 +14,15 @@ import msgspec
 import zmq
 
 from common.engine.client.async_base import AsyncClientBase
-from common.engine.config import EngineConfig
-from common.engine.launch import DEFAULT_EXECUTOR, EXIT_FAILED, EngineProcReply, EngineReady, Launch, frame_launch
+from common.engine.config import MAX_SOCKET_PATH, EngineConfig
+from common.engine.launch import (
+    DEFAULT_EXECUTOR,
+    EXIT_FAILED,
+    EngineProcReply,
+    EngineReady,
+    Launch,
+    frame_launch,
+)
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError, EngineDeadError
 
@@ -25,7 +32,6 @@ _START_TIMEOUT_S = 600.0  # loading a large model from a slow disk
 _STOP_TIMEOUT_S = 5.0  # for the step in flight and the connector; then the process is killed
 _LAST_REPLY_TIMEOUT_S = 2.0  # from a process's end to the arrival of its last reply
 _MAX_BACKLOG = 256  # items that the consumer of outputs may be behind before the engine waits
-_MAX_SOCKET_PATH = 107  # bytes that the kernel allows
 
 
 class AsyncMPClient(AsyncClientBase):
@@ -72,7 +78,7 @@ class AsyncMPClient(AsyncClientBase):
             name=self._name,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
-        if len(launch.commands_path.removeprefix("ipc://").encode()) > _MAX_SOCKET_PATH:
+        if len(launch.commands_path.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
             raise ConfigError(f"TMPDIR: {directory} is too long for a socket path", param="TMPDIR")
         self._open_sockets(launch)
         arguments = [self._name] if self._name else []  # for the process list

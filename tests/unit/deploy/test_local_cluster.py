@@ -390,3 +390,17 @@ def test_a_model_is_fetched_once_however_many_processes_load_it(tmp_path: Path) 
 def test_the_hub_is_asked_for_the_files_that_processes_load() -> None:
     assert set(_HUB_FILES) == set(MODEL_FILES)
     assert all(any(fnmatch(name, pattern) for pattern in MODEL_FILES) for name in ROUTER_FILES)
+
+
+def test_a_dry_run_prints_what_would_be_started_without_passwords(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--connector", "redis", "--connector-options", "url=redis://:geheim@10.0.0.5:6379/0", "--port", "0"]
+    assert main(["--dry-run", "--prefill", "2", "--grpc-port", "0", "--max-num-seqs", "7", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "geheim" not in printed
+    assert "redis://***@10.0.0.5:6379/0" in printed
+    assert "  max_num_seqs: 7\n" in printed
+    names = re.findall(r"^# (\S+)\n\S+=", printed, re.MULTILINE)
+    assert names == ["prefill-0", "prefill-1", "decode-0", "router"]
+    (router,) = [line for line in printed.splitlines() if "serve router" in line]
+    words = shlex.split(router)
+    assert len(option(tuple(words), "--prefill")) == 2
