@@ -1,6 +1,8 @@
 """Property tests draw the same examples in each run, so that a failure comes from the change under test; the long
 suites draw new ones."""
 
+import signal
+
 import pytest
 from hypothesis import settings
 
@@ -10,3 +12,5 @@ settings.register_profile("repeatable", derandomize=True, database=None)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "slow":
         settings.load_profile("repeatable")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell, and so in every child
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -74,7 +74,8 @@ class Run:
 @pytest.mark.parametrize(
     ("connector", "num_streams"),
     [
-        pytest.param("shared-storage", 500),
+        ("shared-storage", 200),
+        pytest.param("shared-storage", 500, marks=pytest.mark.slow),
         pytest.param("redis", 500, marks=pytest.mark.slow),
         pytest.param("nixl", 500, marks=pytest.mark.slow),
     ],
