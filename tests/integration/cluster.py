@@ -28,6 +28,7 @@ from decode_service.front import DecodeFront
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
 from router.config import RouterConfig
+from router.pods.config import HealthConfig
 from router.runtime import Router
 from router.security.config import SecurityConfig
 from tests.tiny_models import VOCAB_SIZE, tiny_model_dir
@@ -151,6 +152,7 @@ async def running_cluster(
             remote_prefill="prefer",
             prefill_policy="round_robin",  # every pod is used
             decode_policy="round_robin",
+            pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
             tls=tls or ClusterTlsConfig(),
             security=security or SecurityConfig(),
         )

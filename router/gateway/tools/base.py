@@ -12,7 +12,7 @@ It holds at most one unfinished call, of at most `MAX_CALL_CHARS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -123,6 +123,17 @@ class ReadingParser(ToolParser):
     @abstractmethod
     def _read(self) -> _Reading[None]:
         """Reads the answer to its end."""
+
+    def _read_calls(self, opening: str, take_call: Callable[[], _Reading[ToolCall | None]]) -> _Reading[None]:
+        """Reads the answer to its end, where each call begins with `opening` and `take_call` reads the rest of it, or
+        returns None. What is no call stays text."""
+        while (yield from self._take_text_until(opening)):
+            call = yield from take_call()
+            if call is None:
+                self._give_back()
+            else:
+                self._add(call)
+                self._drop()
 
     def _resume(self) -> list[Part]:
         next(self._reading, None)

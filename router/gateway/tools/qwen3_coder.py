@@ -43,13 +43,7 @@ class Qwen3CoderParser(ReadingParser):
     markers = (_OPEN, _CLOSE)  # special tokens in some vocabularies
 
     def _read(self) -> Generator[None, None, None]:
-        while (yield from self._take_text_until(_OPEN)):
-            call = yield from self._take_call()
-            if call is None:
-                self._give_back()
-            else:
-                self._add(call)
-                self._drop()
+        yield from self._read_calls(_OPEN, self._take_call)
 
     def _take_call(self) -> Generator[None, None, ToolCall | None]:
         yield from self._skip_spaces()
