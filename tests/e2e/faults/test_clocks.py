@@ -20,6 +20,7 @@ ALLOWED = {
     "deploy/certificates.py": "how long a certificate is valid",
     "deploy/cluster_log.py": "the time in a log line",
     "deploy/cluster_record.py": "since when a pod is ready, shown to a person",
+    "deploy/doctor_checks.py": "the clock itself is what is checked",
     "kv_store/inspection/redis_server.py": "when a block was last used, shown to a person",
     "kv_store/shared_storage.py": "age of files, by the file system's clock; at worst one is written again",
     "router/gateway/app.py": "`created` in answers",
