@@ -251,11 +251,12 @@ class Corpus:
             return self._memory_chat(system)
         if chance < 0.23:
             return render_chat(self._follow_ups(), system)
-        kinds = [self._fact_exchange, self._small_talk_exchange, self._any_exchange]
+        kinds = [self._fact_exchange, self._small_talk_exchange, self.any_exchange]
         kind = self._rng.choices(kinds, [4, 2, 2])[0]
         return render_chat([kind() for _ in range(self._rng.choice([1, 1, 1, 2, 3, 4]))], system)
 
-    def _any_exchange(self) -> Exchange:
+    def any_exchange(self) -> Exchange:
+        """A question of any kind and its answer."""
         kinds = [self._fact_exchange, self._small_talk_exchange, self._counting_exchange]
         return self._rng.choices(kinds, [2, 1, 1])[0]()
 
@@ -325,6 +326,6 @@ class Corpus:
             else:
                 exchanges.append(Exchange(said, noted))
             recalls.append(Exchange(question, answer))
-        exchanges += [self._any_exchange() for _ in range(self._rng.choice([0, 0, 1, 2, 6]))]
+        exchanges += [self.any_exchange() for _ in range(self._rng.choice([0, 0, 1, 2, 6]))]
         self._rng.shuffle(recalls)
         return render_chat(exchanges + recalls, system)

@@ -1,10 +1,14 @@
-"""Train the demo model from scratch on the CPU, or measure what it knows.
+"""Train the demo model on the CPU, or measure what it knows.
 
-    python -m demo_training.train --out DIR         # tokenizer, config and weights
-    python -m demo_training.train --evaluate DIR    # a table of accuracies
+    python -m demo_training.train --out TALKS                           # from scratch: tokenizer, config and weights
+    python -m demo_training.train --stage tools --start TALKS --out CALLS
+    python -m demo_training.train --stage drills --start CALLS --out DRILLED
+    python -m demo_training.train --stage names --start DRILLED --out READS
+    python -m demo_training.train --stage review --start READS --out DIR
+    python -m demo_training.train --evaluate DIR                        # a table of accuracies
 
-Training takes fifteen to twenty-five minutes on two cores. The same seed gives the same weights on the
-same machine.
+The shipped model went through the five stages, each of which takes ten to twenty-five minutes on two idle cores.
+With --threads 1 a busy machine trains faster. The same seed gives the same weights on the same machine.
 """
 
 # ruff: noqa: T201 - its output is what it prints
@@ -14,9 +18,11 @@ import copy
 import math
 import random
 import time
-from collections.abc import Iterator
-from itertools import cycle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,15 +40,16 @@ from transformers import (
 
 from demo_training.corpus import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, Corpus
 from demo_training.facts import all_facts
+from demo_training.tool_chats import PLAIN_MIX, Document, Mix, Part, ToolCorpus
 
 VOCAB_SIZE = 2048
 MAX_POSITION_EMBEDDINGS = 4096
 TOKENS_PER_STEP = 2048
-SHORT, LONG, FULL = 256, 1024, MAX_POSITION_EMBEDDINGS  # tokens in a row
-ROW_LENGTHS = [SHORT, SHORT, SHORT, LONG] * 3 + [SHORT, SHORT, SHORT, FULL]  # of one step after another
-PEAK_LEARNING_RATE = 2.5e-3
+SHORT, MEDIUM, LONG, FULL = 256, 512, 1024, MAX_POSITION_EMBEDDINGS  # tokens in a row
+LATER_ROW_LENGTHS = [MEDIUM, LONG] * 5 + [MEDIUM, FULL]
 WARM_UP_STEPS = 100
 STEPS_PER_SAVE = 250
+NOT_LEARNED = -100  # the target that cross_entropy ignores
 
 # Words keep their leading space, and digits stand alone.
 WORDS = r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -123,44 +130,130 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def packed_rows(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[torch.Tensor]:
-    """Batches of rows of documents, [rows, tokens + 1]; each row begins with the start of a document."""
-    documents = Corpus(seed).documents()
+def plain_documents(seed: int) -> Iterator[Document]:
+    """Documents of the first stage, every token of which is learned."""
+    return ([Part(text, is_learned=True)] for text in Corpus(seed).documents())
 
-    def row(length: int) -> list[int]:
+
+def mixed_documents(seed: int, tools_share: float, mix: Mix = PLAIN_MIX) -> Iterator[Document]:
+    """Documents of the later stages: tools and JSON, and what was learned before."""
+    rng = random.Random(seed)
+    plain, tools = plain_documents(seed + 1), ToolCorpus(seed + 2, mix).documents()
+    while True:
+        yield next(tools) if rng.random() < tools_share else next(plain)
+
+
+class Batch(NamedTuple):
+    """Rows of a step and what is learned of them: [rows, tokens] both."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor  # the next token of each, or NOT_LEARNED
+
+
+def packed_rows(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterator[Document], row_lengths: Sequence[int]
+) -> Iterator[Batch]:
+    """Batches of rows of documents; each row begins with the start of a document."""
+
+    def row(length: int) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
+        learned: list[int] = []
         while len(tokens) < length:
-            tokens += tokenizer.encode(next(documents))
-        return tokens[:length]
+            for part in next(documents):
+                ids = tokenizer.encode(part.text)
+                tokens += ids
+                learned += ids if part.is_learned else [NOT_LEARNED] * len(ids)
+        return tokens[:length], learned[:length]
 
-    for length in cycle(ROW_LENGTHS):
-        yield torch.tensor([row(length + 1) for _ in range(max(1, TOKENS_PER_STEP // length))])
+    for length in cycle(row_lengths):
+        rows = torch.tensor([row(length + 1) for _ in range(max(1, TOKENS_PER_STEP // length))])
+        yield Batch(rows[:, 0, :-1], rows[:, 1, 1:])
 
 
-def learning_rate(step: int, steps: int) -> float:
+class Stage(NamedTuple):
+    """One of the stages of training."""
+
+    documents: Iterator[Document]
+    row_lengths: list[int]  # of one step after another
+    peak_learning_rate: float
+    steps: int  # of about TOKENS_PER_STEP tokens
+
+
+def talk_stage(seed: int) -> Stage:
+    """From scratch: facts, arithmetic, stories and chats."""
+    row_lengths = [SHORT, SHORT, SHORT, LONG] * 3 + [SHORT, SHORT, SHORT, FULL]
+    return Stage(plain_documents(seed + 1), row_lengths, 2.5e-3, steps=2000)
+
+
+def tools_stage(seed: int) -> Stage:
+    """Tools and JSON, too, in rows that are long enough for them."""
+    return Stage(mixed_documents(seed + 2, tools_share=0.5), LATER_ROW_LENGTHS, 1.5e-3, steps=1600)
+
+
+def drills_stage(seed: int) -> Stage:
+    """Drills for calls, and more of what the first stage taught, some of which the second makes a model forget."""
+    return Stage(mixed_documents(seed + 5, tools_share=0.4, mix=Mix(drills=11)), LATER_ROW_LENGTHS, 1.2e-3, steps=1000)
+
+
+def names_stage(seed: int) -> Stage:
+    """Tools whose names cannot be guessed, so that they have to be read in their definitions."""
+    mix = Mix(drills=10, repetitions=8, strange_names=0.5)
+    return Stage(mixed_documents(seed + 8, tools_share=0.5, mix=mix), LATER_ROW_LENGTHS, 1.5e-3, steps=900)
+
+
+def review_stage(seed: int) -> Stage:
+    """All of it."""
+    mix = Mix(drills=8, repetitions=2, strange_names=0.25)
+    return Stage(mixed_documents(seed + 11, tools_share=0.4, mix=mix), LATER_ROW_LENGTHS, 1.2e-3, steps=1200)
+
+
+STAGES = {
+    "talk": talk_stage,
+    "tools": tools_stage,
+    "drills": drills_stage,
+    "names": names_stage,
+    "review": review_stage,
+}
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
-    return PEAK_LEARNING_RATE * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return peak * warm_up * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def train(out: Path, steps: int, seed: int) -> None:
-    """Train for `steps` steps and save the tokenizer, the config and bfloat16 weights in `out`."""
-    torch.manual_seed(seed)
+def untrained(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
+    """A model to begin with, and its tokenizer."""
     tokenizer = train_tokenizer(seed)
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    return model, tokenizer
+
+
+def trained(start: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
+    """The model in `start` and its tokenizer."""
+    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(start)
+
+
+def train(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, stage: Stage, out: Path, steps: int | None
+) -> None:
+    """Train for `steps` steps, else for those of the stage; save the model in `out` now and then and at the end."""
+    steps = steps or stage.steps
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
     model.train()
     started = time.monotonic()
-    for step, batch in zip(range(steps), packed_rows(tokenizer, seed + 1), strict=False):
+    batches = packed_rows(tokenizer, stage.documents, stage.row_lengths)
+    for step, batch in zip(range(steps), batches, strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
+            group["lr"] = learning_rate(step, steps, stage.peak_learning_rate)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            logits = model(input_ids=batch.inputs, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=NOT_LEARNED)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -210,6 +303,7 @@ def evaluate(directory: Path, facts_per_topic: int = 120) -> None:
         completed = sum(greedy.complete(fact.stem, 32).startswith(f" {fact.ending}") for fact in sample)
         answered = sum(greedy.answer(fact.questions[0]) == f"{fact.statement}{MESSAGE_END}" for fact in sample)
         print(f"{topic:22} {len(sample):5} {completed / len(sample):11.0%} {answered / len(sample):6.0%}")
+    evaluate_tools(greedy)
     for prompt in ("The capital of France is", "Once upon a time"):
         print(f"\n> {prompt}\n{greedy.complete(prompt, 128)}")
     for question in (
@@ -221,6 +315,32 @@ def evaluate(directory: Path, facts_per_topic: int = 120) -> None:
         print(f"\n> {question}\n{greedy.answer(question, 256)}")
 
 
+def evaluate_tools(greedy: Greedy, num_documents: int = 300) -> None:
+    """Print how many parts of chats with tools and of JSON the model writes as the corpus does."""
+    right: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for document in islice(ToolCorpus(seed=-1).documents(), num_documents):
+        for index, part in enumerate(document[:-1]):
+            if part.is_learned:
+                before = "".join(earlier.text for earlier in document[:index])
+                kind = _kind_of(before, part.text)
+                parts[kind] += 1
+                right[kind] += greedy.complete(before, 160) == part.text.rstrip("\n")
+    print()
+    for kind, count in parts.items():
+        print(f"{kind:22} {count:5} {right[kind] / count:11.0%}")
+
+
+def _kind_of(prompt: str, expected: str) -> str:
+    if expected.startswith("<tool_call>"):
+        return "call"
+    if "<tools>" not in prompt:
+        return "JSON" if prompt.endswith("assistant\n") else "forced JSON"
+    if not prompt.endswith("assistant\n"):
+        return "forced call"
+    return "answer to a result" if prompt.rpartition("<|im_start|>tool")[2].count("<|im_start|>") == 1 else "no call"
+
+
 def main() -> None:
     """The command line."""
     as_written = argparse.RawDescriptionHelpFormatter
@@ -228,7 +348,9 @@ def main() -> None:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, help="train, and save the model in this directory")
     action.add_argument("--evaluate", type=Path, metavar="DIR", help="measure the model in this directory")
-    parser.add_argument("--steps", type=int, default=2000, help="training steps of about 2048 tokens")
+    parser.add_argument("--stage", choices=list(STAGES), default="talk")
+    parser.add_argument("--start", type=Path, metavar="DIR", help="go on with the model in this directory")
+    parser.add_argument("--steps", type=int, help="training steps of about 2048 tokens instead of the stage's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
@@ -237,7 +359,9 @@ def main() -> None:
         evaluate(arguments.evaluate)
     else:
         torch.set_num_threads(arguments.threads)
-        train(arguments.out, arguments.steps, arguments.seed)
+        torch.manual_seed(arguments.seed)
+        model, tokenizer = trained(arguments.start) if arguments.start else untrained(arguments.seed)
+        train(model, tokenizer, STAGES[arguments.stage](arguments.seed), arguments.out, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import grpc
 import httpx
@@ -18,6 +19,15 @@ from common.demo_model import DEMO_MODEL_NAME
 from common.pb import inference_pb2_grpc
 from tests.e2e.cluster import Cluster, running_cluster, wait_gone
 from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
+
+GET_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
 
 @pytest.fixture
@@ -62,6 +72,43 @@ def test_openai_chat_and_its_stream(client: openai.OpenAI) -> None:
             assert "".join(c.choices[0].delta.content or "" for c in answer if c.choices) == expected
         else:
             assert answer.choices[0].message.content == expected
+
+
+def test_the_demo_model_calls_a_tool_and_answers_with_its_result(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    options: dict[str, Any] = {"model": DEMO_MODEL_NAME, "tools": [GET_WEATHER], "max_tokens": 80, "temperature": 0}
+    choice = client.chat.completions.create(messages=messages, tool_choice="auto", **options).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 18, "condition": "sunny"}'}
+    choice = client.chat.completions.create(messages=[*messages, choice.message, result], **options).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "It is sunny in Paris, with 18 degrees.")
+
+
+def test_the_demo_model_answers_without_a_tool_that_does_not_help(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(
+        model=DEMO_MODEL_NAME,
+        messages=[{"role": "user", "content": "What is the capital of Italy?"}],
+        tools=[GET_WEATHER],
+        max_tokens=80,
+        temperature=0,
+    ).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "The capital of Italy is Rome.")
+    assert choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("question", ["What is the capital of Italy?", "Tell me about France as JSON."])
+def test_the_demo_model_ends_a_json_object(client: openai.OpenAI, question: str) -> None:
+    choice = client.chat.completions.create(
+        model=DEMO_MODEL_NAME,
+        messages=[{"role": "user", "content": question}],
+        response_format={"type": "json_object"},
+        max_tokens=100,
+        temperature=0,
+    ).choices[0]
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content)
 
 
 def test_openai_lists_the_model(client: openai.OpenAI) -> None:

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from common.demo_model import demo_model_path
 from demo_training.corpus import SPECIAL_TOKENS, Corpus, Exchange, render_chat
 from demo_training.facts import all_facts
+from demo_training.tool_chats import ToolCorpus, tools_message, written_call
 
 MAX_DIRECTORY_BYTES = 12 * 1024 * 1024
+
+
+def _tool(name: str, /, **parameters: str) -> dict[str, Any]:
+    properties = {parameter: {"type": kind} for parameter, kind in parameters.items()}
+    return {"name": name, "parameters": {"type": "object", "properties": properties, "required": list(parameters)}}
+
+
+GET_WEATHER, GET_TIME = _tool("get_weather", city="string"), _tool("get_time", city="string")
+ADD, OPEN_DOOR = _tool("add", a="number", b="number"), _tool("open_door", name="string")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +45,14 @@ def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     inputs = tokenizer(prompt, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+
+
+def most_likely(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, expected: str) -> str:
+    """The likeliest token after each before it; equal to `expected` if greedy generation is, in a single pass."""
+    before, after = tokenizer.encode(prompt), tokenizer.encode(expected)
+    with torch.inference_mode():
+        logits = model(torch.tensor([before + after[:-1]])).logits
+    return str(tokenizer.decode(logits[0, len(before) - 1 :].argmax(-1)))
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
@@ -110,9 +130,40 @@ def test_chat_template_writes_what_the_model_was_trained_on(tokenizer: PreTraine
     assert prompt == str(rendered).removesuffix("Hello!<|im_end|>\n")
 
 
+def test_chat_template_writes_tools_as_in_training(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"name": "get_time", "arguments": {"city": "Bogotá"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What time is it in Bogotá?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}] * 2},
+        {"role": "tool", "content": "09:05"},
+    ]
+    tools = [{"type": "function", "function": tool} for tool in (GET_WEATHER, GET_TIME)]
+    asked = f"<|im_start|>user\n{messages[1]['content']}<|im_end|>\n"
+    called = f"<|im_start|>assistant\n{written_call(call) * 2}<|im_end|>\n<|im_start|>tool\n09:05<|im_end|>\n"
+    for system, sent in (("Be brief.", messages), (None, messages[1:])):
+        rendered = tokenizer.apply_chat_template(sent, tools=tools, tokenize=False)
+        assert rendered == tools_message([GET_WEATHER, GET_TIME], system) + asked + called
+
+
 def test_corpus_is_the_same_for_the_same_seed() -> None:
     assert Corpus(7).take(50) == Corpus(7).take(50)
     assert Corpus(7).take(50) != Corpus(8).take(50)
+
+
+def test_tool_chats_are_the_same_for_the_same_seed() -> None:
+    chats = [list(islice(ToolCorpus(seed).documents(), 50)) for seed in (7, 7, 8)]
+    assert chats[0] == chats[1] != chats[2]
+
+
+def test_forced_beginnings_are_given_and_the_rest_is_learned() -> None:
+    corpus = ToolCorpus(7)
+    for _ in range(20):
+        *_, beginning, rest = corpus.forced_calls()
+        assert (beginning.is_learned, rest.is_learned) == (False, True)
+        answer = beginning.text.removeprefix("<|im_start|>assistant\n") + rest.text.removesuffix("<|im_end|>\n")
+        [call] = json.loads(answer)
+        assert call.keys() == {"name", "arguments"}
 
 
 def test_each_plain_statement_is_its_stem_and_ending() -> None:
@@ -138,3 +189,22 @@ def test_answers_and_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, expected: str
 ) -> None:
     assert answer(model, tokenizer, question) == f"{expected}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "arguments"),
+    [
+        ("What is the weather in Paris?", "get_weather", {"city": "Paris"}),
+        ("What time is it in Tokyo?", "get_time", {"city": "Tokyo"}),
+        ("What is 123 + 456?", "add", {"a": 123, "b": 456}),
+        ("Open the door Luna.", "open_door", {"name": "Luna"}),
+    ],
+)
+def test_calls_the_tool_that_helps(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, name: str, arguments: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": tool} for tool in (ADD, GET_WEATHER, OPEN_DOOR, GET_TIME)]
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    call = written_call({"name": name, "arguments": arguments})
+    assert most_likely(model, tokenizer, str(prompt), f"{call}<|im_end|>") == f"{call}<|im_end|>"
