@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe_machine()
     sides = {"now": HERE} | ({"before": args.before} if args.before else {})
     starts: dict[str, dict[str, list[Start]]] = {side: defaultdict(list) for side in sides}
-    for _ in range(args.runs):
+    for run in range(args.runs):
         for name in COMMANDS:
-            for side, checkout in sides.items():
-                start = measure_start(name, checkout)
+            for side in list(sides)[:: -1 if run % 2 else 1]:  # neither is always the first
+                start = measure_start(name, sides[side])
                 starts[side][name].append(start)
                 print(f"{name}, {side}: ready {start.ready_s:.2f} s, processor {start.cpu_s:.2f} s", file=sys.stderr)
     memory = summary([measure_cluster(prefill=1, decode=1)])

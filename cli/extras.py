@@ -6,7 +6,6 @@ import importlib
 from types import ModuleType
 
 from common.errors import ConfigError
-from common.imports import collection_paused
 
 _OWN_PACKAGES = ("cli", "deploy", "router", "prefill_service", "decode_service", "common", "kv_store")
 
@@ -14,8 +13,7 @@ _OWN_PACKAGES = ("cli", "deploy", "router", "prefill_service", "decode_service",
 def import_with_extra(module: str, what: str, extra: str) -> ModuleType:
     """Import `module`. Raises ConfigError saying which extra `what` needs if a foreign package is missing."""
     try:
-        with collection_paused():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in _OWN_PACKAGES:
             raise

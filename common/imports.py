@@ -1,4 +1,4 @@
-"""Imports of large packages."""
+"""Imports of large packages in processes of our own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Pauses the cyclic garbage collector while packages are imported.
+def kept_imports() -> Iterator[None]:
+    """Exempts what is imported within from garbage collection, and collects nothing meanwhile.
 
-    What modules define stays, and collections go through all of it again and again: a sixth of the time that importing
-    transformers takes.
+    What modules define lives as long as the process. Collections that go through all of it again and again, during
+    imports and after them, take a fifth of the processor time in which an engine starts.
     """
-    if not gc.isenabled():
-        yield
-        return
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()

@@ -22,7 +22,6 @@ from common.engine.config import EngineConfig
 from common.engine.executor.base import Executor
 from common.engine.messages import CallResult, EngineCoreOutputs, EngineSpec
 from common.errors import BatonError, ConfigError, EngineDeadError, ModelLoadError
-from common.imports import collection_paused
 
 ExecutorFactory = Callable[[EngineConfig], Executor]
 
@@ -99,8 +98,7 @@ def _read_exactly(stream: BinaryIO, length: int) -> bytes:
 def load_executor_factory(path: str) -> ExecutorFactory:
     """Imports "module:factory". Raises ConfigError if it does not exist."""
     try:
-        with collection_paused():  # the import of transformers
-            factory: ExecutorFactory = pkgutil.resolve_name(path)
+        factory: ExecutorFactory = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"executor: cannot import {path!r}: {error}", param="executor") from error
     return factory

@@ -1,48 +1,72 @@
+"""Processes import what is large without garbage collections."""
+
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cli.extras import import_with_extra
-from common.engine.launch import load_executor_factory
-from common.imports import collection_paused
+from common.engine.client.mp import AsyncMPClient
+from common.engine.config import EngineConfig
+from common.errors import ConfigError
+from common.imports import kept_imports
+
+ROOT = Path(__file__).resolve().parents[3]
+NOTES = """\
+import gc
+
+COLLECTS = gc.isenabled()
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module that notes whether the collector runs as it is imported."""
-    (tmp_path / "notes_the_collector.py").write_text(
-        "import gc\n\ndef collects(enabled=gc.isenabled()): return enabled\n"
+def main(_):
+    print(COLLECTS, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+EXECUTOR = """\
+import gc
+
+from common.errors import ConfigError
+
+COLLECTS = gc.isenabled()
+
+
+def create(_):
+    raise ConfigError(f"collects: {COLLECTS}, later: {gc.isenabled()}")
+"""
+
+
+def test_a_role_is_imported_without_collections_and_exempt_from_later_ones(tmp_path: Path) -> None:
+    (tmp_path / "notes_the_collector.py").write_text(NOTES)
+    program = (
+        "from cli import serve; serve.ROLES['router'] = 'notes_the_collector'; serve.die_with_parent = lambda: None; "
+        "serve.main(['router'])"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "notes_the_collector", raising=False)
-    return "notes_the_collector"
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert printed.stdout == "False True True\n", printed.stderr
 
 
-def test_the_engine_is_imported_without_collections(package: str) -> None:
-    factory = load_executor_factory(f"{package}:collects")
-    assert factory() is False  # type: ignore[call-arg, comparison-overlap]
-    assert gc.isenabled()
-
-
-def test_the_module_of_a_command_is_imported_without_collections(package: str) -> None:
-    assert import_with_extra(package, "x", "all").collects() is False
-    assert gc.isenabled()
+async def test_an_engine_is_imported_without_collections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "an_executor.py").write_text(EXECUTOR)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    client = AsyncMPClient(EngineConfig(), executor="an_executor:create")
+    with pytest.raises(ConfigError, match="collects: False, later: True"):
+        await client.start()
+    await client.close()
 
 
 def test_collections_go_on_after_a_failed_import() -> None:
-    with pytest.raises(ImportError), collection_paused():
-        raise ImportError
-    assert gc.isenabled()
+    def fail() -> None:
+        with kept_imports():
+            assert not gc.isenabled()
+            raise ImportError
 
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
     try:
-        with collection_paused():
-            pass
-        assert not gc.isenabled()
+        with pytest.raises(ImportError):
+            fail()
+        assert gc.isenabled()
     finally:
-        gc.enable()
+        gc.unfreeze()
