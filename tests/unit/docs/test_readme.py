@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 TESTS = {
-    "make up": "",  # what CI starts from
+    "make up": "",  # needs an environment of its own; the other tests run what it runs, `baton up`
     "curl -s": "tests/e2e/test_up.py",
     "from baton import Client": "tests/e2e/test_up.py",
     "cd deploy/compose": "tests/compose/test_compose.py",
