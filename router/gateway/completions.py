@@ -34,6 +34,7 @@ from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFo
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
+from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
 from router.gateway.prompt_logprobs import by_token_id, echoed
 from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
 from router.gateway.reply import ReplyParser
@@ -66,14 +67,15 @@ class Api:
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
     format: type[AnswerFormat]
+    names: FieldNames = CHAT_NAMES
     explains: bool = False  # answers with the route that the request would take
     resumes: bool = True  # streams may have event ids
 
 
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
-MESSAGES = Api("msg_", parse_messages, MessagesFormat, resumes=False)
-RESPONSES = Api("resp_", parse_responses, ResponsesFormat, resumes=False)
+MESSAGES = Api("msg_", parse_messages, MessagesFormat, MESSAGES_NAMES, resumes=False)
+RESPONSES = Api("resp_", parse_responses, ResponsesFormat, RESPONSES_NAMES, resumes=False)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
 
 
@@ -121,6 +123,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._api.parse(body)
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
+        work = self._generate(parsed, exchange, arrived_at)
+        del parsed  # as in JsonEndpoint
+        with self._api.names.in_errors():
+            await work
+
+    async def _generate(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.given_header, exchange.tenant)
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:

@@ -443,8 +443,6 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
-    prompt_field: ClassVar[str] = "messages"  # what the client calls it, for errors
-    limit_field: ClassVar[str] = "max_tokens"
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
@@ -470,13 +468,13 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
                 rival=self.constraint_name if STRUCTURED in given else "",
             )
         max_tokens, seed = given.pop("max_tokens", None), given.pop("seed", None)
-        limit_name = self.limit_field if self.max_completion_tokens is None else "max_completion_tokens"
+        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return [
             Draft(
                 request_id=request_id,
                 model=self.model,
                 prompt=prompt,
-                prompt_param=self.prompt_field,
+                prompt_param="messages",
                 sampling=given,
                 max_tokens=max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 default_max_tokens=None,

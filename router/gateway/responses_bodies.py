@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, field
@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, field
 from common.errors import InvalidRequestError, quoted
 from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fields
-from router.gateway.messages import ContentPart, Message, Name
+from router.gateway.messages import ContentPart, Message, Name, text_of
 from router.gateway.protocol import ChatBody, Metadata, ModelName
 from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
@@ -67,15 +67,7 @@ class _TextFormat(msgspec.Struct, kw_only=True, rename={"schema_": "schema"}):
 class ResponsesChat(ChatBody, kw_only=True):
     """A chat whose answer repeats fields of the request."""
 
-    prompt_field: ClassVar[str] = "input"
-    limit_field: ClassVar[str] = "max_output_tokens"
-
     repeated: dict[str, Any]
-
-    @property
-    def constraint_name(self) -> str:
-        """See _GenerationBody."""
-        return "text.format"
 
     @property
     def echoed(self) -> Mapping[str, Any]:
@@ -243,15 +235,16 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
             case "message" if item.role == "assistant":
                 if turn.calls:
                     yield from turn.take()
-                turn.texts += _parts(item.content)
+                turn.texts += _texts(item.content, f"{where}.content")
             case "message":
                 yield from turn.take()
-                yield Message(role=item.role or "user", content=_parts(item.content))
+                yield Message(role=item.role or "user", content=_texts(item.content, f"{where}.content"))
             case "function_call":
                 turn.calls.append(_call_of(item, where))
             case "function_call_output":
                 yield from turn.take()
-                yield Message(role="tool", content=_parts(item.output), tool_call_id=item.call_id)
+                texts = _texts(item.output, f"{where}.output")
+                yield Message(role="tool", content=texts, tool_call_id=item.call_id)
             case "reasoning":
                 if turn.calls or turn.texts:
                     yield from turn.take()
@@ -262,10 +255,10 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
     yield from turn.take()
 
 
-def _parts(content: str | list[ContentPart] | None) -> list[ContentPart | str]:
+def _texts(content: str | list[ContentPart] | None, where: str) -> list[ContentPart | str]:
     if content is None or isinstance(content, str):
         return [content or ""]
-    return list(content)
+    return [text_of(part, where) for part in content]
 
 
 def _given(content: str | list[ContentPart] | None) -> list[ContentPart | str]:
@@ -279,6 +272,11 @@ def _thought(part: ContentPart | str) -> str:
 def _call_of(item: Item, where: str) -> dict[str, Any]:
     if not item.name:
         raise InvalidRequestError(f"{where}.name is required", param=f"{where}.name")
+    try:
+        _any_decoder.decode(item.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        param = f"{where}.arguments"
+        raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
     return {
         "id": item.call_id,
         "type": "function",
