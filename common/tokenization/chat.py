@@ -2,8 +2,8 @@
 
 Templates differ in what they take as a message's content: one text, or a list of parts, over which they loop. Each
 gets what it takes, as with vLLM: texts are joined by line feeds, or a text becomes the only part. Arguments of tool
-calls, which clients send as text, are objects to the template. One that reads a message's `thinking`, as that of gpt-oss
-does, gets the reasoning before calls under that name, too.
+calls, which clients send as text, are objects to the template. One that reads a message's `thinking`, such as that of
+gpt-oss, gets the reasoning before calls under that name, too.
 
 The environment offers what templates on the hub expect of `transformers` (loop controls, `raise_exception`,
 `strftime_now`, an unescaped `tojson`, `{% generation %}` blocks). It is jinja2's immutable sandbox, since a template

@@ -150,7 +150,10 @@ _MESSAGES_API = """\
 such a prompt has. Both become chats, with the same limits, quotas and [tools](tools.md); errors have Anthropic's form.
 Blocks of a message are `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` is dropped, and others are
 refused. Thinking blocks of answers have an empty signature. `input_tokens` does not count tokens that came from the
-prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams cannot be resumed.
+prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams
+cannot be resumed: an event id counts tokens, and a token may bring several events, such as the end of one block, the
+start of the next and its first delta. A connection that breaks between these leaves the client with events that no id
+names.
 Refused: {refused}.
 """
 
@@ -160,7 +163,7 @@ _RESPONSES_API = """\
 effect, the answer says `store: false`, and nothing can be retrieved later. They become chats, with the same limits,
 quotas and [tools](tools.md), which must be functions. Items of `input` are messages, `function_call`,
 `function_call_output` and `reasoning`; others are refused, also `item_reference`. Reasoning in answers is text, never a
-summary. Events have sequence numbers, from 0 on; streams cannot be resumed. Refused: {refused}.
+summary. Events have sequence numbers, from 0 on; streams cannot be resumed, as with Messages. Refused: {refused}.
 """
 
 
