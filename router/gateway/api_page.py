@@ -12,6 +12,8 @@ import msgspec.inspect as mi
 from common.types import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.anthropic_bodies import MessagesBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -28,7 +30,6 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
-from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.stream_options import StreamOptions
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody

@@ -21,6 +21,7 @@ from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.beams import BeamOptions, search_beams, spelled
+from router.gateway.chat_bodies import ChatBody, parse_any, parse_chat
 from router.gateway.choices import (
     best_of,
     candidates_of,
@@ -31,12 +32,12 @@ from router.gateway.choices import (
     together,
 )
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from router.gateway.completion_bodies import CompletionBody, parse_completion
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
 from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
 from router.gateway.prompt_logprobs import by_token_id, echoed
-from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
 from router.gateway.reply import ReplyParser
 from router.gateway.responses_answers import ResponsesFormat
 from router.gateway.responses_bodies import parse_responses

@@ -9,10 +9,11 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fields
+from router.gateway.generation_body import Metadata, ModelName
 from router.gateway.messages import ContentPart, Message, Name, text_of
-from router.gateway.protocol import ChatBody, Metadata, ModelName
 from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_SESSION_CHARS, MAX_TOOLS
@@ -71,7 +72,7 @@ class ResponsesChat(ChatBody, kw_only=True):
 
     @property
     def echoed(self) -> Mapping[str, Any]:
-        """See _GenerationBody."""
+        """See GenerationBody."""
         return self.repeated
 
 

@@ -6,10 +6,10 @@ import msgspec
 
 from router.gateway.answers import CountedTokens, Detokenized, Tokenized
 from router.gateway.anthropic_bodies import parse_count
+from router.gateway.chat_bodies import ChatBody
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.field_names import MESSAGES_NAMES
-from router.gateway.protocol import ChatBody
 from router.gateway.token_bodies import (
     DetokenizeBody,
     TokenizeChatBody,
