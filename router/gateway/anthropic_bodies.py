@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, field
@@ -11,6 +11,7 @@ from msgspec import Meta, Raw, field
 from common.errors import InvalidRequestError, quoted
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
+from router.gateway.field_names import MESSAGES_NAMES, FieldNames
 from router.gateway.fields import REFUSED_BY_MESSAGES, RefusedFields, with_fields
 from router.gateway.generation_body import ModelName
 from router.gateway.messages import ContentPart, Message, Name
@@ -108,6 +109,8 @@ _REFUSED_FIELDS = RefusedFields(REFUSED_BY_MESSAGES)
 
 class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
+
+    NAMES: ClassVar[FieldNames] = MESSAGES_NAMES
 
     messages: Annotated[
         Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)],

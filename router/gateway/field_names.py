@@ -23,6 +23,10 @@ class FieldNames:
         alternatives = "|".join(map(_pattern_of, sorted(names, key=len, reverse=True)))
         self._pattern = re.compile(rf"{_QUOTED}|(?<![\w.])(?:{alternatives})(?!\w)") if names else None
 
+    def get(self, name: str) -> str:
+        """The API's name of this field of a chat; empty: it has no other."""
+        return self._names.get(name, "")
+
     @contextmanager
     def in_errors(self) -> Iterator[None]:
         """Renames the fields that errors raised within name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, field
@@ -11,12 +11,15 @@ from msgspec import Meta, Raw, field
 from common.errors import InvalidRequestError, quoted
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
+from router.gateway.field_names import RESPONSES_NAMES, FieldNames
 from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fields
 from router.gateway.generation_body import Metadata, ModelName
 from router.gateway.messages import ContentPart, Message, Name, text_of
 from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_SESSION_CHARS, MAX_TOOLS
+
+_CHOICES = ("auto", "none", "required")
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -88,6 +91,8 @@ _REFUSED_FIELDS = RefusedFields(REFUSED_BY_RESPONSES)
 
 class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
+
+    NAMES: ClassVar[FieldNames] = RESPONSES_NAMES
 
     input: Annotated[
         str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)],
@@ -303,9 +308,14 @@ def _choice_of(choice: Raw) -> Raw:
     if not _is_given(choice):
         return Raw()
     value = _any_decoder.decode(choice)
-    if isinstance(value, dict) and value.get("type") == "function":
-        value = {"type": "function", "function": {"name": value.get("name")}}
-    return Raw(msgspec.json.encode(value))
+    if value in _CHOICES:
+        return choice
+    match value:
+        case {"type": "function", "name": str(name)}:
+            return Raw(msgspec.json.encode({"type": "function", "function": {"name": name}}))
+        case _:
+            forms = '"auto", "none", "required" or {"type": "function", "name": ...}'
+            raise InvalidRequestError(f"tool_choice must be {forms}", param="tool_choice")
 
 
 def _is_given(value: Raw) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
 from common.errors import InvalidRequestError, OverloadedError
+from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
+from router.gateway.responses_bodies import parse_responses
 from tests.unit.router.gateway.test_tools_http import HERMES, start
 
 __all__ = ["start"]
@@ -64,6 +68,19 @@ def test_an_error_keeps_what_else_it_says() -> None:
     error = in_errors(MESSAGES_NAMES, OverloadedError("too many", param="stop", retry_after_s=7.0))
     assert isinstance(error, OverloadedError)
     assert (error.param, error.retry_after_s) == ("stop_sequences", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "hint"),
+    [
+        (parse_messages, {"max_tokens": 5, "messages": ASKS, "stop": ["a"]}, "did you mean stop_sequences?"),
+        (parse_responses, {"input": "a", "max_tokens": 5}, "did you mean max_output_tokens?"),
+        (parse_responses, {"input": "a", "response_format": {}}, "did you mean text.format?"),
+    ],
+)
+def test_a_field_of_chats_is_told_from_one_that_is_unknown(parse, body: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"unknown field '[a-z_]+'; {re.escape(hint)}"):
+        parse(json.dumps(body).encode())
 
 
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
