@@ -194,7 +194,7 @@ async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shut
 
     def download(model, **options):
         reading.append((model, threading.current_thread()))
-        may_end.wait()
+        may_end.wait(60)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("router.model_roster._READ_TIMEOUT_S", 0.1)
@@ -203,10 +203,11 @@ async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shut
     while cluster.metric("baton_model_failures_total") != 1:
         assert (await ask(cluster, "alpha")).status_code == 200
     ((model, thread),) = reading
-    assert (model, thread.is_alive(), thread.daemon) == ("acme/tiny", True, True)
+    was_alive = thread.is_alive()
+    may_end.set()
+    assert (model, was_alive, thread.daemon) == ("acme/tiny", True, True)
     assert "reading the tokenizer of acme/tiny from the hub" in caplog.text
     assert "cannot serve the model tiny: it was not read within 0.1 s" in caplog.text
-    may_end.set()
     await models_file.change(lambda: models_file.serves("alpha"), alpha=directories["alpha"])
 
 
