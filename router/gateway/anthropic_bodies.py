@@ -107,6 +107,12 @@ else:
 _REFUSED_FIELDS = RefusedFields(REFUSED_BY_MESSAGES)
 
 
+class _Chat(ChatBody, kw_only=True, forbid_unknown_fields=True):
+    """A chat of a client that asks every model to think, whether it can or not."""
+
+    BUDGET_NEEDS_REASONING: ClassVar[bool] = False
+
+
 class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -129,7 +135,7 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         Thinking | None,
         Meta(
             description="`type` sets the template's `enable_thinking`; default: the template's. `budget_tokens`, less "
-            "than `max_tokens`, is the `thinking_token_budget` of a chat."
+            "than `max_tokens`, is the `thinking_token_budget` of a chat; a model without reasoning keeps any."
         ),
     ] = None
     output_config: Annotated[
@@ -155,7 +161,7 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         for index, turn in enumerate(self.messages):
             messages += _messages_of(turn, f"messages[{index}].content")
         choice = self.tool_choice
-        return ChatBody(
+        return _Chat(
             model=self.model,
             messages=messages,
             tools=_tools_of(self.tools or []),

@@ -87,6 +87,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     stream_reasoning: bool | None = None
 
     num_prompts: ClassVar[int] = 1
+    BUDGET_NEEDS_REASONING: ClassVar[bool] = True  # of the model; see ReplyOptions
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """The one draft."""
@@ -148,6 +149,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
             is_single=self.parallel_tool_calls is False,
             separates_reasoning=self.separate_reasoning is not False,
             shows_reasoning=self.include_reasoning is not False,
+            budget_needs_reasoning=self.BUDGET_NEEDS_REASONING,
         )
 
     def _num_logprobs(self) -> int | None:

@@ -79,6 +79,7 @@ def reply_options_of(
     is_single: bool,
     separates_reasoning: bool,
     shows_reasoning: bool,
+    budget_needs_reasoning: bool = True,
 ) -> ReplyOptions:
     """How answers to a chat are parsed. `is_constrained`: by what the client gave, not by calls that are forced."""
     return ReplyOptions(
@@ -88,6 +89,7 @@ def reply_options_of(
         # A grammar begins with the first token, so there is no reasoning before it.
         separates_reasoning=separates_reasoning and not (choice.must_call or is_constrained),
         shows_reasoning=shows_reasoning,
+        budget_needs_reasoning=budget_needs_reasoning,
     )
 
 

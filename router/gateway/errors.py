@@ -49,8 +49,11 @@ class AnthropicErrorBody(msgspec.Struct):
 
 def error_json(error: BatonError) -> bytes:
     """The body for this error, or an event's data: one line."""
-    code = error.code
-    return encode_line(ErrorBody(ErrorObject(error.message, code.value.openai_type, error.param, code.label)))
+    return _openai_body(error.code, error.message, error.param, error.code.label)
+
+
+def _openai_body(code: ErrorCode, message: str, param: str | None, label: str) -> bytes:
+    return encode_line(ErrorBody(ErrorObject(message, code.value.openai_type, param, label)))
 
 
 def openai_error_events(error: BatonError) -> bytes:
@@ -72,8 +75,11 @@ _ANTHROPIC_TYPES = {
 
 def anthropic_error_json(error: BatonError) -> bytes:
     """The body for this error as Anthropic's clients expect it, with `param` and `code` beside."""
-    kind = _ANTHROPIC_TYPES.get(error.code, "api_error")
-    detail = ErrorObject(error.message, kind, error.param, error.code.label)
+    return _anthropic_body(error.code, error.message, error.param, error.code.label)
+
+
+def _anthropic_body(code: ErrorCode, message: str, param: str | None, label: str) -> bytes:
+    detail = ErrorObject(message, _ANTHROPIC_TYPES.get(code, "api_error"), param, label)
     return encode_line(AnthropicErrorBody("error", detail))
 
 
@@ -115,14 +121,10 @@ def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
 
 def route_error(status: int, method: str, path: str) -> tuple[int, bytes]:
     """Status and body for a request that no route takes."""
+    write = _anthropic_body if dialect_of(path) is ANTHROPIC else _openai_body
     path = shortened(path, MAX_QUOTED_CHARS)
     if status == 405:
-        message = f"{method} is not allowed on {path}"
+        body = write(ErrorCode.INVALID_ARGUMENT, f"{method} is not allowed on {path}", None, "method_not_allowed")
     else:
-        message = f"there is nothing at {path}"
-    code = ErrorCode.NOT_FOUND if status == 404 else ErrorCode.INVALID_ARGUMENT
-    return status, msgspec.json.encode(
-        ErrorBody(
-            ErrorObject(message, code.value.openai_type, None, code.label if status == 404 else "method_not_allowed")
-        )
-    )
+        body = write(ErrorCode.NOT_FOUND, f"there is nothing at {path}", None, ErrorCode.NOT_FOUND.label)
+    return status, body

@@ -63,6 +63,7 @@ class ReplyOptions(NamedTuple):
     max_calls: int | None = None
     separates_reasoning: bool = True
     shows_reasoning: bool = True
+    budget_needs_reasoning: bool = True  # False: a model without reasoning keeps any budget
 
 
 class ReplyParsing:
@@ -90,20 +91,22 @@ class ReplyParsing:
     ) -> GenerationRequest:
         """Has `prepare` make a request of a draft whose answers are parsed in this way. Raises InvalidRequestError."""
         self.check(options)
-        style = self._budgeted_style(draft)
+        style = self._budgeted_style(draft, options)
         request = await prepare(replace(draft, spelled_ids=self.spelled_ids(options)))
         if request.sampling.thinking_token_budget is None:
             return request
         budget = {} if style is None else self._budget(request, style, is_chat=isinstance(draft.prompt, ChatPrompt))
         return replace(request, sampling=msgspec.structs.replace(request.sampling, **(_NO_BUDGET | budget)))
 
-    def _budgeted_style(self, draft: Draft) -> ReasoningStyle | None:
+    def _budgeted_style(self, draft: Draft, options: ReplyOptions) -> ReasoningStyle | None:
         """How the reasoning is marked that has a budget; None: it has none. Raises InvalidRequestError for one that
         cannot be kept to."""
         budget = draft.sampling.get(_BUDGET)
         if budget in (None, _NO_BOUND) or draft.sampling.get(STRUCTURED) is not None:
             return None  # constrained answers have no reasoning
         if self._reasoning is None:
+            if not options.budget_needs_reasoning:
+                return None
             problem = "the model's chat template has no reasoning that the router knows, or --reasoning-parser is none"
             raise InvalidRequestError(f"{_BUDGET} is not supported: {problem}", param=_BUDGET)
         for tag in (self._reasoning.opening, self._reasoning.closing):

@@ -97,7 +97,6 @@ REFUSED_MESSAGES = [
     ({"thinking": {"type": "enabled", "budget_tokens": 60}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": "5"}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),  # the model does not reason
     ({"response_format": {}}, "response_format"),  # an unknown field keeps its name
 ]
 REFUSED_RESPONSES = [

@@ -126,8 +126,29 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("settings", [{}, {"reasoning_parser": "none"}], ids=["no reasoning", "no parser"])
+async def test_a_model_without_reasoning_keeps_any_budget(start, settings):
+    cluster = await start(THINKS if settings else HERMES, "Hi", **settings)
+    async with anthropic_client(cluster) as client:
+        thinking = {"type": "enabled", "budget_tokens": 20}
+        message = await client.messages.create(max_tokens=50, messages=ASKS, model="baton-demo", thinking=thinking)
+    assert message.content[0].text == "Hi"
+    assert cluster.decode[0].submits[-1].request.sampling.thinking_token_budget == 0
+    chat = await cluster.post("/v1/chat/completions", messages=ASKS, thinking_token_budget=20)
+    assert (chat.status_code, chat.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
 async def test_errors_have_anthropics_form(start):
     cluster = await start(HERMES, "Hi")
+    for method, path, status, kind, code in (
+        ("GET", MESSAGES, 405, "invalid_request_error", "method_not_allowed"),
+        ("DELETE", f"{MESSAGES}/count_tokens", 405, "invalid_request_error", "method_not_allowed"),
+        ("POST", f"{MESSAGES}/batches", 404, "not_found_error", "not_found"),
+    ):
+        response = await cluster.client.request(method, path)
+        body = response.json()
+        assert (response.status_code, body["type"]) == (status, "error"), response.text
+        assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
     for fields, param in BAD:
         response = await cluster.post(MESSAGES, **{**BODY, **fields})
         body = response.json()
