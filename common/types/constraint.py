@@ -124,7 +124,7 @@ def _check_json(constraint: Constraint, param: str) -> None:
 
 def _check_choices(choices: object, param: str) -> None:
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
-        raise _invalid(param, "must be a list of at least one text")
+        raise _invalid(param, "must have a list of at least one text as choice")
     if len(choices) > MAX_CHOICES:
         raise _invalid(param, f"has {len(choices)} choices, more than the limit of {MAX_CHOICES}")
     if "" in choices:

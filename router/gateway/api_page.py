@@ -78,11 +78,12 @@ event with OpenAI's error object, before `[DONE]`. Event ids are for
 
 _REQUEST_IDS = """\
 A request's id is the `request_id` of its body, else its `x-request-id`, else a random one. It is the `id` of the
-answer, as it was named, and a header `x-request-id` of every response, errors included. Lines of the router's log about
-the request begin with it, and those of pods name it, with suffixes. An id is 1 to 128 letters, digits, dots, dashes,
-colons or underscores. An `x-request-id` that another running request of the same client has, such as one that a service
-passes on with several requests, gets a suffix; the same `request_id` is a 400. A resumed stream keeps its id. A
-response to what the HTTP server itself refuses, such as a malformed request line, has none.
+answer, as it was named, and a header `x-request-id` of every response of the endpoints that take a JSON body, errors
+included. Lines of the router's log about the request begin with it, and those of pods name it, with suffixes. An id
+is 1 to 128 letters, digits, dots, dashes, colons or underscores. An `x-request-id` that another running request of
+the same client has, such as one that a service passes on with several requests, gets a suffix; the same `request_id`
+is a 400. A resumed stream keeps its id. A response to what the HTTP server itself refuses, such as a malformed
+request line, has none.
 """
 
 _BEAMS = """\

@@ -32,6 +32,28 @@ def check_num_values(body: bytes, limit: int) -> None:
         raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
 
 
+class _Name:
+    """The name of a field of a body. No two are equal, so that a field given twice is there twice."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_names_decoder = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, name: _Name(name))
+
+
+def check_fields_are_unique(body: bytes) -> None:
+    """Raises InvalidRequestError if a field of the JSON object is given more than once: a proxy before the router may
+    have obeyed the other value."""
+    seen = set()
+    for each in _names_decoder.decode(body):
+        if each.name in seen:
+            raise InvalidRequestError(f"{each.name} is given more than once", param=each.name)
+        seen.add(each.name)
+
+
 class request_errors:  # noqa: N801  used as a context manager
     """Turns msgspec's errors into ours."""
 
@@ -47,8 +69,17 @@ class request_errors:  # noqa: N801  used as a context manager
         if isinstance(error, msgspec.ValidationError):
             raise _validation_error(str(error), self._field, self._struct) from None
         if isinstance(error, msgspec.DecodeError | UnicodeDecodeError | RecursionError):
-            detail = str(error).removeprefix("JSON is malformed: ")
-            raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
+            raise InvalidRequestError(f"the body is not valid JSON: {_malformed(error)}") from None
+
+
+def _malformed(error: Exception) -> str:
+    """What of the JSON is broken."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    detail = str(error).removeprefix("JSON is malformed: ")
+    if detail == "Input data was truncated":
+        return "it is cut off, or ends after half of a surrogate pair"
+    return detail.replace("unexpected end of hex escape", "half of a surrogate pair")
 
 
 def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | None) -> InvalidRequestError:

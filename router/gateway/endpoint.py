@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from common.errors import BatonError, ErrorCode, RequestCancelledError
-from router.gateway.decoding import check_num_values
+from router.gateway.decoding import check_fields_are_unique, check_num_values
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 from router.service import InferenceService
@@ -41,6 +41,7 @@ class JsonEndpoint(ABC, Generic[Body]):
             body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
             check_num_values(body, self._service.max_body_values)
             parsed = self._parse(body)
+            check_fields_are_unique(body)
             del body
             work = self._serve(parsed, exchange, arrived_at)
             del parsed  # a long prompt must not be kept as long as its answer takes

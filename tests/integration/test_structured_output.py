@@ -18,18 +18,19 @@ from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of
 
 PROMPT = "".join(chr(0x61 + token % 26) for token in prompt_of(37))  # several chunks
+BOX = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
 SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
         "size": {"type": "integer", "minimum": 0, "maximum": 999},
-        "box": {
-            "type": "object",
-            "properties": {"on": {"type": "boolean"}},
-            "required": ["on"],
-            "additionalProperties": False,
-        },
+        "box": BOX,
     },
     "required": ["name", "tags", "size", "box"],
     "additionalProperties": False,  # or random weights write some without end
@@ -37,6 +38,7 @@ SCHEMA = {
 PATTERN = r"[a-f]{3,40}-\d{2}"
 CHOICES = ["Paris", "Rome", 'Pa"ul\n']
 LONG = r"([a-z]{5} ){40}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CONSTRAINTS = {
     "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     "json": {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
@@ -56,7 +58,14 @@ CONSTRAINTS = {
             }
         }
     },
+    "json_object": {"response_format": {"type": "json_object"}, "max_tokens": 24},
+    "calls": {  # a chat
+        "tools": [{"type": "function", "function": {"name": name, "parameters": BOX}} for name in ("paint", "pack")],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
 }
+ENDLESS = ("response_format", "json_object")  # random weights may write much whitespace
 
 EXPECTED: dict[str, list[tuple[str, str]]] = {}  # of a cluster without prefill pods, once
 
@@ -65,6 +74,11 @@ def is_valid(name: str, text: str) -> bool:
     match name:
         case "response_format" | "json":
             return jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+        case "json_object":
+            return isinstance(json.loads(text), dict)
+        case "calls":
+            name, arguments = text.split(" ", 1)
+            return name in ("paint", "pack") and jsonschema_rs.is_valid(BOX, json.loads(arguments))
         case "regex":
             return re.fullmatch(PATTERN, text) is not None
         case "choice":
@@ -77,17 +91,26 @@ def is_valid(name: str, text: str) -> bool:
 
 async def texts_of(client: httpx.AsyncClient, body: dict) -> list[tuple[str, str]]:
     """Text and finish reason of all choices; the stream and the whole answer are the same."""
-    whole = await client.post("/v1/completions", json=body)
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    whole = await client.post(path, json=body)
     assert whole.status_code == 200, whole.text
     choices = whole.json()["choices"]
     texts = ["" for _ in choices]
-    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+    async with client.stream("POST", path, json={**body, "stream": True}) as stream:
         async for line in stream.aiter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    texts[choice["index"]] += choice["text"]
-    assert texts == [choice["text"] for choice in choices]
-    return [(choice["text"], choice["finish_reason"]) for choice in choices]
+                    texts[choice["index"]] += text_of(choice)
+    assert texts == [text_of(choice) for choice in choices]
+    return [(text_of(choice), choice["finish_reason"]) for choice in choices]
+
+
+def text_of(choice: dict) -> str:
+    """Text of a choice or of a piece of it; of calls, their names and arguments."""
+    if "text" in choice:
+        return choice["text"]
+    calls = (choice.get("message") or choice["delta"]).get("tool_calls") or []
+    return "".join(f"{call['function']['name']} {call['function']['arguments']}" for call in calls)
 
 
 async def all_answers(cluster) -> dict[str, list[tuple[str, str]]]:
@@ -95,7 +118,8 @@ async def all_answers(cluster) -> dict[str, list[tuple[str, str]]]:
     async with httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client:
         for name, fields in CONSTRAINTS.items():
             for n, sampling in ((1, {"temperature": 0}), (3, {"temperature": 1.0, "seed": 5})):
-                body = {"prompt": PROMPT, "max_tokens": 160, "n": n, **sampling, **fields}
+                prompt = {"messages": [{"role": "user", "content": PROMPT}]} if name == "calls" else {"prompt": PROMPT}
+                body = {**prompt, "max_tokens": 160, "n": n, **sampling, **fields}
                 answers[f"{name} {n}"] = await texts_of(client, body)
     return answers
 
@@ -103,17 +127,19 @@ async def all_answers(cluster) -> dict[str, list[tuple[str, str]]]:
 @pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
 async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
     if not EXPECTED:
-        async with running_cluster(tmp_path / "colocated", "llama", num_prefill=0) as cluster:
+        colocated = running_cluster(tmp_path / "colocated", "llama", num_prefill=0, chat_template=TEMPLATE)
+        async with colocated as cluster:
             EXPECTED.update(await all_answers(cluster))
     expected = EXPECTED
     for name, answers in expected.items():
         kind = name.split()[0]
-        for text, reason in answers:  # random weights may write much whitespace
-            assert reason == "stop" or kind == "response_format", (name, text)
+        for text, reason in answers:
+            assert reason == ("tool_calls" if kind == "calls" else "stop") or kind in ENDLESS, (name, text)
             assert text.lstrip().startswith("{") if reason == "length" else is_valid(kind, text), (name, text)
     with running_redis() if connector == "redis" else nullcontext() as redis:
         options = {"url": redis.url} if redis is not None else {}
-        async with running_cluster(tmp_path, "llama", connector=connector, connector_options=options) as cluster:
+        options = {"connector": connector, "connector_options": options, "chat_template": TEMPLATE}
+        async with running_cluster(tmp_path, "llama", **options) as cluster:
             assert await all_answers(cluster) == expected
             assert cluster.recomputed() == 0
 

@@ -15,6 +15,7 @@ from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
 
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+: ")  # time and source line, which the library puts before its errors
+_ASSERTION = re.compile(r"^Check failed: \(.*?\) is false: ")  # C++, before some of them
 
 _TYPES_WITH_SCHEMA = ("json_schema", "qwen_xml_parameter")  # of parts of structural tags
 
@@ -132,4 +133,4 @@ def _with_whitespace(part: Any, max_whitespace: int) -> Any:
 
 
 def _problem(error: Exception) -> str:
-    return _ORIGIN.sub("", str(error).strip()).strip()
+    return _ASSERTION.sub("", _ORIGIN.sub("", str(error).strip())).strip()

@@ -208,9 +208,31 @@ async def test_too_large_a_body(cluster):
     error_of(await cluster.client.post(TEXT, content=endless()), 413, "too_large")
 
 
-async def test_lone_surrogates_are_not_text(cluster):
-    response = await cluster.client.post(TEXT, content=b'{"prompt": "a\\ud800b"}')
-    error_of(response, 400)
+@pytest.mark.parametrize("rest", [b'b"}', b'"}', b'\\n", "max_tokens": 3}', b'\\u0041"}'])
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\uDC00"])
+async def test_lone_surrogates_are_not_text(cluster, half, rest):
+    error = error_of(await cluster.client.post(TEXT, content=b'{"prompt": "a' + half + rest), 400)
+    assert "surrogate pair" in error["message"]
+
+
+async def test_a_body_that_is_nested_too_deep(cluster):
+    body = b'{"messages": [], "tools": ' + b"[" * 1900 + b"]" * 1900 + b"}"
+    error = error_of(await cluster.client.post(CHAT, content=body), 400)
+    assert "nested" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, b'{"prompt": "a", "n": 1, "n": 3}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "\\u006e": 1, "stop": "{", "n": 1}'),
+        ("/tokenize", b'{"prompt": "a", "prompt": "b"}'),
+    ],
+)
+async def test_a_field_that_is_given_twice(cluster, path, body):
+    error = error_of(await cluster.client.post(path, content=body), 400)
+    assert error["message"] == f"{error['param']} is given more than once"
+    assert error["param"] in ("n", "prompt")
 
 
 async def test_no_such_route(cluster):
