@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from baton.answers import Answer, Choice, Model, Piece, ToolCall, Usage
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, quoted
 from common.pb import inference_pb2
 from common.rpc.convert import finish_reason_from_pb, logprobs_from_pb, set_options
 from common.types import Constraint, FinishReason, SamplingParams
@@ -21,6 +22,7 @@ _TOOL_MODES: dict[str, inference_pb2.ToolMode.ValueType] = {
     "none": inference_pb2.TOOL_MODE_NONE,
     "required": inference_pb2.TOOL_MODE_REQUIRED,
 }
+_TERM_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 _OPTION_FIELDS = frozenset(inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
@@ -96,10 +98,13 @@ def text_request(
 ) -> inference_pb2.GenerateRequest:
     """A request to complete `prompt`. Raises InvalidRequestError for what cannot be a message."""
     message = _request(params, request)
-    if isinstance(prompt, str):
-        message.text = prompt
-    else:
-        _extend(message.tokens.token_ids, prompt, "prompt")
+    try:
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.tokens.token_ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"prompt must be a text or token ids: {error}", param="prompt") from error
     return message
 
 
@@ -168,13 +173,15 @@ def models_of(message: inference_pb2.ListModelsResponse) -> list[Model]:
 
 
 def _add_message(chat: inference_pb2.ChatPrompt, message: Mapping[str, Any], where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} must be a mapping, got {quoted(message)}", param=where)
     if unknown := message.keys() - _MESSAGE_FIELDS:
         field = f"{where}.{min(unknown)}"
         raise InvalidRequestError(f"{field} is not a field of a message over gRPC", param=field)
     calls = [_call_to_pb(each, f"{where}.tool_calls[{index}]") for index, each in enumerate(_calls_of(message))]
     try:
         chat.messages.add(**{**message, "tool_calls": calls})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{where}: {error}", param=where) from error
 
 
@@ -228,20 +235,25 @@ def _request(params: SamplingParams | None, request: Request) -> inference_pb2.G
             name = min(options)
             raise InvalidRequestError(f"{name}: give params or single sampling parameters, not both", param=name)
         options = {name: getattr(params, name) for name in _OPTION_FIELDS & set(params.__struct_fields__)}
+    message = inference_pb2.GenerateRequest()
+    for name, value in given.items():
+        _set_term(message, name, value)
+    set_options(message.options, options)
     try:
-        message = inference_pb2.GenerateRequest(**given)
-        set_options(message.options, options)
         message.options.stop.extend([stop] if isinstance(stop, str) else stop)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(str(error)) from error
+        raise InvalidRequestError(f"stop must be a text or several: {error}", param="stop") from error
     return message
 
 
-def _extend(field: Any, token_ids: Sequence[int], param: str) -> None:
+def _set_term(message: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    if name not in _TERM_FIELDS:
+        close = difflib.get_close_matches(name, _TERM_FIELDS | _OPTION_FIELDS, n=1)
+        raise InvalidRequestError(f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else ""), param=name)
     try:
-        field.extend(token_ids)
+        message.MergeFrom(inference_pb2.GenerateRequest(**{name: value}))
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{param} must be a text or token ids: {error}", param=param) from error
+        raise InvalidRequestError(f"{name} cannot be {quoted(value)}: {error}", param=name) from error
 
 
 def _choice(message: inference_pb2.Choice) -> Choice:

@@ -62,21 +62,31 @@ def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.Genera
 
 
 def set_options(message: inference_pb2.GenerateOptions, given: Mapping[str, Any]) -> None:
-    """Sets fields of `message` to parameters as SamplingParams has them; None is left out. Raises TypeError or
-    ValueError for a value that does not fit its field."""
+    """Sets fields of `message` to parameters as SamplingParams has them; None is left out. Raises InvalidRequestError
+    for a value that does not fit its field."""
     for name, value in given.items():
-        if name == "vllm_xargs" and value:
-            message.vllm_xargs.update({key: msgspec.json.encode(each).decode() for key, each in value.items()})
-        elif isinstance(value, Constraint):
-            getattr(message, name).CopyFrom(constraint_to_pb(value))
-        elif name == "seed" and value is not None:
-            message.seed = value % 2**64
-        elif isinstance(value, Mapping):
-            getattr(message, name).update(value)
-        elif isinstance(value, list | tuple | set | frozenset):
-            getattr(message, name).extend(value)
-        elif value is not None:
-            setattr(message, name, value)
+        try:
+            _set_option(message, name, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            kind = _FIELDS[name].kind if name in _FIELDS else None
+            hint = " (it must be a Constraint)" if kind is Constraint else ""
+            raise InvalidRequestError(f"{name} cannot be {quoted(value)}{hint}", param=name) from error
+
+
+def _set_option(message: inference_pb2.GenerateOptions, name: str, value: Any) -> None:
+    """Raises AttributeError, TypeError or ValueError for a value that does not fit."""
+    if name == "vllm_xargs" and value:
+        message.vllm_xargs.update({key: msgspec.json.encode(each).decode() for key, each in value.items()})
+    elif isinstance(value, Constraint):
+        getattr(message, name).CopyFrom(constraint_to_pb(value))
+    elif name == "seed" and value is not None:
+        message.seed = value % 2**64
+    elif isinstance(value, Mapping):
+        getattr(message, name).update(value)
+    elif isinstance(value, list | tuple | set | frozenset):
+        getattr(message, name).extend(value)
+    elif value is not None:
+        setattr(message, name, value)
 
 
 def _argument(name: str, text: str) -> str | int | float | bool:

@@ -21,7 +21,7 @@ from baton.errors import (
     UnknownModelError,
     UnreachableError,
 )
-from baton.requests import Options
+from baton.requests import Options, chat_request, text_request
 from common.errors import ConfigError
 from common.types.parameters import parameters_of
 from router.config import RouterConfig
@@ -180,6 +180,43 @@ async def test_errors_say_what_is_wrong_and_are_not_repeated(cluster, kind):
         with pytest.raises(DeadlineExceededError):
             await client.generate("Hello", timeout_s=0.2)
     assert cluster.metric("baton_request_errors_total", code="invalid_argument") == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": [1]}, "temperature"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"logit_bias": 5}, "logit_bias"),
+        ({"vllm_xargs": 5}, "vllm_xargs"),
+        ({"bad_words": "abc"}, "bad_words"),
+        ({"stop": 5}, "stop"),
+        ({"n": -1}, "n"),
+        ({"priority": 10**20}, "priority"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_what_fits_no_field_is_refused_by_name(request_, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        text_request("Hello", None, **request_)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", 5, [1.5], [-1]])
+def test_a_prompt_is_text_or_token_ids(prompt):
+    with pytest.raises(InvalidRequestError, match="prompt must be"):
+        text_request(prompt, None)
+
+
+@pytest.mark.parametrize("messages", ["hi", [5], [{"role": "user", "content": 5}], [{"role": "user\ud800"}]])
+def test_a_message_is_a_mapping_of_texts(messages):
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_request(messages, None)
+    assert caught.value.param == "messages[0]"
 
 
 @kinds
