@@ -9,7 +9,6 @@ import torch
 
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
-from common.engine.config import AttentionBackendName
 from common.engine.model.loader import LoadedModel
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
@@ -39,14 +38,13 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        attention_backend: AttentionBackendName,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.max_model_len = max_model_len
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._attention = create_backend(attention_backend, kv_cache)
+        self._attention = create_backend(loaded.attention_backend, kv_cache)
         install(loaded.attention_modules, self._attention)
         self._sampler = Sampler()
         self._table = RequestTable(
@@ -82,6 +80,11 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
+        if self._loaded.decoder is not None:
+            wanted = None if keeps_all else batch.logits_index
+            return self._loaded.decoder(batch.input_ids, batch.positions, batch.attention, self._attention, wanted)[
+                :, : self._loaded.vocab_size
+            ]
         output = self._loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
