@@ -53,6 +53,22 @@ and that over the defaults below. `--generation-config none` ignores the file, a
 The gRPC API ([inference.proto](../proto/baton/v1/inference.proto)) has the sampling parameters under the same names.
 """
 
+_ENDPOINTS = """\
+| endpoint | |
+| --- | --- |
+| `POST /v1/completions`, `POST /v1/chat/completions` | OpenAI's, streamed or not; most of this page is about them |
+| `POST /v1/messages` | [Anthropic's Messages](#anthropics-messages) |
+| `POST /v1/responses` | [OpenAI's Responses](#openais-responses); nothing is stored |
+| `POST /tokenize`, `POST /detokenize` | [token ids of a text or a chat, and back](#tokens) |
+| `POST /v1/route/explain` | [where a request would go](routing.md#why-did-it-go-there), as with `"dry_run": true` |
+| `GET /v1/models` | the served models, under all their names |
+| `GET /version` | the version of Baton, and the port of the gRPC API |
+| `GET /readyz`, `/health`, `/ping`, `/livez`; `POST /ping` | [probes](discovery.md#probes-of-the-router) |
+| `GET /metrics` | [metrics](metrics.md) for Prometheus |
+| `GET /openapi.json` | all of these as an OpenAPI document |
+| `GET /load`, `POST /admin/pods/...`, `POST /reset_prefix_cache` | [for operators](#operation) |
+"""
+
 _STREAMS = """\
 Each event is one line `data: {...}` and an empty line, the last one `data: [DONE]`. An error within a stream is an
 event with OpenAI's error object, before `[DONE]`. Event ids are for
@@ -168,6 +184,8 @@ def page() -> str:
     """The whole page."""
     sections = [
         _INTRODUCTION,
+        "## Endpoints\n",
+        _ENDPOINTS,
         "## Sampling parameters\n",
         _table(("field", "type", "default", "what it does"), map(_parameter_row, _parameters())),
         "## Other fields that are honoured\n",
