@@ -19,7 +19,7 @@ from common.engine.cpu_kernels.attention import (
     fused_decode_kernel,
     prepare_kernel,
 )
-from common.engine.cpu_kernels.compiled import Call, threads_for
+from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
@@ -70,7 +70,9 @@ class CpuAttention(TorchAttention):
         num_read = sum(batch.seq_lens[: batch.num_decodes]) * self._num_kv_heads
         self._decode_threads = threads_for(num_read * _NUMBERS_PER_TOKEN)
 
-    def attend_projections(self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary) -> torch.Tensor:
+    def attend_projections(
+        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+    ) -> torch.Tensor:
         """Writes the tokens' keys and values to their slots, then attends. `qkv` is [num_tokens, (num_heads + 2 *
         num_kv_heads) * head_dim] and is overwritten. Returns [num_tokens, num_heads * head_dim]."""
         batch = self._batch
@@ -89,7 +91,7 @@ class CpuAttention(TorchAttention):
             num_tokens = len(qkv) - num_decodes
             call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
             heads = qkv.view(1, len(qkv), -1, self._head_dim)
-            query, key, value = heads.split([projected.num_heads, self._num_kv_heads, self._num_kv_heads], dim=2)
+            query, key, value = torch.split(heads, [projected.num_heads, self._num_kv_heads, self._num_kv_heads], dim=2)
             outs = out.view(1, len(out), -1, self._head_dim)
             for chunk in self._chunks:
                 rows = slice(chunk.start, chunk.end)
@@ -104,9 +106,7 @@ class CpuAttention(TorchAttention):
             return []
         return [DecodeGroup(0, batch.num_decodes, 0, batch.seq_lens[0])]
 
-    def _attend_decodes(
-        self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs
-    ) -> torch.Tensor:
+    def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
         """Attention of query tokens [1, sequences, heads, head_dim]."""
         assert self._batch is not None
         query = query.contiguous()
@@ -117,9 +117,7 @@ class CpuAttention(TorchAttention):
         call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
         return out
 
-    def _point(
-        self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int
-    ) -> None:
+    def _point(self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int) -> None:
         """Sets the arguments of projections, from a token on."""
         call.set("qkv", qkv[first_token:].data_ptr())
         call.set("slots", batch.slot_mapping[first_token:].data_ptr())
@@ -166,6 +164,7 @@ def supports(device: torch.device, spec: KVSpec) -> bool:
     """True if the kernels can work on the KV cache of a model."""
     return (
         device.type == "cpu"
+        and has_openmp()
         and spec.dtype in (torch.float32, torch.bfloat16)
         and spec.head_dim == spec.value_head_dim
         and spec.head_dim % 2 == 0

@@ -141,9 +141,7 @@ class TorchAttention:
             return False
         return longest <= num_blocks * _MAX_PADDED_SHARE or longest <= num_blocks + _FREE_PADDING_BLOCKS
 
-    def _attend_decodes(
-        self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs
-    ) -> torch.Tensor:
+    def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
         """Attention of query tokens [1, sequences, heads, head_dim]."""
         window = args.sliding_window
         if window is not None and window >= group.max_len:

@@ -219,19 +219,18 @@ def _attend(
     state = _State(b, shape)
     seq_len = a.seq_lens.at(sequence).load()
     table = a.block_tables.at(sequence * a.table_width)
-    first_token = b.number(0) if scores.window is None else b.select(
-        seq_len < scores.window, 0, seq_len - scores.window
+    first_token = (
+        b.number(0) if scores.window is None else b.select(seq_len < scores.window, 0, seq_len - scores.window)
     )
     with b.loop(first_token - first_token % tile, seq_len, tile) as token:
         block = table.at(token // shape.block_size).load()
-        keys = a.cache.at(
-            block * shape.block_numbers + kv_head * shape.head_numbers + (token % shape.block_size) * dim
-        )
+        keys = a.cache.at(block * shape.block_numbers + kv_head * shape.head_numbers + (token % shape.block_size) * dim)
         values = keys.at(shape.num_kv_heads * shape.head_numbers)
         following = b.select(token + tile < seq_len, token + tile, token)
         next_keys = a.cache.at(
             table.at(following // shape.block_size).load() * shape.block_numbers
-            + kv_head * shape.head_numbers + (following % shape.block_size) * dim
+            + kv_head * shape.head_numbers
+            + (following % shape.block_size) * dim
         )
         for each in (next_keys, next_keys.at(shape.num_kv_heads * shape.head_numbers)):
             b.prefetch(each, tile * dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,18 +132,24 @@ def _target_machine() -> Any:
     )
 
 
-_openmp_library: Any = None
+@cache
+def has_openmp() -> bool:
+    """True if torch's operators run on GNU OpenMP, as on Linux; without it, kernels would have one thread."""
+    try:
+        _openmp()
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
+@cache
 def _openmp() -> Any:
-    """The OpenMP runtime that torch has loaded: its threads wait for torch's operators and for ours."""
-    global _openmp_library
-    if _openmp_library is None:
-        library = ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        library.GOMP_parallel.restype = None
-        _openmp_library = library
-    return _openmp_library
+    """The OpenMP runtime that torch has loaded: its threads wait for torch's operators and for ours. Raises OSError or
+    AttributeError."""
+    library = ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    library.GOMP_parallel.restype = None
+    return library
 
 
 def threads_for(num_numbers: int) -> int:

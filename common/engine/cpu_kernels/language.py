@@ -69,7 +69,7 @@ class Value:
     @property
     def is_float(self) -> bool:
         """True for float32, single or vector."""
-        return _element(self.node.type) == _FLOAT
+        return bool(_element(self.node.type) == _FLOAT)
 
     def __add__(self, other: Operand) -> Value:
         return self._apply("fadd", "add", other)

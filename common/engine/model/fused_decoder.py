@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine.attention.base import AttentionArgs, AttentionMetadata
-from common.engine.attention.cpu_backend import CpuAttention, HeadNorms, ProjectedArgs, Rotary, supports
-from common.engine.cpu_kernels.compiled import Call, threads_for
+from common.engine.attention.base import AttentionArgs, AttentionMetadata, KVSpec
+from common.engine.attention.cpu_backend import CpuAttention, HeadNorms, ProjectedArgs, Rotary
+from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
 from common.engine.cpu_kernels.elementwise import add_norm_kernel, silu_mul_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.model.fused_norm import RMSNorm, rms_norm_of
@@ -74,14 +74,38 @@ class FusedDecoder:
         normed = self._final_norm(hidden, delta)
         return self._head(normed if wanted is None else normed[wanted])
 
+    def probe(self, token_ids: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+        """Logits [tokens, vocabulary] in float32 of at most 16 tokens, computed as a prompt in two chunks and two
+        decodes, so that each kernel takes part."""
+        kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.dtype)
+        attention = CpuAttention(kv_cache)
+        num_tokens = len(token_ids)
+        ends = [num_tokens // 2, num_tokens - 2, num_tokens - 1, num_tokens]
+        logits = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            positions = torch.arange(start, end)
+            batch = AttentionMetadata(
+                num_decodes=int(end - start == 1),
+                query_start=[0, end - start],
+                seq_lens=[end],
+                seq_lens_tensor=torch.tensor([end]),
+                block_tables=torch.ones((1, 1), dtype=torch.int64),
+                slot_mapping=_PROBED_BLOCK + positions,
+            )
+            attention.begin_step(batch)
+            logits.append(self(token_ids[start:end], positions, batch, attention, None))
+        return torch.cat(logits).float()
+
 
 def can_fuse(model: Any) -> bool:
     """True if the model consists of the parts that a fused decoder has."""
-    base = getattr(model, "model", None)
+    base: Any = getattr(model, "model", None)
     if not _has_parts(model, {"model", "lm_head"}) or not _has_parts(base, _MODEL_PARTS):
         return False
     return (
         model.device.type == "cpu"
+        and model.dtype in (torch.float32, torch.bfloat16)
+        and has_openmp()
         and type(base.embed_tokens) is nn.Embedding
         and type(model.lm_head) is nn.Linear
         and all(_is_known_layer(layer) for layer in base.layers)
@@ -93,7 +117,7 @@ def fuse_decoder(model: Any, probed: ProbedModel) -> FusedDecoder:
     """Takes the layers out of a model that can be fused, and returns its fused form. Raises ModelLoadError if that
     computes something else."""
     decoder = FusedDecoder(model, probed)
-    probed.check("the fused decoder", _logits(decoder, probed))
+    probed.check("the fused decoder", decoder.probe(probed.token_ids, probed.spec))
     return decoder
 
 
@@ -221,28 +245,7 @@ def _joined(linears: Sequence[nn.Linear]) -> PackedLinear:
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if any(linear.bias is not None for linear in linears):
-        biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+        biases = [zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return PackedLinear(joined)
-
-
-def _logits(decoder: FusedDecoder, probed: ProbedModel) -> torch.Tensor:
-    """Of the probe's tokens, as a prompt in two chunks and two decodes, so that each kernel takes part."""
-    kv_cache = torch.zeros((2, *probed.spec.block_shape(_PROBED_BLOCK)), dtype=probed.spec.dtype)
-    attention = CpuAttention(kv_cache)
-    num_tokens = len(probed.token_ids)
-    ends = [num_tokens // 2, num_tokens - 2, num_tokens - 1, num_tokens]
-    logits = []
-    for start, end in zip([0, *ends], ends, strict=False):
-        positions = torch.arange(start, end)
-        batch = AttentionMetadata(
-            num_decodes=int(end - start == 1),
-            query_start=[0, end - start],
-            seq_lens=[end],
-            seq_lens_tensor=torch.tensor([end]),
-            block_tables=torch.ones((1, 1), dtype=torch.int64),
-            slot_mapping=_PROBED_BLOCK + positions,
-        )
-        attention.begin_step(batch)
-        logits.append(decoder(probed.token_ids[start:end], positions, batch, attention, None))
-    return torch.cat(logits).float()

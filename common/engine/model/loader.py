@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from common.engine.model.fused_norm import fuse_norms
 from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.errors import ConfigError, ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
@@ -146,7 +149,7 @@ def _load_and_probe(
         try:
             return model, probed, fuse_decoder(model, probed)
         except ModelLoadError as error:
-            log.warning("model cannot run on the CPU kernels, using torch's operators", reason=str(error))
+            logger.warning("using torch's operators instead of CPU kernels: %s", error)
             model = _from_pretrained(directory, config, device)
     if fuse_norms(model) + pack_linears(model):
         try:

@@ -25,7 +25,8 @@ _MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19  # ... and up to here not for one token, so
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference on CPU, in float32, or in bfloat16 where the processor multiplies it. The `weight` of a large layer keeps shape and type but no data."""
+    """nn.Linear for inference on CPU, in float32, or in bfloat16 where the processor has instructions for it. The
+    `weight` of a large layer keeps shape and type but no data."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.engine.attention.cpu_backend import CpuAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.model.loader import LoadedModel
@@ -45,7 +46,8 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
         self._attention = create_backend(loaded.attention_backend, kv_cache)
-        install(loaded.attention_modules, self._attention)
+        if loaded.decoder is None:
+            install(loaded.attention_modules, self._attention)
         self._sampler = Sampler()
         self._table = RequestTable(
             max_num_seqs,
@@ -81,10 +83,10 @@ class ModelRunner:
         """Logits [len(batch.logits_index), vocabulary]."""
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
         if self._loaded.decoder is not None:
+            assert isinstance(self._attention, CpuAttention)
             wanted = None if keeps_all else batch.logits_index
-            return self._loaded.decoder(batch.input_ids, batch.positions, batch.attention, self._attention, wanted)[
-                :, : self._loaded.vocab_size
-            ]
+            step = batch.input_ids, batch.positions, batch.attention
+            return self._loaded.decoder(*step, self._attention, wanted)[:, : self._loaded.vocab_size]
         output = self._loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
