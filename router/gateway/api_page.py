@@ -12,6 +12,8 @@ import msgspec.inspect as mi
 from common.types import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.anthropic_bodies import MessagesBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -28,7 +30,6 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
-from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.stream_options import StreamOptions
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -166,7 +167,10 @@ _MESSAGES_API = """\
 such a prompt has. Both become chats, with the same limits, quotas and [tools](tools.md); errors have Anthropic's form.
 Blocks of a message are `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` is dropped, and others are
 refused. Thinking blocks of answers have an empty signature. `input_tokens` does not count tokens that came from the
-prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams cannot be resumed.
+prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams
+cannot be resumed: an event id counts tokens, and a token may bring several events, such as the end of one block, the
+start of the next and its first delta. A connection that breaks between these leaves the client with events that no id
+names.
 Refused: {refused}.
 """
 
@@ -176,7 +180,7 @@ _RESPONSES_API = """\
 effect, the answer says `store: false`, and nothing can be retrieved later. They become chats, with the same limits,
 quotas and [tools](tools.md), which must be functions. Items of `input` are messages, `function_call`,
 `function_call_output` and `reasoning`; others are refused, also `item_reference`. Reasoning in answers is text, never a
-summary. Events have sequence numbers, from 0 on; streams cannot be resumed. Refused: {refused}.
+summary. Events have sequence numbers, from 0 on; streams cannot be resumed, as with Messages. Refused: {refused}.
 """
 
 
