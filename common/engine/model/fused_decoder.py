@@ -246,6 +246,8 @@ def _joined(linears: Sequence[nn.Linear]) -> PackedLinear:
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
-        biases = [zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)]
+        biases: list[torch.Tensor] = [
+            zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)
+        ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return PackedLinear(joined)
