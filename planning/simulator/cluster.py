@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.simulate.admission import SimulatedGate
-from benchmarks.simulate.cache import split
-from benchmarks.simulate.pod import Clock, PodRequest, SimulatedPod
-from benchmarks.simulate.router import Setting, SimulatedRouter
-from benchmarks.simulate.traces import Session, Trace, Turn
 from common.pb import pods_pb2
 from common.types import HASH_BYTES
+from planning.simulator.admission import SimulatedGate
+from planning.simulator.cache import split
+from planning.simulator.pod import Clock, PodRequest, SimulatedPod
+from planning.simulator.router import Setting, SimulatedRouter
+from planning.simulator.trace import Session, Trace, Turn
 from router.pods import PodClaim
 
-_MESSAGE_S = 0.0005  # between router and pod
 _REPORT_S = 0.05  # least time between two reports of a pod
 
 
@@ -94,7 +93,7 @@ class SimulatedCluster:
     def serve(self, trace: Trace) -> Outcome:
         """Run the whole trace, to its last token."""
         for session in trace.sessions:
-            self.clock.at(session.start_s, lambda session=session: _Request(self, session, 0).arrive())
+            self.clock.at(session.start_s, partial(self._begin, session))
         self.clock.run()
         requests = self.requests
         assert len(requests) == trace.num_requests
@@ -138,6 +137,9 @@ class SimulatedCluster:
         prompts = [request.turn.prompt for request in self.requests]
         return [problem for router in self.routers for prompt in prompts for problem in router.check_index(prompt)]
 
+    def _begin(self, session: Session) -> None:
+        _Request(self, session, 0).arrive()
+
     def _on_change(self, pod: SimulatedPod) -> None:
         number = self._numbers[id(pod)]
         if number not in self._reports_due:
@@ -159,7 +161,7 @@ class SimulatedCluster:
         )
         stored, removed = pod.cache.take_events()
         for router in self.routers:
-            self.clock.after(_MESSAGE_S, partial(router.on_report, number, stats, stored, removed))
+            self.clock.after(pod.hardware.message_s, partial(router.on_report, number, stats, stored, removed))
 
 
 class _Request:
@@ -171,7 +173,7 @@ class _Request:
         self.session = session
         self._number = number
         self.turn: Turn = session.turns[number]
-        self.num_prompt_tokens = len(self.turn.prompt) // HASH_BYTES * cluster.setting.hardware.block_size
+        self.num_prompt_tokens = self.turn.num_prompt_tokens
         self.num_cached_tokens = 0
         self.router = cluster.any_router()
         self.is_local = False  # a decode pod computes the prompt
@@ -188,7 +190,7 @@ class _Request:
         """The user has asked."""
         self._arrived = self._clock.now
         self._cluster.requests.append(self)
-        self._query = self.router.query(self.turn.prompt, self.session.name)
+        self._query = self.router.query(self.turn, self.session.name)
         if (gate := self._cluster.gate_of(self.router)) is None:
             self.send()
         else:
@@ -203,17 +205,19 @@ class _Request:
     def send(self) -> None:
         """To the pods."""
         decode, prefill = self.router.route(self._query)
+        hardware = self._cluster.setting.hardware
+        delay_s = hardware.request_s + hardware.message_s
         self._decode_claim = decode.claim
         self.is_local = prefill is None
         if prefill is None:
             job = PodRequest(
                 self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self
             )
-            self._clock.after(_MESSAGE_S, lambda: decode.pod.submit(job))
+            self._clock.after(delay_s, lambda: decode.pod.submit(job))
         else:
             leg = _PrefillLeg(self, self._clock, decode.pod, prefill.claim)
             job = PodRequest(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
-            self._clock.after(_MESSAGE_S, lambda: prefill.pod.submit(job))
+            self._clock.after(delay_s, lambda: prefill.pod.submit(job))
 
     def handed_over(self, decode: SimulatedPod, computed_s: float) -> None:
         """The prompt is computed: the first token goes to the user, the KV to the decode pod.
@@ -241,7 +245,7 @@ class _Request:
 
     def on_tokens(self, count: int, seconds_each: float) -> None:
         """See Listener."""
-        now = self._clock.now + _MESSAGE_S
+        now = self._clock.now + self._cluster.setting.hardware.message_s
         gaps = self._cluster.gaps
         if not self.ttft_s:
             self.ttft_s = now - self._arrived
