@@ -23,6 +23,7 @@ from benchmarks.simulate.report import RouterRow, Row, format_markdown, format_r
 from benchmarks.simulate.timing import CPU_DEMO, H100_8B
 from benchmarks.simulate.traces import MAKERS, Trace, TraceMaker
 from planning.simulator.cluster import Outcome, SimulatedCluster
+from planning.simulator.hardware import Hardware
 from planning.simulator.router import Setting
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "session_affinity", "prefix_affinity", "kv_aware")
