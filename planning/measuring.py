@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from common.engine.client.inproc import InprocClient
@@ -124,7 +125,7 @@ def _point(measured: MeasuredStep, fit: StepFit) -> Point:
 
 def _prompts(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredStep]:
     for num_tokens in engine.lengths(_PROMPTS):
-        if (taken := _repeat(lambda n=num_tokens: engine.prompt(n), until)) is None:
+        if (taken := _repeat(partial(engine.prompt, num_tokens), until)) is None:
             return
         say(f"a prompt of {num_tokens:,} tokens: {1e3 * taken[0].seconds:.1f} ms")
         yield from taken
@@ -300,5 +301,3 @@ def describe_machine() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-

@@ -50,6 +50,7 @@ class Outcome(NamedTuple):
     local_share: float  # prompts that decode pods computed
     num_preemptions: int
     prefill_busy: float  # share of the time, of the pods that compute prompts
+    decode_busy: float  # the same of those that decode
     num_decisions: int
     served: tuple[Served, ...]  # one per request
 
@@ -100,20 +101,31 @@ class SimulatedCluster:
         assert all(request.is_done for request in requests), "a prompt does not fit a pod"
         served = tuple(request.served(self.routers.index(request.router)) for request in requests)
         computing = self._pods[: self.setting.num_prefill] or self._pods
+        judged = [request for request in requests if request.arrived_at >= self.setting.warm_up_s]
         gaps = np.array(list(self.gaps)), np.array(list(self.gaps.values()))
         return Outcome(
-            ttft_s=np.array([request.ttft_s for request in requests]),
-            tpot_s=np.array([request.tpot_s for request in requests]),
+            ttft_s=np.array([request.ttft_s for request in judged]),
+            tpot_s=np.array([request.tpot_s for request in judged]),
             gaps_s=gaps[0],
             gap_counts=gaps[1],
             duration_s=self.clock.now,
             hit_rate=hit_rate(served),
             local_share=sum(request.is_local for request in requests) / len(requests),
             num_preemptions=sum(pod.num_preemptions for pod in self._pods),
-            prefill_busy=sum(pod.busy_s for pod in computing) / self.clock.now / len(computing),
+            prefill_busy=self._busy(computing),
+            decode_busy=self._busy(self._pods[self.setting.num_prefill :]),
             num_decisions=len(requests),
             served=served,
         )
+
+    def note_gaps(self, seconds: float, count: int) -> None:
+        """So many gaps between tokens, which have just ended."""
+        if count and self.clock.now >= self.setting.warm_up_s:
+            seconds = round(seconds, 6)
+            self.gaps[seconds] = self.gaps.get(seconds, 0) + count
+
+    def _busy(self, pods: Sequence[SimulatedPod]) -> float:
+        return sum(pod.busy_s for pod in pods) / self.clock.now / len(pods)
 
     def any_router(self) -> SimulatedRouter:
         """For the next request."""
@@ -182,13 +194,13 @@ class _Request:
         self.retry_after_s = 0.0
         self.ttft_s = 0.0
         self.tpot_s = 0.0
-        self._arrived = 0.0
+        self.arrived_at = 0.0
         self._last = 0.0  # when the last token was seen
         self._decode_claim: PodClaim | None = None
 
     def arrive(self) -> None:
         """The user has asked."""
-        self._arrived = self._clock.now
+        self.arrived_at = self._clock.now
         self._cluster.requests.append(self)
         self._query = self.router.query(self.turn, self.session.name)
         if (gate := self._cluster.gate_of(self.router)) is None:
@@ -246,17 +258,13 @@ class _Request:
     def on_tokens(self, count: int, seconds_each: float) -> None:
         """See Listener."""
         now = self._clock.now + self._cluster.setting.hardware.message_s
-        gaps = self._cluster.gaps
         if not self.ttft_s:
-            self.ttft_s = now - self._arrived
+            self.ttft_s = now - self.arrived_at
             assert self._decode_claim is not None
             self._decode_claim.prefilled(now)
         else:
-            first = round(now - (count - 1) * seconds_each - self._last, 6)
-            gaps[first] = gaps.get(first, 0) + 1
-        if count > 1:
-            each = round(seconds_each, 6)
-            gaps[each] = gaps.get(each, 0) + count - 1
+            self._cluster.note_gaps(now - (count - 1) * seconds_each - self._last, 1)
+        self._cluster.note_gaps(seconds_each, count - 1)
         self._last = now
 
     def on_end(self) -> None:
@@ -264,7 +272,7 @@ class _Request:
         self.is_done = True
         num_output_tokens = self.turn.num_output_tokens
         if num_output_tokens > 1:
-            self.tpot_s = (self._last - self._arrived - self.ttft_s) / (num_output_tokens - 1)
+            self.tpot_s = (self._last - self.arrived_at - self.ttft_s) / (num_output_tokens - 1)
         assert self._decode_claim is not None
         self._decode_claim.release(self._clock.now)
         self.router.learn(answer=num_output_tokens)

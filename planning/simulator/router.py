@@ -37,6 +37,7 @@ class Setting(NamedTuple):
     num_routers: int = 1
     admission: AdmissionConfig | None = None  # None: all that comes is sent to the pods at once
     limits: Limits = Limits(_NO_LIMIT_S)  # that each request names
+    warm_up_s: float = 0.0  # requests that arrive before, and tokens that come before, are not in the outcome
 
 
 class Sent(NamedTuple):
