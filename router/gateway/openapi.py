@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import ErrorCode
 from router.gateway import answers
-from router.gateway.administration import POD_PATH, RESET_PATH
+from router.gateway.administration import POD_PATH, RESET_PATH, STEP_TIMES_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
 from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.protocol import ChatBody, CompletionBody
@@ -51,6 +51,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Load,
     answers.Drained,
     answers.Undrained,
+    answers.StepTimesOfModels,
     answers.PrefixCachesReset,
     answers.Liveness,
     answers.Version,
@@ -151,6 +152,7 @@ def _paths() -> dict[str, Any]:
         "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
         f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
+        STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
         RESET_PATH: {
             "post": _operators(
                 "All pods have emptied their prefix caches.",
