@@ -78,9 +78,15 @@ class Planner:
     """Tries sizes of one workload on one kind of pod. What was tried is kept."""
 
     def __init__(
-        self, profile: EngineProfile, workload: Workload, slo: Slo, *, on_try: Callable[[int], None] = lambda _: None
+        self,
+        profile: EngineProfile,
+        workload: Workload,
+        slo: Slo,
+        *,
+        has_warm_up: bool = True,
+        on_try: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_try` is told how many simulations there were. Raises ConfigError if a request fits no pod."""
+        """`has_warm_up`: what comes before there are as many requests as usual does not count. `on_try` is told how many simulations there were. Raises ConfigError if a request fits no pod."""
         if workload.longest > profile.max_model_len:
             raise ConfigError(
                 f"a request of {workload.longest:,} tokens does not fit the model's {profile.max_model_len:,}"
@@ -92,6 +98,7 @@ class Planner:
         self._hardware = profile.hardware(
             workload.mean_prompt_tokens + workload.mean_output_tokens, target_itl_s=slo.target_itl_s
         )
+        self._has_warm_up = has_warm_up
         self._on_try = on_try
         self._tried: dict[tuple[Size, float], Measured] = {}
 
@@ -170,8 +177,8 @@ class Planner:
     def _simulate(self, size: Size, scale: float, workload: Workload) -> Measured:
         setting = Setting(self._hardware, size.num_prefill, size.num_decode, _POLICY, _REMOTE_PREFILL)
         trace = workload.trace(scale, self._hardware.block_size)
-        last_s = trace.sessions[-1].start_s
-        setting = setting._replace(warm_up_s=min(self._stay_s(), last_s / 4))
+        if self._has_warm_up:
+            setting = setting._replace(warm_up_s=min(self._stay_s(), trace.sessions[-1].start_s / 4))
         outcome = SimulatedCluster(setting).serve(trace)
         percentile = self.slo.percentile
         return Measured(
