@@ -214,11 +214,11 @@ def format_markdown(machine: dict[str, str], profile: EngineProfile, capacity: f
 
 _HEAD = """# Plans next to a real cluster
 
-`python -m benchmarks.plan --markdown FILE`. One prefill and one decode pod, each engine with one thread on a core of its
-own; a model of 100M random parameters; prompts of {isl} tokens, answers of {osl}. The profile is that of one thread on
-one core. By the plan, these pods hold {capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms
-between tokens (p99). The same requests, at the same times, go to the simulator and to the cluster. Milliseconds: predicted
-for measured, medians of the repeats, and by how much the prediction is off.
+`python -m benchmarks.plan --markdown FILE`. One prefill and one decode pod, each engine with one thread on a core of
+its own; a model of 100M random parameters; prompts of {isl} tokens, answers of {osl}. The profile is that of one thread
+on one core. By the plan, these pods hold {capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms
+between tokens (p99). The same requests, at the same times, go to the simulator and to the cluster. Milliseconds:
+predicted for measured, medians of the repeats, and by how much the prediction is off.
 """
 
 

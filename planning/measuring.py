@@ -7,7 +7,8 @@
 3. A batch that decodes beside a prompt.
 4. Handoffs: KV into the connector and out of it.
 
-Each kind of step counts with the median of its repeats. What would take the time that is left is not measured.
+Of the repeats of a step the lower quartile counts: what else runs on the machine makes steps longer, never shorter.
+What would take more than the time that is left is not measured.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from planning.steps import MeasuredStep, StepFit, errors, fit_steps
 
 _CONNECTOR = "shared-storage"
 _PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens; those within the budget
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_BATCHES = (1, 4, 16, 2, 8, 32, 64, 128, 256)  # the most telling first
 _CONTEXTS = (32, 512, 2048)  # tokens
 _BESIDE = ((4, 128), (8, 512))  # requests that decode, tokens of a prompt beside them
 _HANDOFFS = (64, 1024)  # tokens
@@ -132,31 +133,37 @@ def _prompts(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredSt
 
 
 def _batches(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredStep]:
-    engine.fill(max(_CONTEXTS))
-    for num_decoding, context in itertools.product(_BATCHES, _CONTEXTS):
+    engine.fill(max(_CONTEXTS), until)
+    for context, num_decoding in itertools.product(_CONTEXTS, _BATCHES):
         if not engine.fits(num_decoding, context) or time.perf_counter() > until:
             continue
         taken = engine.batch(num_decoding, context)
         say(f"{num_decoding} requests decode after {context:,} tokens: {1e3 * taken.seconds:.1f} ms")
         yield taken
     for num_decoding, num_tokens in _BESIDE:
-        if engine.fits(num_decoding + 1, num_tokens) and num_tokens + num_decoding <= engine.budget:
+        if engine.fits(num_decoding + 1, _CONTEXTS[0]) and num_tokens + num_decoding <= engine.budget:
             taken = engine.batch(num_decoding, _CONTEXTS[0], beside=num_tokens)
             say(f"{num_decoding} decode beside {num_tokens} tokens of a prompt: {1e3 * taken.seconds:.1f} ms")
             yield taken
+        if time.perf_counter() > until:
+            return
 
 
 def _repeat(run: Callable[[], Sequence[MeasuredStep]], until: float) -> list[MeasuredStep] | None:
-    """The medians of some runs; None: it is too late for even one."""
+    """The steps of some runs; None: it is too late for even one."""
     runs: list[Sequence[MeasuredStep]] = []
-    while len(runs) < _REPEATS and (time.perf_counter() < until):
+    while len(runs) < _REPEATS and time.perf_counter() < until:
         runs.append(run())
     if not runs:
         return None
     return [
-        MeasuredStep(steps[0].step, statistics.median(each.seconds for each in steps))
+        MeasuredStep(steps[0].step, _lower_quartile([each.seconds for each in steps]))
         for steps in zip(*runs, strict=True)
     ]
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[len(seconds) // 4]
 
 
 class EngineSteps:
@@ -181,11 +188,12 @@ class EngineSteps:
         return [*lengths, *([longer] if longer > self.budget else [])]
 
     def fits(self, num_decoding: int, context: int) -> bool:
-        """Whether so many requests can decode after contexts of that length."""
+        """Whether so many requests can decode after contexts of that length, once `fill` has computed them."""
         spec = self.spec
         blocks = -(-context // spec.block_size) + num_decoding * (2 + _DECODE_STEPS // spec.block_size)
         return (
-            context + _DECODE_STEPS + 2 * spec.block_size <= spec.max_model_len
+            context <= len(self._shared) + 1
+            and context + _DECODE_STEPS + 2 * spec.block_size <= spec.max_model_len
             and num_decoding <= min(spec.max_num_seqs, self.budget)
             and blocks < spec.num_blocks // 2
         )
@@ -202,15 +210,22 @@ class EngineSteps:
             computed += chunk
         return steps
 
-    def fill(self, num_tokens: int) -> None:
-        """Computes the prompt that those of all batches begin with."""
+    def fill(self, num_tokens: int, until: float) -> None:
+        """Computes the prompt that those of all batches begin with, as far as there is time; see `fits`."""
         spec = self.spec
-        num_tokens = min(num_tokens, spec.max_model_len - 2 * spec.block_size, spec.num_blocks // 4 * spec.block_size)
-        self._shared = self._random(max(1, num_tokens))
-        self._run(self._shared, 1)
+        most = min(num_tokens, spec.max_model_len - 2 * spec.block_size, spec.num_blocks // 4 * spec.block_size)
+        whole = self._random(max(1, most))
+        length = min(most, spec.block_size)
+        while True:
+            began = self._clock()
+            self._run(whole[:length], 1)
+            self._shared = whole[:length]
+            if length == most or self._clock() + 2 * (self._clock() - began) > until:
+                return
+            length = min(2 * length, most)
 
     def batch(self, num_decoding: int, context: int, beside: int = 0) -> MeasuredStep:
-        """Decodes for some steps. Returns the median of those, or the one with a prompt of `beside` tokens."""
+        """Decodes for some steps. Returns one of those, or the one with a prompt of `beside` tokens."""
         start = self._shared[: max(0, context - 1)]
         for _ in range(num_decoding):
             self._add([*start, *self._random(1)], _DECODE_STEPS + 2 * (beside > 0) + 1)
@@ -219,7 +234,7 @@ class EngineSteps:
             num_tokens[0] += sum(len(output.tokens) > 0 for output in self._step()[1] if output.start_index == 0)
         taken = [self._step()[0] for _ in range(_DECODE_STEPS if not beside else 2)]
         step = Step(0, num_decoding, num_decoding, num_decoding * (context + _DECODE_STEPS // 2), 0.0)
-        seconds = statistics.median(taken)
+        seconds = _lower_quartile(taken)
         if beside:
             self._add(self._random(beside), 1)
             seconds = self._step()[0]
@@ -230,7 +245,7 @@ class EngineSteps:
     def handoff(self) -> Handoff:
         """Measures from the end of prefills to the last save, and from there until the KV is loaded."""
         lengths = [length for length in _HANDOFFS if length < min(self.spec.max_model_len, self.budget)]
-        times = [(length, statistics.median(self._hand_over(length) for _ in range(_REPEATS))) for length in lengths]
+        times = [(length, _lower_quartile([self._hand_over(length) for _ in range(_REPEATS)])) for length in lengths]
         if len(times) < 2:
             return Handoff(connector=_CONNECTOR, latency_s=times[0][1] if times else 0.002, token_s=0.0)
         (few, short_s), (many, long_s) = times

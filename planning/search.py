@@ -86,7 +86,8 @@ class Planner:
         has_warm_up: bool = True,
         on_try: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`has_warm_up`: what comes before there are as many requests as usual does not count. `on_try` is told how many simulations there were. Raises ConfigError if a request fits no pod."""
+        """`has_warm_up`: what comes before there are as many requests as usual does not count. `on_try` is told the
+        number of simulations so far. Raises ConfigError if a request fits no pod."""
         if workload.longest > profile.max_model_len:
             raise ConfigError(
                 f"a request of {workload.longest:,} tokens does not fit the model's {profile.max_model_len:,}"

@@ -38,7 +38,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class MeasuredStep(NamedTuple):
-    """One kind of step, and the median of its seconds."""
+    """One kind of step, and its seconds."""
 
     step: Step
     seconds: float
