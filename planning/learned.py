@@ -36,8 +36,8 @@ def _profile(model: ModelStepTimes) -> EngineProfile:
     if decode is None:
         raise ConfigError(f"--url: {model.name} has no ready decode pod, whose step times a plan needs", param="url")
     prefill = model.prefill or decode
-    for role, times in (("prefill", prefill), ("decode", decode)):
-        if not times.is_known:
+    for role, times in (("decode", decode), ("prefill", model.prefill)):
+        if times is not None and not times.is_known:
             raise ConfigError(
                 f"--url: the router has seen too few steps of the {role} pods of {model.name}; send it some requests, "
                 "or use `baton profile-engine`",
