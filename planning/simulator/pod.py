@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Protocol
 
+from common.engine.worker.step_measurement import measure_steps
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, measured_knee, prefill_work
 from common.step_times import StepTimes
 from planning.simulator.cache import BlockCache
@@ -97,9 +98,6 @@ class PodRequest:
         return self.num_tokens - self.num_computed
 
 
-_MEASURED_STEPS = (1, 64, 128, 256, 512, 1024, 2048)  # tokens of those that an engine runs before its first request
-
-
 class SimulatedPod:
     """One pod. `on_change` is called when there is something to report."""
 
@@ -108,7 +106,7 @@ class SimulatedPod:
         self.cache = BlockCache(hardware.num_blocks)
         self.waiting: list[PodRequest] = []  # in order
         self.running: list[PodRequest] = []
-        steps = [(tokens, hardware.steps.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))) for tokens in _MEASURED_STEPS]
+        steps = _measured_steps(hardware)
         self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, steps)
         self._knee = measured_knee(steps) or 1.0
         self.last_step_s = 0.0
@@ -312,6 +310,17 @@ class SimulatedPod:
     def _release(self, job: PodRequest) -> None:
         self.cache.release(job.held, job.num_private)
         job.held, job.num_private, job.num_filled = [], 0, 0
+
+
+def _measured_steps(hardware: Hardware) -> list[tuple[int, float]]:
+    """Tokens and seconds of those that an engine runs before its first request."""
+    now = 0.0
+
+    def run(tokens: int) -> None:
+        nonlocal now
+        now += hardware.steps.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))
+
+    return measure_steps(run, hardware.max_num_batched_tokens, lambda: now)
 
 
 def _order(job: PodRequest) -> float:
