@@ -18,7 +18,7 @@ from common.engine.worker.step_measurement import measure_steps
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, measured_knee, prefill_work
 from common.step_times import StepTimes
 from planning.simulator.cache import BlockCache
-from planning.simulator.hardware import Hardware, Step
+from planning.simulator.hardware import Hardware, Step, StepModel
 
 _LONGEST_STRETCH_S = 0.25
 
@@ -106,7 +106,7 @@ class SimulatedPod:
         self.cache = BlockCache(hardware.num_blocks)
         self.waiting: list[PodRequest] = []  # in order
         self.running: list[PodRequest] = []
-        steps = _measured_steps(hardware)
+        steps = measured_steps(hardware.steps, hardware.max_num_batched_tokens)
         self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, steps)
         self._knee = measured_knee(steps) or 1.0
         self.last_step_s = 0.0
@@ -312,15 +312,15 @@ class SimulatedPod:
         job.held, job.num_private, job.num_filled = [], 0, 0
 
 
-def _measured_steps(hardware: Hardware) -> list[tuple[int, float]]:
-    """Tokens and seconds of those that an engine runs before its first request."""
+def measured_steps(model: StepModel, max_num_batched_tokens: int) -> list[tuple[int, float]]:
+    """Returns tokens and seconds of the steps that an engine runs before its first request."""
     now = 0.0
 
     def run(tokens: int) -> None:
         nonlocal now
-        now += hardware.steps.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))
+        now += model.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))
 
-    return measure_steps(run, hardware.max_num_batched_tokens, lambda: now)
+    return measure_steps(run, max_num_batched_tokens, lambda: now)
 
 
 def _order(job: PodRequest) -> float:
