@@ -7,9 +7,9 @@ random parameters. `baton profile-engine` measures the same model on one of the 
 what load these pods hold, and at three shares of it the same requests, at the same times, go to the simulator and to
 the cluster.
 
-With --paced the steps of the cluster's engines take the time of a profile, that of one core with 100M parameters, whatever
-the machine: each runs the demo model and sleeps for the rest. That compares all but the profile, also on a machine that
-has other things to do.
+With --paced the steps of the cluster's engines take the time of a profile, that of one core with 100M parameters,
+whatever the machine: each runs the demo model and sleeps for the rest. That compares all but the profile, also on a
+machine that has other things to do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SIZE = Size(1, 1)
 WITHIN = 0.2
 _WARM_UP = 6  # requests
 _READY_TRIES = 60
-# One core of an Intel Xeon (Sapphire Rapids), float32: fitted to steps of the 100M model by the CPU time that they took.
+# One core of an Intel Xeon (Sapphire Rapids), float32: fitted to the CPU time of steps of the 100M model.
 PACE = StepFit(
     prefill_base_s=0.058,
     decode_base_s=0.0495,
@@ -279,10 +279,9 @@ def format_markdown(
     machine: dict[str, str], profile: EngineProfile, capacity: float, rows: Sequence[Row], *, is_paced: bool
 ) -> str:
     """The page."""
+    head = _PACED_HEAD if is_paced else _HEAD
     lines = [
-        (_PACED_HEAD if is_paced else _HEAD).format(
-            capacity=capacity, isl=ISL, osl=OSL, ttft=SLO.ttft_s, itl=1e3 * SLO.itl_s
-        ),
+        head.format(capacity=capacity, isl=ISL, osl=OSL, ttft=SLO.ttft_s, itl=1e3 * SLO.itl_s),
         *(f"- {key}: {value}" for key, value in machine.items()),
         f"- fit of the profile: median error {profile.fit_error:.1%}",
         "",
@@ -312,9 +311,9 @@ _PACED_HEAD = """# Plans next to a cluster whose steps take the time of a profil
 `python -m benchmarks.plan --paced --markdown FILE`. One prefill and one decode pod and a router, all of them real, but
 for the time of their engines' steps: each runs the demo model and sleeps until the step would be over by the profile of
 one core with a model of 100M parameters. Prompts of {isl} tokens, answers of {osl}. By the plan, these pods hold
-{capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms between tokens (p99). The same requests, at the
-same times, go to the simulator and to the cluster. Milliseconds: predicted for measured, medians of the repeats, and by
-how much the prediction is off.
+{capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms between tokens (p99). The same requests, at
+the same times, go to the simulator and to the cluster. Milliseconds: predicted for measured, medians of the repeats,
+and by how much the prediction is off.
 """
 
 
