@@ -311,8 +311,8 @@ _PACED_HEAD = """# Plans next to a cluster whose steps take the time of a profil
 `python -m benchmarks.plan --paced --markdown FILE`. One prefill and one decode pod and a router, all of them real, but
 for the time of their engines' steps: each runs the demo model and sleeps until the step would be over by the profile of
 one core with a model of 100M parameters. Prompts of {isl} tokens, answers of {osl}. By the plan, these pods hold
-{capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms between tokens (p99). The same requests, at
-the same times, go to the simulator and to the cluster. Milliseconds: predicted for measured, medians of the repeats,
+{capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms between tokens (p99). The same requests,
+at the same times, go to the simulator and to the cluster. Milliseconds: predicted for measured, medians of the repeats,
 and by how much the prediction is off.
 """
 
