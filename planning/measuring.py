@@ -8,7 +8,7 @@
 4. Handoffs: KV into the connector and out of it.
 
 Of the repeats of a step the lower quartile counts: what else runs on the machine makes steps longer, never shorter.
-What would take more than the time that is left is not measured.
+When the time is over, what was not measured is left out, but for the least that a fit needs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _HANDOFFS = (64, 1024)  # tokens
 _REPEATS = 3
 _DECODE_STEPS = 9  # of a batch
 _SHARE_OF_PROMPTS = 0.4  # of the time
+_LEAST = 2  # prompts, and batches, that are measured however long they take
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -78,7 +79,7 @@ def _measure(engine: EngineSteps, seconds: float, say: Say) -> list[MeasuredStep
     measured = [*_prompts(engine, started + _SHARE_OF_PROMPTS * seconds, say)]
     measured += _batches(engine, started + seconds, say)
     if not any(each.step.num_decoding for each in measured):
-        raise ConfigError(f"--seconds: {seconds:g} s are too few for a batch that decodes", param="seconds")
+        raise ConfigError("--num-blocks, --max-model-len: too few for a request that decodes", param="num_blocks")
     return measured
 
 
@@ -125,18 +126,22 @@ def _point(measured: MeasuredStep, fit: StepFit) -> Point:
 
 
 def _prompts(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredStep]:
-    for num_tokens in engine.lengths(_PROMPTS):
-        if (taken := _repeat(partial(engine.prompt, num_tokens), until)) is None:
+    for number, num_tokens in enumerate(engine.lengths(_PROMPTS)):
+        if number >= _LEAST and time.perf_counter() > until:
             return
+        taken = _repeat(partial(engine.prompt, num_tokens), until)
         say(f"a prompt of {num_tokens:,} tokens: {1e3 * taken[0].seconds:.1f} ms")
         yield from taken
 
 
 def _batches(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredStep]:
     engine.fill(max(_CONTEXTS), until)
+    num_measured = 0
     for context, num_decoding in itertools.product(_CONTEXTS, _BATCHES):
-        if not engine.fits(num_decoding, context) or time.perf_counter() > until:
+        is_late = num_measured >= _LEAST and time.perf_counter() > until
+        if is_late or not engine.fits(num_decoding, context):
             continue
+        num_measured += 1
         taken = engine.batch(num_decoding, context)
         say(f"{num_decoding} requests decode after {context:,} tokens: {1e3 * taken.seconds:.1f} ms")
         yield taken
@@ -149,13 +154,11 @@ def _batches(engine: EngineSteps, until: float, say: Say) -> Iterator[MeasuredSt
             return
 
 
-def _repeat(run: Callable[[], Sequence[MeasuredStep]], until: float) -> list[MeasuredStep] | None:
-    """The steps of some runs; None: it is too late for even one."""
-    runs: list[Sequence[MeasuredStep]] = []
+def _repeat(run: Callable[[], Sequence[MeasuredStep]], until: float) -> list[MeasuredStep]:
+    """The steps of some runs, of one if it is late."""
+    runs = [run()]
     while len(runs) < _REPEATS and time.perf_counter() < until:
         runs.append(run())
-    if not runs:
-        return None
     return [
         MeasuredStep(steps[0].step, _lower_quartile([each.seconds for each in steps]))
         for steps in zip(*runs, strict=True)
@@ -215,7 +218,7 @@ class EngineSteps:
         spec = self.spec
         most = min(num_tokens, spec.max_model_len - 2 * spec.block_size, spec.num_blocks // 4 * spec.block_size)
         whole = self._random(max(1, most))
-        length = min(most, spec.block_size)
+        length = min(most, _CONTEXTS[0])
         while True:
             began = self._clock()
             self._run(whole[:length], 1)

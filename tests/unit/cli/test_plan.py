@@ -68,6 +68,6 @@ def test_profile_engine_measures_the_demo_model(tmp_path: Path, capsys: pytest.C
     assert str(output) in capsys.readouterr().out
     profile = load_profile(output)
     assert (profile.source, profile.num_blocks, profile.max_num_seqs) == ("measured", 300, 4)
-    assert profile.steps.prompt_token_s > 0
+    assert {16, 64} <= {point.prompt_tokens for point in profile.points}
     assert profile.handoff.connector == "shared-storage"
     assert any(point.num_decoding for point in profile.points)
