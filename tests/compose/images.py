@@ -8,7 +8,7 @@ import http.server
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common import __version__
@@ -39,11 +39,13 @@ def make_base(engine: Engine) -> None:
     engine.import_image(root, PYTHON_IMAGE)
 
 
-def make_stand_ins(engine: Engine) -> None:
-    """Builds Redis, Prometheus and a stand-in for Grafana from Debian's packages."""
-    for target, name in STAND_INS.items():
+def make_stand_ins(engine: Engine, targets: Iterable[str] = STAND_INS) -> None:
+    """Builds Redis, Prometheus and a stand-in for Grafana from Debian's packages, or some of them."""
+    for target in targets:
         directory = str(ROOT / "tests/compose/stand_ins")
-        engine.docker("build", "--network", "host", "--target", target, "--tag", name, directory, timeout_s=900)
+        engine.client(
+            "build", "--network", "host", "--target", target, "--tag", STAND_INS[target], directory, timeout_s=900
+        )
 
 
 def make_images(engine: Engine) -> str:
@@ -52,7 +54,7 @@ def make_images(engine: Engine) -> str:
         env = {
             **engine.env,
             "IMAGES": "router cpu",
-            "ENGINE": "docker",
+            "ENGINE": engine.program,
             "BUILD_FLAGS": "--network host",
             **({"TORCH_INDEX_URL": url} if url else {}),
         }
