@@ -8,7 +8,7 @@ import http.server
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common import __version__
@@ -19,6 +19,7 @@ PYTHON_IMAGE = "python:3.11-slim-bookworm"
 STAND_INS = {"redis": "redis:7.4-bookworm", "prometheus": "prom/prometheus:v3.7.3", "grafana": "grafana/grafana:12.2.1"}
 ROUTER, CPU = (f"baton-{target}:{__version__}" for target in ("router", "cpu"))
 _INCLUDE = "python3.11,python3-pip,python3-venv,ca-certificates"
+_INDEX_PORT = 28379
 _SURPLUS = ("var/cache/apt/archives", "usr/share/doc", "usr/share/man", "usr/share/locale")
 
 
@@ -69,7 +70,7 @@ def torch_index() -> Iterator[str]:
     if not wheels:
         yield ""
         return
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_IndexHandler, wheels)) as server:
+    with _index_server(functools.partial(_IndexHandler, wheels)) as server:
         thread = threading.Thread(target=server.serve_forever, name="torch-index")
         thread.start()
         try:
@@ -77,6 +78,14 @@ def torch_index() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def _index_server(handler: Callable[..., _IndexHandler]) -> http.server.ThreadingHTTPServer:
+    """Listens on the same port each time, if it is free: another URL would have the engine install torch once more."""
+    try:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", _INDEX_PORT), handler)
+    except OSError:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
 
 
 class _IndexHandler(http.server.BaseHTTPRequestHandler):

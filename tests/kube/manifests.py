@@ -6,10 +6,10 @@ Podman 4.3, Debian's, is no kubelet. What is changed for it, and nothing else:
    The DNS names of a Service become aliases of its pods in Podman's network, which has them all, ready or not: what the
    headless Services of the chart ask for.
 2. A Deployment is played once for each replica, under a name of its own: Podman runs one replica.
-3. Each pod has copies of its ConfigMaps and Secrets, and volumes named after the pod: Podman keeps one volume for all
-   pods that use a name, even of an emptyDir. `medium: Memory` and `sizeLimit` have no effect.
-4. Secrets have `data`, the mounted keys alone, and `optional`: Podman ignores `stringData` and `items`, and panics
-   without `optional`. It also ignores `defaultMode` and `fsGroup`: files are readable to all users of the pod.
+3. Each pod has copies of its ConfigMaps, and volumes named after the pod: Podman keeps one volume for all pods that use
+   a name, even of an emptyDir. `medium: Memory` and `sizeLimit` have no effect.
+4. Secrets are played as ConfigMaps with the mounted keys: Podman ignores `stringData` and `items`, and mounts `data`
+   undecoded. It also ignores `defaultMode` and `fsGroup`: files are readable to all users of the pod.
 5. A claim is owned by the pods' user, by an annotation of Podman's, in place of `fsGroup`.
 6. Probes are left out, and run by the test from outside, as the kubelet does (tests/deploy/probes.py): Podman knows no
    gRPC probe, and runs others inside the container, with curl.
@@ -23,7 +23,6 @@ Images need no change: `IfNotPresent` finds those that were built here. Users, r
 
 from __future__ import annotations
 
-import base64
 import copy
 from collections.abc import Iterator
 
@@ -43,7 +42,7 @@ def claims(rendered: Rendered) -> list[Manifest]:
 
 
 def pod_manifests(rendered: Rendered, workload: Manifest, pod_name: str) -> list[Manifest]:
-    """One replica of a Deployment, and the ConfigMaps and Secrets that it mounts."""
+    """One replica of a Deployment, and the ConfigMaps that it mounts."""
     played = copy.deepcopy(workload)
     played["metadata"]["name"] = pod_name
     played["spec"]["replicas"] = 1
@@ -71,13 +70,13 @@ def _mounted_objects(rendered: Rendered, spec: Manifest) -> Iterator[Manifest]:
     for volume in spec["volumes"]:
         if source := volume.get("configMap"):
             data = rendered.named("ConfigMap", source["name"])["data"]
-            source["name"] = volume["name"]
-            yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": volume["name"]}, "data": data}
-        elif source := volume.get("secret"):
+        elif source := volume.pop("secret", None):
             texts = rendered.named("Secret", source["secretName"])["stringData"]
-            data = {item["path"]: base64.b64encode(texts[item["key"]].encode()).decode() for item in source["items"]}
-            volume["secret"] = {"secretName": volume["name"], "optional": False}
-            yield {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": volume["name"]}, "data": data}
+            data = {item["path"]: texts[item["key"]] for item in source["items"]}
+        else:
+            continue
+        volume["configMap"] = {"name": volume["name"]}
+        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": volume["name"]}, "data": data}
 
 
 def _pod_spec_with_claim(rendered: Rendered, name: str) -> Manifest:

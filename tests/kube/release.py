@@ -67,7 +67,7 @@ class Release:
         self.wait_ready(self.pods)
 
     def uninstall(self) -> None:
-        """Takes all down; what `kube down` leaves is removed as the kubelet would: volumes, Secrets, the network."""
+        """Takes all down, also what `kube down` leaves: the volumes of pods and claims, and the network."""
         for file in sorted(self._directory.glob("*.yaml")):
             self._engine.client("kube", "down", str(file))
         self._remove_volumes()
@@ -129,11 +129,10 @@ class Release:
             yield from (f"{kind} {name}" for name in self._names(kind) if name != "podman")
 
     def _remove_volumes(self, prefix: str = "") -> None:
-        """Removes volumes and Secrets whose names start so."""
-        for kind in ("volume", "secret"):
-            for name in self._names(kind):
-                if name.startswith(prefix):
-                    self._engine.client(kind, "rm", name)
+        """Removes volumes whose names start so."""
+        for name in self._names("volume"):
+            if name.startswith(prefix):
+                self._engine.client("volume", "rm", name)
 
     def _names(self, kind: str) -> list[str]:
         every = ["--all"] if kind == "container" else []
