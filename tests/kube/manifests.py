@@ -7,7 +7,7 @@ Podman 4.3, Debian's, is no kubelet. What is changed for it, and nothing else:
    headless Services of the chart ask for.
 2. A Deployment is played once for each replica, under a name of its own: Podman runs one replica.
 3. Each pod has copies of its ConfigMaps, and volumes named after the pod: Podman keeps one volume for all pods that use
-   a name, even of an emptyDir. `medium: Memory` and `sizeLimit` have no effect.
+   a name, even of an emptyDir. One in memory is played as a claim of a tmpfs: Podman would put it on a disk.
 4. Secrets are played as ConfigMaps with the mounted keys: Podman ignores `stringData` and `items`, and mounts `data`
    undecoded. It also ignores `defaultMode` and `fsGroup`: files are readable to all users of the pod.
 5. A claim is owned by the pods' user, by an annotation of Podman's, in place of `fsGroup`.
@@ -42,7 +42,7 @@ def claims(rendered: Rendered) -> list[Manifest]:
 
 
 def pod_manifests(rendered: Rendered, workload: Manifest, pod_name: str) -> list[Manifest]:
-    """One replica of a Deployment, and the ConfigMaps that it mounts."""
+    """One replica of a Deployment, and the objects that it mounts."""
     played = copy.deepcopy(workload)
     played["metadata"]["name"] = pod_name
     played["spec"]["replicas"] = 1
@@ -66,17 +66,32 @@ def dns_names(rendered: Rendered, workload: Manifest) -> Iterator[str]:
 
 
 def _mounted_objects(rendered: Rendered, spec: Manifest) -> Iterator[Manifest]:
-    """Copies of mounted ConfigMaps and Secrets, under the names of the volumes, which then refer to them."""
+    """Objects with the names of the volumes, which then refer to them."""
     for volume in spec["volumes"]:
         if source := volume.get("configMap"):
             data = rendered.named("ConfigMap", source["name"])["data"]
         elif source := volume.pop("secret", None):
             texts = rendered.named("Secret", source["secretName"])["stringData"]
             data = {item["path"]: texts[item["key"]] for item in source["items"]}
+        elif volume.get("emptyDir", {}).get("medium") == "Memory":
+            yield _claim_of_memory(volume["name"], volume.pop("emptyDir")["sizeLimit"])
+            volume["persistentVolumeClaim"] = {"claimName": volume["name"]}
+            continue
         else:
             continue
         volume["configMap"] = {"name": volume["name"]}
         yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": volume["name"]}, "data": data}
+
+
+def _claim_of_memory(name: str, size: str) -> Manifest:
+    annotations = {
+        "volume.podman.io/type": "tmpfs",
+        "volume.podman.io/device": "tmpfs",
+        "volume.podman.io/mount-options": f"mode=1777,size={size.removesuffix('i').lower()}",
+    }
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    metadata = {"name": name, "annotations": annotations}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
 def _pod_spec_with_claim(rendered: Rendered, name: str) -> Manifest:
