@@ -61,7 +61,7 @@ clients: $(DEV)
 images:
 	@sh deploy/docker/build.sh
 
-## Mutation check, see README. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
+## Mutation check, see CONTRIBUTING.md. make mutants MODULE=decode_service/handoff.py ARGS="--sample 100"
 mutants: $(MUTANTS)
 	$(BIN)/python -m tests.mutants $(MODULE) $(ARGS)
 

@@ -220,7 +220,9 @@ def main() -> int:
             for result in measure_model(name, directory, args.dtype, args.repeats):
                 print(format_row(result), flush=True)
                 results.append(result)
-    cluster = [] if args.model else startup.summary([startup.measure(prefill=1, decode=1) for _ in range(STARTUPS)])
+    cluster = (
+        [] if args.model else startup.summary([startup.measure_cluster(prefill=1, decode=1) for _ in range(STARTUPS)])
+    )
     print("\n".join(cluster))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")

@@ -1,39 +1,52 @@
-"""Time from `baton up` to ready, and the resident memory of each process.
+"""How long processes take to start: wall clock, processor time, and the memory of a cluster.
 
-    python -m benchmarks.startup --runs 3 --prefill 1 --decode 1
+    python -m benchmarks.startup [--runs 5] [--before DIR] [--markdown FILE]
 
-Prints one JSON object per run and a summary. Memory is read after one request, so that nothing is still lazy.
+Measured are `baton --help`, a router without pods, a decode pod with the demo model, and `baton up`, each from the
+command to the line that says it is ready. Processor time is that of the command and all its processes, user and system,
+and depends less on what else the machine does. Memory is read after one request, so that nothing is still lazy.
+
+With --before the commands of another checkout take turns with those of this one, in the same Python environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import psutil
 
+from benchmarks.router.report import Verdict, describe_machine, format_verdict
+
 MIB = 2**20
+HERE = Path(__file__).resolve().parents[1]
+_FEW_LINES = ["--log-level", "warning"]
+COMMANDS = {
+    "baton --help": ["--help"],
+    "router": ["serve", "router", "--port", "0", "--grpc-port", "0", "--decode", "127.0.0.1:1", *_FEW_LINES],
+    "decode pod": ["serve", "decode", "--port", "0", *_FEW_LINES],
+    "baton up": ["up", "--port", "0", "--grpc-port", "0"],
+}
+TARGETS_S = {"baton --help": 0.3, "router": 3.0, "decode pod": 8.0}
+_READY = {"baton --help": "exit codes:", "router": "ready role=", "decode pod": "ready role=", "baton up": "curl "}
 
 
-def main() -> int:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--decode", type=int, default=1)
-    args = parser.parse_args()
-    runs = [measure(args.prefill, args.decode) for _ in range(args.runs)]
-    for run in runs:
-        print(json.dumps(asdict(run)))
-    print("\n".join(summary(runs)))
-    return 0
+class Start(NamedTuple):
+    """One start."""
+
+    ready_s: float  # from the command to the line
+    cpu_s: float  # of all its processes until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,64 @@ class Run:
     rss_mib: dict[str, float]  # by process, after the first answer
 
 
+Starts = Mapping[str, Sequence[Start]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    args = _parser().parse_args(argv)
+    machine = describe_machine()
+    sides = {"now": HERE} | ({"before": args.before} if args.before else {})
+    starts: dict[str, dict[str, list[Start]]] = {side: defaultdict(list) for side in sides}
+    for run in range(args.runs):
+        for name in COMMANDS:
+            for side in list(sides)[:: -1 if run % 2 else 1]:  # neither is always the first
+                start = measure_start(name, sides[side])
+                starts[side][name].append(start)
+                print(f"{name}, {side}: ready {start.ready_s:.2f} s, processor {start.cpu_s:.2f} s", file=sys.stderr)
+    memory = summary([measure_cluster(prefill=1, decode=1)])
+    found = verdicts(starts["now"])
+    tables = format_tables(starts["now"], starts.get("before", {}), found, memory)
+    print(tables)
+    print("\n".join(map(format_verdict, found)))
+    if args.markdown:
+        args.markdown.write_text(format_page(machine, args.runs, tables, args.note))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--before", type=Path, metavar="DIR", help="an older checkout, to compare with")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--note", default="", help="a remark for the page of markdown")
+    return parser
+
+
+def measure_start(name: str, checkout: Path) -> Start:
+    """Starts one of COMMANDS, waits for its line, ends it."""
+    with _running(COMMANDS[name], checkout) as (process, started):
+        _await_line(process, _READY[name])
+        return Start(time.perf_counter() - started, _cpu_s(process.pid))
+
+
+def measure_cluster(prefill: int, decode: int) -> Run:
+    """Starts a cluster, asks it something, stops it."""
+    command = [*COMMANDS["baton up"], "--prefill", str(prefill), "--decode", str(decode)]
+    with _running(command, HERE) as (launcher, started):
+        curl = _await_line(launcher, _READY["baton up"])
+        ready_s = time.perf_counter() - started
+        first_answer_s = _ask(curl.split()[2])
+        rss = {name: process.memory_info().rss / MIB for name, process in _processes(launcher.pid)}
+        launcher.terminate()
+        stopping = time.perf_counter()
+        launcher.wait(60)
+        stop_s = time.perf_counter() - stopping
+    return Run(ready_s, first_answer_s, stop_s, rss)
+
+
 def summary(runs: Sequence[Run]) -> list[str]:
     """Lines for a person."""
     ready = sorted(run.ready_s for run in runs)
@@ -56,30 +127,88 @@ def summary(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def measure(prefill: int, decode: int) -> Run:
-    """Start a cluster, ask it something, stop it."""
-    command = [sys.executable, "-m", "cli.main", "up", "--port", "0", "--grpc-port", "0"]
-    command += ["--prefill", str(prefill), "--decode", str(decode)]
+def verdicts(starts: Starts) -> list[Verdict]:
+    """The targets, by the medians."""
+    found = []
+    for name, target_s in TARGETS_S.items():
+        ready_s = _median(starts[name]).ready_s
+        found.append(Verdict(f"{name} ready in under {target_s:g} s", f"{ready_s:.2f} s", ready_s < target_s))
+    return found
+
+
+def format_tables(now: Starts, before: Starts, found: Sequence[Verdict], memory: Sequence[str]) -> str:
+    """All tables, in markdown."""
+    lines = ["## Targets", "", "| target | measured | |", "|---|---|---|"]
+    lines += [f"| {each.target} | {each.measured} | {'pass' if each.is_met else '**FAIL**'} |" for each in found]
+    lines += [
+        "",
+        "## Times",
+        "",
+        "| | ready, s | range | processor, s | ready before | processor before | difference |",
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, starts in now.items():
+        median, times = _median(starts), [start.ready_s for start in starts]
+        cells = [f"{median.ready_s:.2f}", f"{min(times):.2f} to {max(times):.2f}", f"{median.cpu_s:.2f}"]
+        cells += _compared(starts, before[name]) if before else ["-", "-", "-"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "## Memory of a cluster", "", "```text", *memory, "```", ""])
+
+
+def format_page(machine: Mapping[str, str], runs: int, tables: str, note: str) -> str:
+    """The page that a run writes."""
+    lines = ["# Time to start", "", "`python -m benchmarks.startup`, whose help says what is measured.", ""]
+    lines += [f"Medians of {runs} starts. The difference is the median over pairs that were measured one after the"]
+    lines += ["other, of processor time.", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items()]
+    return "\n".join([*lines, *(["", note] if note else []), "", tables])
+
+
+def _compared(now: Sequence[Start], before: Sequence[Start]) -> list[str]:
+    median = _median(before)
+    ratio = statistics.median(new.cpu_s / old.cpu_s for new, old in zip(now, before, strict=True))
+    return [f"{median.ready_s:.2f}", f"{median.cpu_s:.2f}", f"{100 * (ratio - 1):+.0f} %"]
+
+
+def _median(starts: Sequence[Start]) -> Start:
+    return Start(*(statistics.median(values) for values in zip(*starts, strict=True)))
+
+
+@contextlib.contextmanager
+def _running(arguments: Sequence[str], checkout: Path) -> Iterator[tuple[subprocess.Popen[str], float]]:
     started = time.perf_counter()
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert launcher.stdout is not None
-        curl = next((line.split() for line in launcher.stdout if line.strip().startswith("curl ")), None)
-        ready_s = time.perf_counter() - started
-        if curl is None:
-            raise SystemExit(f"the cluster did not start: exit code {launcher.wait()}")
-        first_answer_s = _ask(curl[2])
-        rss = {name: process.memory_info().rss / MIB for name, process in _processes(launcher.pid)}
-    finally:
-        launcher.terminate()
-        stopping = time.perf_counter()
-        launcher.wait(60)
-    return Run(
-        ready_s=round(ready_s, 2),
-        first_answer_s=round(first_answer_s, 3),
-        stop_s=round(time.perf_counter() - stopping, 2),
-        rss_mib={name: round(size, 1) for name, size in rss.items()},
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", *arguments],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
+    try:
+        yield process, started
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _await_line(process: subprocess.Popen[str], what: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip().startswith(what):
+            return line
+    raise SystemExit(f"it did not start: exit code {process.wait()}")
+
+
+def _cpu_s(pid: int) -> float:
+    """Of the process and all below it; a process that has ended counts nothing."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 def _ask(url: str) -> float:

@@ -28,6 +28,7 @@ _EXIT_CODES = {
     2: "a wrong option or setting",
     EXIT_UNREACHABLE: "nothing answers at the address",
 }
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,9 +82,12 @@ def _ask(address: str, config: HealthConfig) -> int:
 def _report(address: str, config: HealthConfig, code: grpc.StatusCode, details: str) -> int:
     if code is grpc.StatusCode.NOT_FOUND:
         raise ConfigError(f"--service: {address} has no health service {config.service!r}", param="service")
-    sys.stderr.write(f"baton: error: {address}: {code.name}: {details}\n")
-    unreachable = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    return EXIT_UNREACHABLE if unreachable else EXIT_FAILED
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        details = f"no answer within {config.timeout_s:g} s"
+    elif details.endswith("Connection refused"):
+        details = "connection refused: no process listens there"
+    sys.stderr.write(f"baton: error: {address}: {details or code.name}\n")
+    return EXIT_UNREACHABLE if code in _UNREACHABLE else EXIT_FAILED
 
 
 def _open_channel(address: str, config: HealthConfig) -> grpc.Channel:

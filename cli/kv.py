@@ -203,7 +203,10 @@ def _parser() -> ArgumentParser:
         name = run.__name__
         summary = _SUMMARIES[name]
         subparser = commands.add_parser(
-            name, help=summary, description=summary, epilog=epilog_of(exit_codes=_EXIT_CODES)
+            name,
+            help=summary,
+            description=summary,
+            epilog=epilog_of(exit_codes=_EXIT_CODES if name == "verify" else OF_TOOLS),
         )
         subparser.add_argument(
             "--name", help="The cluster in the background whose store it is. (default: the only one, else default)"

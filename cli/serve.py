@@ -9,6 +9,7 @@ from types import FrameType
 
 from cli.extras import import_with_extra
 from common.errors import ConfigError
+from common.imports import kept_imports
 from deploy.parent_death import die_with_parent
 
 ROLES = {
@@ -17,6 +18,22 @@ ROLES = {
     "decode": "decode_service.__main__",
 }
 _NEEDS = {"router": "router", "prefill": "engine", "decode": "engine"}  # extra of the distribution
+_HELP = """\
+usage: baton serve {router,prefill,decode} [options]
+
+Runs one process of a cluster in the foreground, until SIGTERM or Ctrl-C.
+
+roles:
+  router   Takes requests over HTTP and gRPC, and picks the pods of each.
+  prefill  Computes the KV cache of prompts, and hands it over.
+  decode   Generates the tokens.
+
+`baton serve ROLE --help` describes a role's options and exit codes.
+
+examples:
+  baton serve prefill --host 10.0.0.1 --port 7001 --connector-path /mnt/kv
+  baton serve decode --host 10.0.0.2 --port 7002 --connector-path /mnt/kv
+  baton serve router --host 0.0.0.0 --prefill 10.0.0.1:7001 --decode 10.0.0.2:7002"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent()
     _end_at_sigterm()
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            "usage: baton serve {router,prefill,decode} [options]\n\n`baton serve ROLE --help` describes its options."
-        )
+        print(_HELP)
         return 0
     role, *options = argv
     if role not in ROLES:
@@ -34,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
     # OpenMP threads that spin while they wait take the cores from the other processes of the machine: with fewer cores
     # than busy threads a step took 10 to 20 times as long. `baton up`, which shares out the cores, lets them spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return int(import_with_extra(ROLES[role], role, _NEEDS[role]).main(options))
+    with kept_imports():
+        module = import_with_extra(ROLES[role], role, _NEEDS[role])
+    return int(module.main(options))
 
 
 def _end_at_sigterm() -> None:

@@ -23,7 +23,14 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 2 if a setting is wrong."""
     try:
-        config = parse(RouterConfig, argv, prog="baton serve router", section="router", description="Runs the router.")
+        config = parse(
+            RouterConfig,
+            argv,
+            prog="baton serve router",
+            section="router",
+            description="Runs the router.",
+            examples=("baton serve router --host 0.0.0.0 --prefill 10.0.0.1:7001 --decode 10.0.0.2:7002",),
+        )
         setup_logging(config.log_level, "router")
         uvloop.run(_serve(config))
     except ConfigError as error:

@@ -57,12 +57,36 @@ class LocalHistograms(Collector):
         """The one of this model."""
         return self._by_model.setdefault(model_name, LocalHistogram(self._bounds))
 
+    def remove(self, model_name: str) -> None:
+        """Removes the one of this model, if there is one."""
+        self._by_model.pop(model_name, None)
+
     def collect(self) -> Iterator[Metric]:
         """All of them."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=[MODEL_LABEL])
         for model_name, histogram in list(self._by_model.items()):
             family.add_metric([model_name], histogram.buckets(), histogram.sum)
         yield family
+
+
+def forget_model(metrics: object, model_name: str) -> None:
+    """Removes the model's series from all families that are attributes of `metrics`."""
+    for family in vars(metrics).values():
+        if isinstance(family, LocalHistograms):
+            family.remove(model_name)
+        elif isinstance(family, MetricWrapperBase):
+            for values in _series_of(family, model_name):
+                family.remove(*values)
+
+
+def _series_of(family: MetricWrapperBase, model_name: str) -> set[tuple[str, ...]]:
+    """Label values of the model's series."""
+    labels = [sample.labels for metric in family.collect() for sample in metric.samples]
+    return {
+        tuple(value for name, value in each.items() if name != "le")  # of a bucket
+        for each in labels
+        if each.get(MODEL_LABEL) == model_name
+    }
 
 
 _Family = TypeVar("_Family", bound=MetricWrapperBase)

@@ -13,9 +13,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from common.errors import ConfigError
 from common.watched_files import WatchedFiles
+from router.background_read import read_in_background
 from router.model_sources import ModelSpec, read_model, read_models_file
 from router.served_model import ModelSource, ServedModel
 from router.service import InferenceService
@@ -76,7 +78,7 @@ class ModelRoster:
         """None: it cannot be read."""
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                return await asyncio.to_thread(read_model, self._service.config, spec)
+                return await read_in_background(partial(read_model, self._service.config, spec), "model-read")
         except ConfigError as error:
             self._fail(spec, error.message)
         except TimeoutError:

@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.metrics import SurvivalMetrics
 from router.gateway.reply import ReplyParsing
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, forget_model
 from router.pods import ModelPods
 from router.requests.preprocess import Preprocessor
 from router.requests.request import Draft, GenerationRequest
@@ -35,6 +35,11 @@ class SharedMetrics(NamedTuple):
     router: RouterMetrics
     survival: SurvivalMetrics
     admission: AdmissionMetrics
+
+    def forget_model(self, model_name: str) -> None:
+        """Removes the series of a model that is gone."""
+        for metrics in (self.router, self.admission):
+            forget_model(metrics, model_name)
 
 
 class ServedModel:

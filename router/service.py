@@ -264,6 +264,8 @@ class InferenceService:
         del self._removals[model.model_id], self._models_by_id[model.model_id]
         self.cluster.remove_model(model.pods)
         model.close()
+        if all(other.name != model.name for other in self._models_by_id.values()):
+            self._shared_metrics.forget_model(model.name)
 
     def _wake_gates(self) -> None:
         for model in self._models_by_id.values():

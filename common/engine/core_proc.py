@@ -36,6 +36,7 @@ from common.engine.launch import (
 from common.engine.loop import EngineLoop
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError
+from common.imports import kept_imports
 from common.observability.logging import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ class EngineCoreProc:
         return 0
 
     def _start(self) -> EngineLoop:
-        executor = load_executor_factory(self._launch.executor)(self._launch.config)
+        with kept_imports():  # torch and transformers
+            factory = load_executor_factory(self._launch.executor)
+        executor = factory(self._launch.config)
         loop = EngineLoop(self._launch.config, executor, self._output.emit)
         try:
             InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady is sent

@@ -77,6 +77,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """It failed; an error says why."""
     FINISH_REASON_COMPLETE: _FinishReason.ValueType  # 6
     """From pods: a grammar allows no further token. Clients are told STOP."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 7
+    """From routers: STOP of an answer to a chat that calls tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended."""
@@ -93,6 +95,8 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed; an error says why."""
 FINISH_REASON_COMPLETE: FinishReason.ValueType  # 6
 """From pods: a grammar allows no further token. Clients are told STOP."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 7
+"""From routers: STOP of an answer to a chat that calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _KVFailurePolicy:

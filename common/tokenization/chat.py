@@ -2,7 +2,8 @@
 
 Templates differ in what they take as a message's content: one text, or a list of parts, over which they loop. Each
 gets what it takes, as with vLLM: texts are joined by line feeds, or a text becomes the only part. Arguments of tool
-calls, which clients send as text, are objects to the template.
+calls, which clients send as text, are objects to the template. One that reads a message's `thinking`, such as that of
+gpt-oss, gets the reasoning before calls under that name, too.
 
 The environment offers what templates on the hub expect of `transformers` (loop controls, `raise_exception`,
 `strftime_now`, an unescaped `tojson`, `{% generation %}` blocks). It is jinja2's immutable sandbox, since a template
@@ -39,7 +40,9 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self.takes_parts = _loops_over_content(environment.parse(source))
+            parsed = environment.parse(source)
+            self.takes_parts = _loops_over_content(parsed)
+            self._reads_thinking = _reads(parsed, "thinking")
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the model's chat template is not valid: {error} (line {error.lineno})") from error
 
@@ -80,7 +83,11 @@ class ChatTemplate:
             return _with_reasoning(taken)
         if not isinstance(calls, list):
             raise InvalidRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
-        return _with_reasoning({**taken, "tool_calls": [_take_call(call, f"{where}.tool_calls") for call in calls]})
+        taken["tool_calls"] = [_take_call(call, f"{where}.tool_calls") for call in calls]
+        taken = _with_reasoning(taken)
+        if self._reads_thinking and taken.get("reasoning") and not taken["content"]:  # that of gpt-oss refuses both
+            taken["thinking"] = taken["reasoning"]
+        return taken
 
 
 def _mark_end(message: dict[str, Any]) -> None:
@@ -146,6 +153,13 @@ def _loops_over_content(template: nodes.Template) -> bool:
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
             names.add(assignment.target.name)
     return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+
+
+def _reads(template: nodes.Template, name: str) -> bool:
+    """Whether it has an attribute or an item of this name."""
+    return any(node.attr == name for node in template.find_all(nodes.Getattr)) or any(
+        isinstance(node.arg, nodes.Const) and node.arg.value == name for node in template.find_all(nodes.Getitem)
+    )
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:

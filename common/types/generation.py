@@ -25,6 +25,7 @@ class FinishReason(enum.IntEnum):
     ERROR = 4  # it failed
     HANDOFF = 5  # producer: continued on the decode pod
     COMPLETE = 6  # its grammar allows no further token; the last one is part of the answer
+    TOOL_CALLS = 7  # to clients, from routers: STOP of an answer that calls tools
 
     @property
     def label(self) -> str:

@@ -205,7 +205,7 @@ class Generation:
 
     def on_lost(self, error: BatonError) -> None:
         """See DeltaSink."""
-        self._lose(UnavailableError(f"decode pod {self._decode_address} was lost: {error.message}"), "pod_lost")
+        self._lose(UnavailableError("the decode pod was lost"), "pod_lost", error.message)
 
     def _problem_in(self, delta: pods_pb2.TokenDelta) -> str:
         start, sampling = delta.start_index, self.request.sampling
@@ -226,7 +226,7 @@ class Generation:
 
     def _on_disagreement(self, conflict: str, *, is_invalid: bool) -> None:
         """The decode pod's tokens are not those that are known, or cannot be anybody's."""
-        error = BatonError(f"decode pod {self._decode_address} disagrees: {conflict}")
+        error = BatonError(f"the decode pod disagrees: {conflict}")
         if self._legs is not None and is_invalid:
             self._legs.decode.pod.note_invalid(error, self.request)
         elif self._legs is not None:
@@ -244,7 +244,7 @@ class Generation:
             else:
                 self._lose(error, error.code.label)
         elif reason is FinishReason.ABORT:  # not by us: an aborted request has no sink any more
-            self._lose(UnavailableError(f"decode pod {self._decode_address} ended the request"), "pod_aborted")
+            self._lose(UnavailableError("the decode pod ended the request"), "pod_aborted")
         else:
             self._finish(reason, now)
 
@@ -464,13 +464,15 @@ class Generation:
         self._legs = open_legs(self.request, self._known, route, self._transfer_id, epoch, self)
         self._legs.run_prefill(self._run_prefill, self._on_task_done)
 
-    def _lose(self, error: BatonError, reason: str) -> None:
-        """The decode leg broke: drop it, and prefill's with it, and go on elsewhere."""
+    def _lose(self, error: BatonError, reason: str, detail: str = "") -> None:
+        """The decode leg broke: drop it, and prefill's with it, and go on elsewhere. Clients may see the error, which
+        must not name pods; the log has the pod's address and the `detail`."""
+        problem = f"{error.message}: {detail}" if detail else error.message
+        level = logging.INFO
         if reason == "disagreement":
             self._metrics.token_mismatches.inc()
-            logger.error("%s: %s", self._transfer_id, error.message)
-        else:
-            logger.info("%s: %s", self._transfer_id, error.message)
+            level = logging.ERROR
+        logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem)
         self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
         pod = self._legs.decode.pod if self._legs is not None else None
         self._close_legs()  # now: nothing more of it may be accepted

@@ -104,7 +104,7 @@ def open_legs(
     session = route.decode.session
     try:
         if session is None:
-            raise UnavailableError(f"decode pod {route.decode.address} is not connected")
+            raise UnavailableError("the decode pod was lost")
         session.submit(_submit(request, engine_request, route, transfer_id, epoch), sink)
     except BaseException:
         route.release(time.monotonic())

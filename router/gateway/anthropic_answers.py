@@ -9,12 +9,11 @@ import msgspec
 from msgspec import Raw
 
 from common.errors import BatonError
-from router.dispatching.text_generation import TextDelta
-from router.gateway.chunks import Answer, AnswerFormat
+from router.gateway.chunks import Answer
 from router.gateway.errors import anthropic_error_events
-from router.gateway.one_line import encode_line
 from router.gateway.part_runs import Run, runs_of
 from router.gateway.reply import Call, Part, Reasoning, Text
+from router.gateway.typed_events import TypedEventsFormat, typed_event
 
 _STOP_REASONS: Mapping[str | None, str | None] = {
     None: None,
@@ -25,28 +24,14 @@ _STOP_REASONS: Mapping[str | None, str | None] = {
 }
 
 
-class MessagesFormat(AnswerFormat):
+class MessagesFormat(TypedEventsFormat):
     """/v1/messages. Its answers have one choice."""
 
     object_name = "message"
-    chunk_object_name = "message"
-    is_always_parsed = True
-    _before_text = b""
-    _after_text = b""
-    _logprob_fields = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._num_blocks = 0  # of the stream so far
-        self._open: type[Part] | None = None  # kind of the block that is being streamed
-
-    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
-        """None."""
-        return ()
-
-    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Not used: `whole` has another form."""
-        raise NotImplementedError
 
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
         """See AnswerFormat."""
@@ -61,26 +46,16 @@ class MessagesFormat(AnswerFormat):
         """See AnswerFormat."""
         assert usage is not None
         message = {**self._message, "content": [], **_ending(None, None), "usage": _usage(usage)}
-        return _event("message_start", message=message)
+        return typed_event("message_start", message=message)
 
-    def parts_chunk(
-        self,
-        index: int,
-        delta: TextDelta,
-        parts: Sequence[Part],
-        finish_label: str | None,
-        usage: dict[str, Any] | None,
-    ) -> bytes:
-        """See AnswerFormat."""
-        events = [event for part in parts for event in self._events_of(part)]
-        if finish_label is not None:
-            assert usage is not None
-            events += [*self._close(), self._delta(finish_label, delta.stop_reason, usage)]
-        return b"".join(events)
+    def _finish(self, finish_label: str, stop_reason: str | int | None, usage: dict[str, Any] | None) -> bytes:
+        assert usage is not None
+        ending = typed_event("message_delta", delta=_ending(finish_label, stop_reason), usage=_usage(usage))
+        return b"".join([*self._close(), ending])
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """See AnswerFormat."""
-        return _event("message_stop")
+        return typed_event("message_stop")
 
     def error_events(self, error: BatonError) -> bytes:
         """See AnswerFormat."""
@@ -92,11 +67,10 @@ class MessagesFormat(AnswerFormat):
             "id": self._identity["id"], "type": "message", "role": "assistant", "model": self._identity["model"],
         }  # fmt: skip
 
-    def _events_of(self, part: Part) -> Iterator[bytes]:
-        if self._open is not type(part) or isinstance(part, Call):
-            yield from self._close()
-            self._open = type(part)
-            yield _event("content_block_start", index=self._num_blocks, content_block=_empty_block(part))
+    def _begin(self, part: Part) -> Iterator[bytes]:
+        yield typed_event("content_block_start", index=self._num_blocks, content_block=_empty_block(part))
+
+    def _gain(self, part: Part) -> Iterator[bytes]:
         match part:
             case Text():
                 delta = {"type": "text_delta", "text": part.text}
@@ -104,20 +78,13 @@ class MessagesFormat(AnswerFormat):
                 delta = {"type": "thinking_delta", "thinking": part.text}
             case Call():
                 delta = {"type": "input_json_delta", "partial_json": part.arguments}
-        yield _event("content_block_delta", index=self._num_blocks, delta=delta)
+        yield typed_event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
         if self._open is not None:
-            yield _event("content_block_stop", index=self._num_blocks)
+            yield typed_event("content_block_stop", index=self._num_blocks)
             self._num_blocks += 1
             self._open = None
-
-    def _delta(self, finish_label: str, stop_reason: str | int | None, usage: dict[str, Any]) -> bytes:
-        return _event("message_delta", delta=_ending(finish_label, stop_reason), usage=_usage(usage))
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_line({"type": kind, **fields}))
 
 
 def _empty_block(part: Part) -> dict[str, Any]:

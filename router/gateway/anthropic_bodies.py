@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
+from router.gateway.field_names import MESSAGES_NAMES, FieldNames
 from router.gateway.fields import REFUSED_BY_MESSAGES, RefusedFields, with_fields
+from router.gateway.generation_body import ModelName
 from router.gateway.messages import ContentPart, Message, Name
-from router.gateway.protocol import ChatBody, ModelName
 from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOOLS
 
 _DROPPED = "redacted_thinking"  # only the server that made it can read it
+_BUDGET = "thinking.budget_tokens"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -59,9 +62,25 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model is to reason. Its budget is the model's own."""
+    """Whether the model is to reason, and for how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+    def budget(self, max_tokens: int) -> int | None:
+        """Most tokens of reasoning; None: no bound. Raises InvalidRequestError unless they leave room in `max_tokens`.
+        Anthropic's minimum of 1024 does not apply: answers of small models are short."""
+        budget = self.budget_tokens
+        if budget is None:
+            return None
+        if self.type != "enabled":
+            raise InvalidRequestError(f'{_BUDGET} needs thinking.type to be "enabled"', param=_BUDGET)
+        if budget < 1:
+            raise InvalidRequestError(f"{_BUDGET} must be an integer of at least 1, got {budget}", param=_BUDGET)
+        if budget >= max_tokens:
+            problem = f"{_BUDGET} must be less than max_tokens ({max_tokens}), got {budget}"
+            raise InvalidRequestError(problem, param=_BUDGET)
+        return budget
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -91,6 +110,8 @@ _REFUSED_FIELDS = RefusedFields(REFUSED_BY_MESSAGES)
 class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
 
+    NAMES: ClassVar[FieldNames] = MESSAGES_NAMES
+
     messages: Annotated[
         Annotated[list[Turn], Meta(max_length=MAX_MESSAGES)],
         Meta(description="The conversation: texts, calls, their results, thinking. The last one is the user's."),
@@ -105,7 +126,11 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         AnthropicToolChoice | None, Meta(description="`auto`, `any`, `none`, or the `tool` that must be called.")
     ] = None
     thinking: Annotated[
-        Thinking | None, Meta(description="Sets the template's `enable_thinking`; default: the template's.")
+        Thinking | None,
+        Meta(
+            description="`type` sets the template's `enable_thinking`; default: the template's. `budget_tokens`, less "
+            "than `max_tokens`, is the `thinking_token_budget` of a chat."
+        ),
     ] = None
     output_config: Annotated[
         OutputConfig | None,
@@ -166,6 +191,8 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
         """See CountBody."""
         chat = super().as_chat()
         chat.give(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        if self.thinking is not None:
+            chat.give(thinking_token_budget=self.thinking.budget(self.max_tokens))
         chat.stop = self.stop_sequences
         chat.stream = self.stream
         if self.stream:

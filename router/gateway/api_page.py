@@ -12,6 +12,8 @@ import msgspec.inspect as mi
 from common.types import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
 from router.gateway.anthropic_bodies import MessagesBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -28,7 +30,6 @@ from router.gateway.fields import (
 )
 from router.gateway.messages import Message
 from router.gateway.openapi import header_parameters
-from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.stream_options import StreamOptions
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -51,6 +52,22 @@ and that over the defaults below. `--generation-config none` ignores the file, a
 `max_new_tokens` of these is the default of `max_tokens`. Set by the operator, it is also the most that a request gets.
 
 The gRPC API ([inference.proto](../proto/baton/v1/inference.proto)) has the sampling parameters under the same names.
+"""
+
+_ENDPOINTS = """\
+| endpoint | |
+| --- | --- |
+| `POST /v1/completions`, `POST /v1/chat/completions` | OpenAI's, streamed or not; most of this page is about them |
+| `POST /v1/messages` | [Anthropic's Messages](#anthropics-messages) |
+| `POST /v1/responses` | [OpenAI's Responses](#openais-responses); nothing is stored |
+| `POST /tokenize`, `POST /detokenize` | [token ids of a text or a chat, and back](#tokens) |
+| `POST /v1/route/explain` | [where a request would go](routing.md#why-did-it-go-there), as with `"dry_run": true` |
+| `GET /v1/models` | the served models, under all their names |
+| `GET /version` | the version of Baton, and the port of the gRPC API |
+| `GET /readyz`, `/health`, `/ping`, `/livez`; `POST /ping` | [probes](discovery.md#probes-of-the-router) |
+| `GET /metrics` | [metrics](metrics.md) for Prometheus |
+| `GET /openapi.json` | all of these as an OpenAPI document |
+| `GET /load`, `POST /admin/pods/...`, `POST /reset_prefix_cache` | [for operators](#operation) |
 """
 
 _STREAMS = """\
@@ -150,7 +167,10 @@ _MESSAGES_API = """\
 such a prompt has. Both become chats, with the same limits, quotas and [tools](tools.md); errors have Anthropic's form.
 Blocks of a message are `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` is dropped, and others are
 refused. Thinking blocks of answers have an empty signature. `input_tokens` does not count tokens that came from the
-prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams cannot be resumed.
+prefix cache, which are `cache_read_input_tokens`. The last message must be the user's. Streams
+cannot be resumed: an event id counts tokens, and a token may bring several events, such as the end of one block, the
+start of the next and its first delta. A connection that breaks between these leaves the client with events that no id
+names.
 Refused: {refused}.
 """
 
@@ -160,7 +180,7 @@ _RESPONSES_API = """\
 effect, the answer says `store: false`, and nothing can be retrieved later. They become chats, with the same limits,
 quotas and [tools](tools.md), which must be functions. Items of `input` are messages, `function_call`,
 `function_call_output` and `reasoning`; others are refused, also `item_reference`. Reasoning in answers is text, never a
-summary. Events have sequence numbers, from 0 on; streams cannot be resumed. Refused: {refused}.
+summary. Events have sequence numbers, from 0 on; streams cannot be resumed, as with Messages. Refused: {refused}.
 """
 
 
@@ -168,6 +188,8 @@ def page() -> str:
     """The whole page."""
     sections = [
         _INTRODUCTION,
+        "## Endpoints\n",
+        _ENDPOINTS,
         "## Sampling parameters\n",
         _table(("field", "type", "default", "what it does"), map(_parameter_row, _parameters())),
         "## Other fields that are honoured\n",

@@ -41,15 +41,11 @@ class Answer:
 
 
 class AnswerFormat(ABC):
-    """One API's answers to one request."""
+    """One API's answers to one request. `chunk` and `echo_chunk` are for answers that are not parsed, `parts_chunk` for
+    those that are; a format needs what its API has."""
 
     object_name: str
-    chunk_object_name: str
     is_always_parsed = False  # chunks are made by `parts_chunk` alone
-    _before_text: bytes  # of a choice's field that holds the text
-    _after_text: bytes
-    _logprob_fields: tuple[str, ...]  # lists, with a value for each token
-    _no_logprobs: Mapping[str, None] = MappingProxyType({})  # beside them
 
     def __init__(
         self,
@@ -73,23 +69,7 @@ class AnswerFormat(ABC):
         self._echoed = echoed
         self._wants_token_ids = wants_token_ids
         self._has_event_ids = has_event_ids
-        self._is_plain = not (wants_logprobs or wants_token_ids)
         self._identity = {"id": request_id, "object": self.object_name, "created": created, "model": model}
-        head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
-        self._chunk_head = b"data: " + head + b',"choices":[{"index":'
-        self._end = b',"usage":null}\n\n' if has_usage_chunk else b"}\n\n"
-        self._plain_tail = self._after_text + b',"logprobs":null' + _FINISH[None] + self._end
-        self._text_heads: dict[int, bytes] = {}  # by choice: all that precedes its text
-        self._usage_head = b"data: " + head + b',"choices":[],"usage":'
-
-    @abstractmethod
-    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
-        """Log probabilities of the tokens of `delta`, for each of the fields; `offset` is the length of what precedes
-        the answer's text."""
-
-    @abstractmethod
-    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """One choice of a whole response."""
 
     def opening(
         self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None
@@ -102,36 +82,11 @@ class AnswerFormat(ABC):
     ) -> bytes:
         """Event with what one choice gained; `prefix` precedes its text, of which `offset` characters precede the
         answer, and `usage` are its token counts so far."""
-        head, text = self._text_head(index), encode_line(prefix + delta.text)
-        if delta.finish_reason is None and self._is_plain and usage is None:
-            return head + text + self._plain_tail
-        logprobs = self._logprobs_of(delta, offset)
-        more = b',"token_ids":' + encode_line(delta.token_ids) if self._wants_token_ids else b""
-        if delta.finish_reason is not None:
-            more += b',"stop_reason":' + encode_line(delta.stop_reason)
-        finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
-        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, more, finish, end))
+        raise NotImplementedError
 
     def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
         """Event with the prompt and the log probabilities of its tokens, before an answer."""
-        values = encode_line(self._joined(logprobs))
-        head, text = self._text_head(index), encode_line(echo)
-        return b"".join((head, text, self._after_text, b',"logprobs":', values, _FINISH[None], self._end))
-
-    def _text_head(self, index: int) -> bytes:
-        head = self._text_heads.get(index)
-        if head is None:
-            head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
-        return head
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Events that end a stream; `usage`: the token counts."""
-        last = self._usage_head + encode_line(usage) + b"}\n\n" if self._has_usage_chunk else b""
-        return last + OPENAI_DONE
-
-    def error_events(self, error: BatonError) -> bytes:
-        """Events that end a stream with an error."""
-        return openai_error_events(error)
+        raise NotImplementedError
 
     def parts_chunk(
         self,
@@ -144,15 +99,17 @@ class AnswerFormat(ABC):
         """As `chunk`, for a parsed answer: `parts` are what it gains."""
         raise NotImplementedError
 
-    def _logprobs_of(self, delta: TextDelta, offset: int) -> bytes:
-        if not (self._wants_logprobs and delta.token_ids):
-            return b"null"
-        values = zip(self._logprob_fields, self.logprobs(delta, offset), strict=True)
-        return encode_line({**dict(values), **self._no_logprobs})
+    @abstractmethod
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Events that end a stream; `usage`: the token counts."""
 
-    def _end_with(self, usage: dict[str, Any] | None) -> bytes:
-        """What ends a chunk that carries these token counts; None: none of its own."""
-        return self._end if usage is None else b',"usage":' + encode_line(usage) + b"}\n\n"
+    @abstractmethod
+    def error_events(self, error: BatonError) -> bytes:
+        """Events that end a stream with an error."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+        """Body of a response that is not streamed; `echoes` precede the answers' texts."""
 
     def add(self, answer: Answer, delta: TextDelta, echo: str) -> None:
         """Takes the next delta of an answer that is sent whole. What takes long to encode is encoded now, so that the
@@ -170,6 +127,83 @@ class AnswerFormat(ABC):
 
     def _add_tokens(self, answer: Answer, delta: TextDelta, echo: str) -> None:
         answer.stop_reason = delta.stop_reason
+
+
+class ChoicesFormat(AnswerFormat):
+    """OpenAI's answers with `choices`."""
+
+    chunk_object_name: str
+    _before_text: bytes  # of a choice's field that holds the text
+    _after_text: bytes
+    _logprob_fields: tuple[str, ...]  # lists, with a value for each token
+    _no_logprobs: Mapping[str, None] = MappingProxyType({})  # beside them
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_plain = not (self._wants_logprobs or self._wants_token_ids)
+        head = encode_line({**self._identity, "object": self.chunk_object_name})[:-1]
+        self._chunk_head = b"data: " + head + b',"choices":[{"index":'
+        self._end = b',"usage":null}\n\n' if self._has_usage_chunk else b"}\n\n"
+        self._plain_tail = self._after_text + b',"logprobs":null' + _FINISH[None] + self._end
+        self._text_heads: dict[int, bytes] = {}  # by choice: all that precedes its text
+        self._usage_head = b"data: " + head + b',"choices":[],"usage":'
+
+    @abstractmethod
+    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
+        """Log probabilities of the tokens of `delta`, for each of the fields; `offset` is the length of what precedes
+        the answer's text."""
+
+    @abstractmethod
+    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """One choice of a whole response."""
+
+    def chunk(
+        self, index: int, delta: TextDelta, prefix: str = "", usage: dict[str, Any] | None = None, *, offset: int = 0
+    ) -> bytes:
+        """See AnswerFormat."""
+        head, text = self._text_head(index), encode_line(prefix + delta.text)
+        if delta.finish_reason is None and self._is_plain and usage is None:
+            return head + text + self._plain_tail
+        logprobs = self._logprobs_of(delta, offset)
+        more = b',"token_ids":' + encode_line(delta.token_ids) if self._wants_token_ids else b""
+        if delta.finish_reason is not None:
+            more += b',"stop_reason":' + encode_line(delta.stop_reason)
+        finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
+        return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, more, finish, end))
+
+    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
+        """See AnswerFormat."""
+        values = encode_line(self._joined(logprobs))
+        head, text = self._text_head(index), encode_line(echo)
+        return b"".join((head, text, self._after_text, b',"logprobs":', values, _FINISH[None], self._end))
+
+    def _text_head(self, index: int) -> bytes:
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = self._chunk_head + str(index).encode() + self._before_text
+        return head
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """See AnswerFormat."""
+        last = self._usage_head + encode_line(usage) + b"}\n\n" if self._has_usage_chunk else b""
+        return last + OPENAI_DONE
+
+    def error_events(self, error: BatonError) -> bytes:
+        """See AnswerFormat."""
+        return openai_error_events(error)
+
+    def _logprobs_of(self, delta: TextDelta, offset: int) -> bytes:
+        if not (self._wants_logprobs and delta.token_ids):
+            return b"null"
+        values = zip(self._logprob_fields, self.logprobs(delta, offset), strict=True)
+        return encode_line({**dict(values), **self._no_logprobs})
+
+    def _end_with(self, usage: dict[str, Any] | None) -> bytes:
+        """What ends a chunk that carries these token counts; None: none of its own."""
+        return self._end if usage is None else b',"usage":' + encode_line(usage) + b"}\n\n"
+
+    def _add_tokens(self, answer: Answer, delta: TextDelta, echo: str) -> None:
+        super()._add_tokens(answer, delta, echo)
         if self._wants_token_ids:
             answer.token_ids += delta.token_ids
         if delta.logprobs:
@@ -177,7 +211,7 @@ class AnswerFormat(ABC):
                 answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
 
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
-        """Body of a response that is not streamed; `echoes` precede the answers' texts."""
+        """See AnswerFormat."""
         choices = []
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
             logprobs = self._joined(answer.logprobs) if self._wants_logprobs else None
@@ -197,7 +231,7 @@ class AnswerFormat(ABC):
         return {**values, **self._no_logprobs}
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChoicesFormat):
     """/v1/completions."""
 
     object_name = "text_completion"
@@ -235,7 +269,7 @@ class CompletionFormat(AnswerFormat):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_label}
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChoicesFormat):
     """/v1/chat/completions."""
 
     object_name = "chat.completion"

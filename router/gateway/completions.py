@@ -21,6 +21,7 @@ from router.dispatching.text_generation import TextGeneration
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.beams import BeamOptions, search_beams, spelled
+from router.gateway.chat_bodies import ChatBody, parse_any, parse_chat
 from router.gateway.choices import (
     best_of,
     candidates_of,
@@ -31,11 +32,12 @@ from router.gateway.choices import (
     together,
 )
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
+from router.gateway.completion_bodies import CompletionBody, parse_completion
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
+from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
 from router.gateway.prompt_logprobs import by_token_id, echoed
-from router.gateway.protocol import ChatBody, CompletionBody, parse_any, parse_chat, parse_completion
 from router.gateway.reply import ReplyParser
 from router.gateway.responses_answers import ResponsesFormat
 from router.gateway.responses_bodies import parse_responses
@@ -66,14 +68,15 @@ class Api:
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
     format: type[AnswerFormat]
+    names: FieldNames = CHAT_NAMES
     explains: bool = False  # answers with the route that the request would take
     resumes: bool = True  # streams may have event ids
 
 
 COMPLETIONS = Api("cmpl-", parse_completion, CompletionFormat)
 CHAT = Api("chatcmpl-", parse_chat, ChatFormat)
-MESSAGES = Api("msg_", parse_messages, MessagesFormat, resumes=False)
-RESPONSES = Api("resp_", parse_responses, ResponsesFormat, resumes=False)
+MESSAGES = Api("msg_", parse_messages, MessagesFormat, MESSAGES_NAMES, resumes=False)
+RESPONSES = Api("resp_", parse_responses, ResponsesFormat, RESPONSES_NAMES, resumes=False)
 EXPLAIN = Api("route-", parse_any, CompletionFormat, explains=True)
 
 
@@ -121,6 +124,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._api.parse(body)
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
+        work = self._generate(parsed, exchange, arrived_at)
+        del parsed  # as in JsonEndpoint
+        with self._api.names.in_errors():
+            await work
+
+    async def _generate(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         terms = read_terms(exchange.given_header, exchange.tenant)
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:

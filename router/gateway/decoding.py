@@ -8,6 +8,7 @@ import re
 import msgspec
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
+from router.gateway.field_names import FieldNames
 from router.gateway.stream_options import StreamOptions
 from router.gateway.structured import FORMAT, STRUCTURED, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
@@ -74,5 +75,8 @@ def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
         return ""
     if path_with_it := getattr(known, "ELSEWHERE", {}).get(name):
         return f"; it is a field of {path_with_it}"
+    names: FieldNames | None = getattr(known, "NAMES", None)
+    if names is not None and (other := names.get(name)):
+        return f"; did you mean {other}?"
     close = difflib.get_close_matches(name, known.__struct_fields__, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,7 +1,7 @@
 """Fields of requests that Baton does not act on: those without effect, and those refused unless they ask for nothing.
 
 A field of OpenAI's, vLLM's or SGLang's API is in one of four places, each time once: sampling parameters in
-`common.types.generation`, what else is honoured in the bodies of `protocol.py`, the others here. docs/api.md is written
+`common.types.generation`, what else is honoured in the bodies, the others here. docs/api.md is written
 from all of them (`make api-docs`). null asks for nothing, whatever the field.
 """
 

@@ -16,6 +16,7 @@ from common.errors import DeadlineExceededError, InvalidRequestError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
+from common.types import FinishReason
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.gateway.beams import Found, search_beams, spelled
@@ -28,6 +29,7 @@ from router.gateway.choices import (
     together,
 )
 from router.gateway.explain import explain
+from router.gateway.field_names import GRPC_NAMES
 from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
@@ -193,7 +195,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _errors(self, context: _AnyContext) -> AsyncIterator[None]:
         """Errors become statuses, and are counted."""
         async with rpc_errors(context), self._service.counted_errors():
-            yield
+            with GRPC_NAMES.in_errors():
+                yield
 
     @asynccontextmanager
     async def _run(
@@ -337,7 +340,7 @@ async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inf
         choice.tool_calls.extend(gained.tool_calls)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
-        choice.finish_reason = finish_reason_to_pb(delta.finish_reason)
+        choice.finish_reason = finish_reason_to_pb(_reason(delta, parser))
         _set_stop_reason(choice, delta)
     choice.prompt_logprobs.extend(generation.generation.prompt_logprobs)
     choice.text, choice.reasoning = "".join(text), "".join(reasoning)
@@ -347,7 +350,8 @@ async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inf
 def _chunk(job: _Job, index: int, delta: TextDelta) -> inference_pb2.GenerateChunk:
     generation, ids = job.generations[index], job.event_ids
     ended = delta.finish_reason is not None
-    gained = _gained(delta, job.parsers[index])
+    parser = job.parsers[index]
+    gained = _gained(delta, parser)
     chunk = inference_pb2.GenerateChunk(
         request_id=job.request_id,
         index=index,
@@ -355,7 +359,7 @@ def _chunk(job: _Job, index: int, delta: TextDelta) -> inference_pb2.GenerateChu
         token_ids=delta.token_ids,
         start_index=delta.start_index,
         logprobs=delta.logprobs,
-        finish_reason=finish_reason_to_pb(delta.finish_reason),
+        finish_reason=finish_reason_to_pb(_reason(delta, parser)),
         usage=_usage(job, index) if ended else None,
         event_id="" if ids is None else ids.advance_id(index, delta.token_ids, ended=ended).decode(),
         prompt_logprobs=generation.generation.prompt_logprobs if delta.start_index == 0 else (),
@@ -375,6 +379,11 @@ def _gained(delta: TextDelta, parser: ReplyParser | None) -> _Gained:
         "".join([part.text for part in parts if isinstance(part, Reasoning)]),
         [_call(part) for part in parts if isinstance(part, Call)],
     )
+
+
+def _reason(delta: TextDelta, parser: ReplyParser | None) -> FinishReason | None:
+    """Why the answer ended, once the parser has taken the delta."""
+    return delta.finish_reason if parser is None else parser.finish_reason(delta.finish_reason)
 
 
 def _call(call: Call) -> inference_pb2.ToolCall:

@@ -61,10 +61,11 @@ class Message(msgspec.Struct, kw_only=True):
     def _content(self, where: str) -> str | list[dict[str, str]] | None:
         if self.content is None or isinstance(self.content, str):
             return self.content
-        return [{"type": "text", "text": _text_of(part, where)} for part in self.content]
+        return [{"type": "text", "text": text_of(part, where)} for part in self.content]
 
 
-def _text_of(part: ContentPart | str, where: str) -> str:
+def text_of(part: ContentPart | str, where: str) -> str:
+    """The part's text. Raises InvalidRequestError for what is not text; `where` names the content."""
     if isinstance(part, str):
         return part
     if part.type not in (*_TEXT_TYPES, _REFUSAL):

@@ -10,8 +10,9 @@ from common.errors import ErrorCode
 from router.gateway import answers
 from router.gateway.administration import POD_PATH, RESET_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
-from router.gateway.protocol import ChatBody, CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.resume import RESUMABLE_HEADER
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody

@@ -193,11 +193,14 @@ class ReplyParser:
         self._count(delta.text_offsets)
         return parts
 
+    def finish_reason(self, reason: FinishReason | None) -> FinishReason | None:
+        """Why the answer ended whose generation ended for this `reason`."""
+        return FinishReason.TOOL_CALLS if reason is FinishReason.STOP and self.num_calls else reason
+
     def finish_label(self, reason: FinishReason | None) -> str | None:
-        """`finish_reason` of the answer."""
-        if reason is FinishReason.STOP and self.num_calls:
-            return "tool_calls"
-        return None if reason is None else reason.label
+        """`finish_reason` of the answer, as HTTP has it."""
+        ending = self.finish_reason(reason)
+        return None if ending is None else ending.label
 
     def _parse(self, text: str) -> list[Part]:
         if self._splitter is None:

@@ -9,45 +9,33 @@ from typing import Any
 import msgspec
 
 from common.errors import BatonError
-from router.dispatching.text_generation import TextDelta
-from router.gateway.chunks import Answer, AnswerFormat
-from router.gateway.one_line import encode_line
+from router.gateway.chunks import Answer
 from router.gateway.part_runs import Run, runs_of
 from router.gateway.reply import Call, Part, Reasoning, Text
+from router.gateway.typed_events import TypedEventsFormat, typed_event
 
 _INCOMPLETE = {"length": "max_output_tokens"}
 
 
-class ResponsesFormat(AnswerFormat):
+class ResponsesFormat(TypedEventsFormat):
     """/v1/responses. Its answers have one choice."""
 
     object_name = "response"
-    chunk_object_name = "response"
-    is_always_parsed = True
-    _before_text = b""
-    _after_text = b""
-    _logprob_fields = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._sequence = itertools.count()
         self._done: list[dict[str, Any]] = []  # items of the stream that are complete
-        self._open: type[Part] | None = None  # kind of the item that is being streamed
-        self._text: list[str] = []  # of that
+        self._text: list[str] = []  # of the item that is being streamed
         self._finish_label: str | None = None
-
-    def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
-        """None."""
-        return ()
-
-    def choice(self, index: int, text: str, answer: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Not used: `whole` has another form."""
-        raise NotImplementedError
 
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
         """See AnswerFormat."""
         (answer,) = answers
-        output = [self._item(run, number) for number, run in enumerate(runs_of(answer.parts))]
+        runs = list(runs_of(answer.parts))
+        output = [self._item(run, number) for number, run in enumerate(runs)]
+        if runs and not isinstance(runs[-1], Call):
+            output[-1]["status"] = _status_of_last(answer.finish_label)
         return msgspec.json.encode(self._response(answer.finish_label, output, usage))
 
     def opening(
@@ -59,17 +47,9 @@ class ResponsesFormat(AnswerFormat):
             "response.in_progress", response=response
         )
 
-    def parts_chunk(
-        self,
-        index: int,
-        delta: TextDelta,
-        parts: Sequence[Part],
-        finish_label: str | None,
-        usage: dict[str, Any] | None,
-    ) -> bytes:
-        """See AnswerFormat."""
+    def _finish(self, finish_label: str, stop_reason: str | int | None, usage: dict[str, Any] | None) -> bytes:
         self._finish_label = finish_label
-        return b"".join([event for part in parts for event in self._events_of(part)])
+        return b""
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """See AnswerFormat."""
@@ -81,10 +61,7 @@ class ResponsesFormat(AnswerFormat):
         """See AnswerFormat."""
         return self._event("error", code=error.code.label, message=error.message, param=error.param)
 
-    def _events_of(self, part: Part) -> Iterator[bytes]:
-        if self._open is not type(part) or isinstance(part, Call):
-            yield from self._close()
-            yield from self._begin(part)
+    def _gain(self, part: Part) -> Iterator[bytes]:
         where = self._where
         match part:
             case Text():
@@ -102,7 +79,7 @@ class ResponsesFormat(AnswerFormat):
 
     def _begin(self, part: Part) -> Iterator[bytes]:
         number = len(self._done)
-        self._open, self._text = type(part), []
+        self._text = []
         empty: Run = part._replace(arguments="") if isinstance(part, Call) else type(part)("")
         item = self._item(empty, number, status="in_progress")
         if not isinstance(part, Call):
@@ -122,7 +99,7 @@ class ResponsesFormat(AnswerFormat):
         else:
             yield self._event("response.reasoning_text.done", **where, content_index=0, text=text)
         yield self._event("response.content_part.done", **where, content_index=0, part=_content(run))
-        yield from self._finish_item(self._item(run, len(self._done)))
+        yield from self._finish_item(self._item(run, len(self._done), _status_of_last(self._finish_label)))
 
     def _finish_item(self, item: dict[str, Any]) -> Iterator[bytes]:
         yield self._event("response.output_item.done", output_index=len(self._done), item=item)
@@ -169,8 +146,12 @@ class ResponsesFormat(AnswerFormat):
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": next(self._sequence), **fields}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_line(event))
+        return typed_event(kind, sequence_number=next(self._sequence), **fields)
+
+
+def _status_of_last(finish_label: str | None) -> str:
+    """Of the item of text or reasoning with which the answer ends, or, while it goes on, of an item before that."""
+    return "incomplete" if finish_label in _INCOMPLETE else "completed"
 
 
 def _content(run: Run) -> dict[str, Any]:

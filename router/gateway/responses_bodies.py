@@ -9,13 +9,17 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
+from router.gateway.field_names import RESPONSES_NAMES, FieldNames
 from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fields
-from router.gateway.messages import ContentPart, Message, Name
-from router.gateway.protocol import ChatBody, Metadata, ModelName
+from router.gateway.generation_body import Metadata, ModelName
+from router.gateway.messages import ContentPart, Message, Name, text_of
 from router.gateway.stream_options import StreamOptions
 from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_SESSION_CHARS, MAX_TOOLS
+
+_CHOICES = ("auto", "none", "required")
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -67,19 +71,11 @@ class _TextFormat(msgspec.Struct, kw_only=True, rename={"schema_": "schema"}):
 class ResponsesChat(ChatBody, kw_only=True):
     """A chat whose answer repeats fields of the request."""
 
-    prompt_field: ClassVar[str] = "input"
-    limit_field: ClassVar[str] = "max_output_tokens"
-
     repeated: dict[str, Any]
 
     @property
-    def constraint_name(self) -> str:
-        """See _GenerationBody."""
-        return "text.format"
-
-    @property
     def echoed(self) -> Mapping[str, Any]:
-        """See _GenerationBody."""
+        """See GenerationBody."""
         return self.repeated
 
 
@@ -95,6 +91,8 @@ _REFUSED_FIELDS = RefusedFields(REFUSED_BY_RESPONSES)
 
 class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
+
+    NAMES: ClassVar[FieldNames] = RESPONSES_NAMES
 
     input: Annotated[
         str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)],
@@ -243,15 +241,16 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
             case "message" if item.role == "assistant":
                 if turn.calls:
                     yield from turn.take()
-                turn.texts += _parts(item.content)
+                turn.texts += _texts(item.content, f"{where}.content")
             case "message":
                 yield from turn.take()
-                yield Message(role=item.role or "user", content=_parts(item.content))
+                yield Message(role=item.role or "user", content=_texts(item.content, f"{where}.content"))
             case "function_call":
                 turn.calls.append(_call_of(item, where))
             case "function_call_output":
                 yield from turn.take()
-                yield Message(role="tool", content=_parts(item.output), tool_call_id=item.call_id)
+                texts = _texts(item.output, f"{where}.output")
+                yield Message(role="tool", content=texts, tool_call_id=item.call_id)
             case "reasoning":
                 if turn.calls or turn.texts:
                     yield from turn.take()
@@ -262,10 +261,10 @@ def _messages_of(items: Sequence[Item]) -> Iterator[Message]:
     yield from turn.take()
 
 
-def _parts(content: str | list[ContentPart] | None) -> list[ContentPart | str]:
+def _texts(content: str | list[ContentPart] | None, where: str) -> list[ContentPart | str]:
     if content is None or isinstance(content, str):
         return [content or ""]
-    return list(content)
+    return [text_of(part, where) for part in content]
 
 
 def _given(content: str | list[ContentPart] | None) -> list[ContentPart | str]:
@@ -279,6 +278,11 @@ def _thought(part: ContentPart | str) -> str:
 def _call_of(item: Item, where: str) -> dict[str, Any]:
     if not item.name:
         raise InvalidRequestError(f"{where}.name is required", param=f"{where}.name")
+    try:
+        _any_decoder.decode(item.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        param = f"{where}.arguments"
+        raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
     return {
         "id": item.call_id,
         "type": "function",
@@ -304,9 +308,14 @@ def _choice_of(choice: Raw) -> Raw:
     if not _is_given(choice):
         return Raw()
     value = _any_decoder.decode(choice)
-    if isinstance(value, dict) and value.get("type") == "function":
-        value = {"type": "function", "function": {"name": value.get("name")}}
-    return Raw(msgspec.json.encode(value))
+    if value in _CHOICES:
+        return choice
+    match value:
+        case {"type": "function", "name": str(name)}:
+            return Raw(msgspec.json.encode({"type": "function", "function": {"name": name}}))
+        case _:
+            forms = '"auto", "none", "required" or {"type": "function", "name": ...}'
+            raise InvalidRequestError(f"tool_choice must be {forms}", param="tool_choice")
 
 
 def _is_given(value: Raw) -> bool:

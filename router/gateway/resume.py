@@ -32,7 +32,8 @@ from common.errors import InvalidRequestError, UnavailableError, quoted
 from common.types import FinishReason
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
-from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.requests.request import GenerationRequest, Resumption
 from router.requests.terms import Tenant
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, field
 
+from router.gateway.chat_bodies import has_messages
 from router.gateway.chat_prompts import chat_prompt, check_continuation, decode_variables
 from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
+from router.gateway.generation_body import ModelName
 from router.gateway.messages import Message
-from router.gateway.protocol import ModelName, has_messages
 from router.gateway.tools.request import read_tools
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt

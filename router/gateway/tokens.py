@@ -6,9 +6,10 @@ import msgspec
 
 from router.gateway.answers import CountedTokens, Detokenized, Tokenized
 from router.gateway.anthropic_bodies import parse_count
+from router.gateway.chat_bodies import ChatBody
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
-from router.gateway.protocol import ChatBody
+from router.gateway.field_names import MESSAGES_NAMES
 from router.gateway.token_bodies import (
     DetokenizeBody,
     TokenizeChatBody,
@@ -55,7 +56,7 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
 
     async def _serve(self, parsed: ChatBody, exchange: Exchange, arrived_at: float) -> None:
         account = self._access.account(exchange.tenant)
-        with account.admit(1):
+        with MESSAGES_NAMES.in_errors(), account.admit(1):
             terms = read_terms(exchange.given_header, exchange.tenant)
             (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
             token_ids = await self._service.model(parsed.model).preprocessor.tokenize(draft.prompt, draft.prompt_param)

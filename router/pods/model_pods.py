@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -88,12 +89,10 @@ class ModelPods:
         return True
 
     def explain(self) -> str:
-        """One line for a person: why no request can be served."""
-        states = [
-            f"{pod.address} is {pod.state.value}" + (f" ({pod.detail})" if pod.detail else "")
-            for pod in self.decode_pods
-        ]
-        return "no decode pod is ready: " + ("; ".join(states) or "none is known")
+        """Why no request can be served, in one line for clients: it names no pod. Operators have /health."""
+        states = Counter(pod.state.value for pod in self.decode_pods)
+        counts = [f"{number} {state}" for state, number in sorted(states.items())]
+        return "no decode pod is ready: " + (", ".join(counts) or "none is known")
 
     # --- for the Cluster ---
 

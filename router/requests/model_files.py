@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.errors import ConfigError
 from common.generation_config import FILE_NAME
+
+logger = logging.getLogger(__name__)
 
 _FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", FILE_NAME]
 
@@ -30,6 +33,7 @@ def _download(model: str, revision: str | None, option: str) -> Path:
     from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    logger.info("reading the tokenizer of %s from the hub, or from its cache", model)
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

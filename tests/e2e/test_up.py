@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from common.demo_model import DEMO_MODEL_NAME
 from common.pb import inference_pb2_grpc
-from tests.e2e.cluster import Cluster, running_cluster, wait_gone
+from tests.e2e.cluster import ROOT, Cluster, running_cluster, wait_gone
 from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
 
 GET_WEATHER = {
@@ -38,6 +39,32 @@ def client(cluster: Cluster) -> openai.OpenAI:
 def test_the_printed_curl_line_answers(cluster: Cluster) -> None:
     printed = subprocess.run(["bash", "-c", cluster.curl_line], capture_output=True, timeout=60, check=True).stdout
     assert json.loads(printed)["choices"][0]["text"] == greedy_completion("The capital of France is", 16)
+
+
+def readme_block(start: str) -> str:
+    """The code block of README.md that begins with these words."""
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if block.startswith(start)]
+    return str(block)
+
+
+def test_the_readmes_lines_for_http(cluster: Cluster) -> None:
+    lines = readme_block("curl").replace("http://127.0.0.1:8000", cluster.url)
+    printed = subprocess.run(["bash", "-ec", lines], capture_output=True, timeout=60, check=True).stdout
+    assert json.loads(printed)["choices"][0]["text"] == greedy_completion("The capital of France is", 16)
+
+
+def test_the_readmes_lines_for_grpc(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = readme_block("from baton import Client").replace("127.0.0.1:9000", cluster.grpc_address)
+    exec(compile(lines, "README.md", "exec"), {})
+    completion, chat = capsys.readouterr().out.split("\n", 1)
+    assert completion == greedy_completion("The capital of France is", 16).rstrip("\n")
+    assert chat
+
+
+def test_the_readmes_lines_for_generation_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(readme_block("from baton import LLM"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
 def test_openai_completion(client: openai.OpenAI) -> None:

@@ -12,7 +12,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from router.gateway.anthropic_bodies import MessagesBody
-from router.gateway.protocol import ChatBody, CompletionBody
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 

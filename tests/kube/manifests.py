@@ -7,7 +7,8 @@ Podman 4.3, Debian's, is no kubelet. What is changed for it, and nothing else:
    headless Services of the chart ask for.
 2. A Deployment is played once for each replica, under a name of its own: Podman runs one replica.
 3. Each pod has copies of its ConfigMaps, and volumes named after the pod: Podman keeps one volume for all pods that use
-   a name, even of an emptyDir. One in memory is played as a claim of a tmpfs: Podman would put it on a disk.
+   a name, even of an emptyDir. The one at /dev/shm is left out, as users may not write to it there:
+   Podman's own is as large (tests/kube/podman.py).
 4. Secrets are played as ConfigMaps with the mounted keys: Podman ignores `stringData` and `items`, and mounts `data`
    undecoded. It also ignores `defaultMode` and `fsGroup`: files are readable to all users of the pod.
 5. A claim is owned by the pods' user, by an annotation of Podman's, in place of `fsGroup`.
@@ -51,6 +52,8 @@ def pod_manifests(rendered: Rendered, workload: Manifest, pod_name: str) -> list
     for key in _KUBELET:
         container.pop(key, None)
     container["args"] = [word.replace("$(POD_NAME)", pod_name) for word in container["args"]]
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != "shm"]
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "shm"]
     for named in [*spec["volumes"], *container["volumeMounts"]]:
         named["name"] = f"{pod_name}-{named['name']}"
     return [*_mounted_objects(rendered, spec), played]
@@ -73,25 +76,10 @@ def _mounted_objects(rendered: Rendered, spec: Manifest) -> Iterator[Manifest]:
         elif source := volume.pop("secret", None):
             texts = rendered.named("Secret", source["secretName"])["stringData"]
             data = {item["path"]: texts[item["key"]] for item in source["items"]}
-        elif volume.get("emptyDir", {}).get("medium") == "Memory":
-            yield _claim_of_memory(volume["name"], volume.pop("emptyDir")["sizeLimit"])
-            volume["persistentVolumeClaim"] = {"claimName": volume["name"]}
-            continue
         else:
             continue
         volume["configMap"] = {"name": volume["name"]}
         yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": volume["name"]}, "data": data}
-
-
-def _claim_of_memory(name: str, size: str) -> Manifest:
-    annotations = {
-        "volume.podman.io/type": "tmpfs",
-        "volume.podman.io/device": "tmpfs",
-        "volume.podman.io/mount-options": f"mode=1777,size={size.removesuffix('i').lower()}",
-    }
-    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
-    metadata = {"name": name, "annotations": annotations}
-    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
 def _pod_spec_with_claim(rendered: Rendered, name: str) -> Manifest:

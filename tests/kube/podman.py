@@ -8,9 +8,11 @@ from tests.compose.engine import Engine, install
 
 PACKAGES = ("podman", "catatonit", "netavark", "aardvark-dns", "debootstrap")
 PROGRAMS = ("podman", "debootstrap")
-# Limits that root may set without raising its own, no systemd, and no configuration of networks in /etc.
+# Limits that root may set without raising its own, no systemd, no configuration of networks in /etc, and shared memory
+# of the size that the chart gives pods.
 _CONTAINERS_CONF = """\
 [containers]
+shm_size = "1g"
 default_ulimits = ["nofile=20000:20000", "nproc=30000:30000"]
 [network]
 network_backend = "netavark"

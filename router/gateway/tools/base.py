@@ -226,23 +226,24 @@ class ReadingParser(ToolParser):
             if not (yield from self._takes(",")):
                 return self._give_back()
 
-    def _take_text_until(self, marker: str) -> _Reading[bool]:
-        """Reads text, then the marker, with which a candidate begins. False: the answer ended first."""
-        held = ""  # what may be the beginning of the marker
+    def _take_text_until(self, *markers: str) -> _Reading[str]:
+        """Reads text, then one of the markers, with which a candidate begins. Returns it; empty: the answer ended
+        first. No marker is part of another."""
+        held = ""  # what may be the beginning of a marker
         while (yield from self._has_more()):
             text = held + self._piece[self._at :]
-            found = text.find(marker)
-            if found >= 0:
+            found, marker = min(((text.find(each), each) for each in markers if each in text), default=(-1, ""))
+            if marker:
                 self._at += found + len(marker) - len(held)
                 self._add(text[:found])
                 self._begin(marker)
-                return True
+                return marker
             self._at = len(self._piece)
-            num_certain = len(text) - overlap_of(text, marker)
+            num_certain = len(text) - max(overlap_of(text, each) for each in markers)
             held = text[num_certain:]
             self._add(text[:num_certain])
         self._add(held)
-        return False
+        return ""
 
     def _take_rest(self) -> _Reading[None]:
         """Reads text to the end of the answer."""

@@ -8,7 +8,9 @@
     </function>
     </tool_call>
 
-Values are texts as they are, without the line breaks beside the tags, and JSON where the schema has another type.
+Some answers leave the opening <tool_call> out, and have the closing one or not: a function that is among the request's
+tools is a call then, too. Values are texts as they are, without the line breaks beside the tags, and JSON where the
+schema has another type.
 """
 
 from __future__ import annotations
@@ -43,20 +45,39 @@ class Qwen3CoderParser(ReadingParser):
     markers = (_OPEN, _CLOSE)  # special tokens in some vocabularies
 
     def _read(self) -> Generator[None, None, None]:
-        yield from self._read_calls(_OPEN, self._take_call)
+        may_close = False  # a call that nothing opened
+        while marker := (yield from self._take_text_until(_OPEN, _FUNCTION, _CLOSE)):
+            call = None
+            if marker == _OPEN:
+                call = yield from self._take_call()
+            elif marker == _FUNCTION:
+                call = yield from self._take_function()
+                call = call if call is not None and call.name in self.tools else None
+            if call is not None:
+                self._add(call)
+            if call is not None or (marker == _CLOSE and may_close):
+                self._drop()
+            else:
+                self._give_back()
+            may_close = marker == _FUNCTION and call is not None
 
     def _take_call(self) -> Generator[None, None, ToolCall | None]:
         yield from self._skip_spaces()
         if not (yield from self._takes(_FUNCTION)):
             return None
+        call = yield from self._take_function()
+        if call is None:
+            return None
+        yield from self._skip_spaces()
+        return call if (yield from self._takes(_CLOSE)) else None
+
+    def _take_function(self) -> Generator[None, None, ToolCall | None]:
+        """Reads a function from its name on."""
         name = yield from self._take_key()
         if not name:
             return None
         texts = yield from self._take_parameters()
         if texts is None:
-            return None
-        yield from self._skip_spaces()
-        if not (yield from self._takes(_CLOSE)):
             return None
         schemas = self.tools.get(name, {}).get("properties")
         known = schemas if isinstance(schemas, Mapping) else {}

@@ -117,7 +117,7 @@ def _read_tool(item: Raw, where: str) -> Tool:
         tool = _any_decoder.decode(item)
         named = msgspec.convert(tool, _Tool).function
     except msgspec.ValidationError as error:
-        raise _invalid(f"{where}: {_problem(error)}", where) from None
+        raise _misfit(error, where) from None
     except RecursionError:
         raise _too_deep(where) from None
     if _is_deeper(named.parameters, MAX_DEPTH):
@@ -145,11 +145,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return not depth or any(_is_deeper(each, depth - 1) for each in inner)
 
 
-def _problem(error: msgspec.ValidationError) -> str:
-    """ "Expected `str` - at `$.function.name`" -> "function.name: expected `str`"."""
+def _misfit(error: msgspec.ValidationError, where: str) -> InvalidRequestError:
+    """ "Expected `str` - at `$.function.name`" -> "tools[0].function.name: expected `str`"."""
     problem, _, path = str(error).partition(" - at `$.")
-    problem = problem[:1].lower() + problem[1:]
-    return f"{path.rstrip('`')}: {problem}" if path else problem
+    param = ".".join(filter(None, (where, path.rstrip("`"))))
+    return _invalid(f"{param}: {problem[:1].lower()}{problem[1:]}", param)
 
 
 def _too_deep(param: str) -> InvalidRequestError:

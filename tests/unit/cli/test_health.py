@@ -32,10 +32,13 @@ async def test_a_process_that_does_not_serve_yet_is_alive_and_not_ready(capsys: 
         assert "--service: " in capsys.readouterr().err
 
 
-async def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (port,) = pick_ports("127.0.0.1", 1)
     monkeypatch.setenv("BATON_HEALTH_ADDRESS", f"127.0.0.1:{port}")
     assert await ask() == 3
+    assert capsys.readouterr().err == f"baton: error: 127.0.0.1:{port}: connection refused: no process listens there\n"
     server = RpcServer("127.0.0.1", port, [])
     async with server:
         await server.set_serving(True)

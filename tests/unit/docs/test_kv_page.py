@@ -20,7 +20,7 @@ from kv_store.nixl.connector import NixlOptions
 from kv_store.redis_store import RedisOptions
 from kv_store.shared_storage import SharedStorageOptions
 from kv_store.tiered_connector import NixlTierOptions
-from tests.unit.docs.test_readme import CONFIGS
+from tests.unit.docs.test_site import CONFIGS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "kv.md").read_text()
 OPTIONS = {"Every store": RedisOptions, "shared": SharedStorageOptions, "redis": RedisOptions, "nixl": NixlOptions}

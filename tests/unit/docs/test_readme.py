@@ -1,67 +1,42 @@
-"""What the README shows is what the programs understand."""
+"""The README is one screen, and each of its blocks is run by a test."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
-import pytest
-
-from cli.main import COMMANDS
-from common.config import build, field_names, load_yaml, parse
-from decode_service.config import DecodeConfig
-from deploy.cluster_config import SECTIONS, ClusterConfig, parse_cluster
-from prefill_service.config import PrefillConfig
-from router.config import RouterConfig
-
-README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
-CONFIGS = {"cluster": ClusterConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+TESTS = {
+    "make up": "",  # needs an environment of its own; the other tests run what it runs, `baton up`
+    "curl -s": "tests/e2e/test_up.py",
+    "from baton import Client": "tests/e2e/test_up.py",
+    "cd deploy/compose": "tests/compose/test_compose.py",
+    "helm install": "tests/deploy/test_helm_page.py",
+    "from baton import LLM": "tests/e2e/test_up.py",
+}
+"""How each block begins, and which test runs it as it stands."""
 
 
-def commands(start: str) -> list[list[str]]:
-    text = "\n".join(blocks("sh") + blocks("console")).replace("\\\n", " ")
-    lines = [line.removeprefix("$ ") for line in text.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(start)]
+def test_every_block_is_run_by_a_test() -> None:
+    blocks = re.findall(r"```\w+\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == len(TESTS)
+    for block, (start, test) in zip(blocks, TESTS.items(), strict=True):
+        assert block.startswith(start)
+        assert "README.md" in (ROOT / test).read_text() if test else True
 
 
-def test_the_yaml_example(tmp_path: Path) -> None:
-    (example,) = blocks("yaml")
-    file = tmp_path / "baton.yaml"
-    file.write_text(example)
-    document = load_yaml(file)
-    document.check_names(SECTIONS)
-    for name, config in CONFIGS.items():
-        assert build(config, None, document.section(name)) != build(config)
+def test_it_is_one_screen() -> None:
+    assert README.count("\n") <= 80
 
 
-def test_the_commands() -> None:
-    found = commands("baton ")
-    assert len(found) >= 7
-    for _, name, *options in found:
-        assert name in COMMANDS
-        if name == "serve":
-            parse(CONFIGS[options[0]], options[1:], prog="", section="")
-        elif name == "up":
-            parse_cluster(options)
+def test_links_name_files() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", README)
+    assert len(targets) > 10
+    assert [target for target in targets if not (ROOT / target).is_file()] == []
 
 
-def test_the_table_of_settings() -> None:
-    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", README, re.MULTILINE)
-    assert len(rows) >= 10
-    for settings, owners in rows:
-        if settings.startswith(("`POST", "`GET")) or "grpc.health" in settings:
-            continue
-        for setting in re.findall(r"`(\w+)`", settings):
-            for owner in re.findall(r"cluster|pods|router", owners) or list(CONFIGS):
-                for role in ("prefill", "decode") if owner == "pods" else (owner,):
-                    assert setting in field_names(CONFIGS[role]), (setting, role)
-
-
-@pytest.mark.parametrize("code", blocks("python"))
-def test_the_python_examples_compile(code: str) -> None:
-    compile(code, "README.md", "exec")
+def test_the_quick_start_has_the_same_python() -> None:
+    quickstart = (ROOT / "docs/quickstart.md").read_text()
+    for block in re.findall(r"```python\n.*?```", README, re.DOTALL):
+        assert block in quickstart

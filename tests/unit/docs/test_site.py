@@ -16,11 +16,12 @@ import yaml
 from cli.main import COMMANDS
 from common.config import build, create_parser, load_yaml, parse
 from decode_service.config import DecodeConfig
-from deploy.cluster_config import SECTIONS, parse_cluster
+from deploy.cluster_config import SECTIONS, ClusterConfig, parse_cluster
 from docs_site import configuration_page, metrics_page
+from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
-from tests.unit.docs.test_readme import CONFIGS
 
+CONFIGS = {"cluster": ClusterConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 TEXTS = {page.name: page.read_text() for page in PAGES}
@@ -151,6 +152,14 @@ def test_the_commands(page: str) -> None:
             assert name in COMMANDS or name == "--version"
             if name == "up" and "--config" not in options:  # the file is an example of its own
                 parse_cluster(options)
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "tools.md"])
+def test_the_python_examples_compile(page: str) -> None:
+    examples = blocks(page, "python")
+    assert examples
+    for example in examples:
+        compile(example, page, "exec")
 
 
 @pytest.mark.parametrize("page", ["quickstart.md", "configuration.md", "bare_processes.md"])

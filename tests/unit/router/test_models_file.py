@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 
 import pytest
 import yaml
@@ -68,6 +69,10 @@ async def models_file(start_cluster, directories, tmp_path):
     file.cluster = await start_cluster([], pods, wait=False, models_file=file.path, admission=admission)
     await file.cluster.until(lambda: file.serves("alpha"))
     return file
+
+
+async def metrics_of(cluster):
+    return (await cluster.client.get("/metrics")).text
 
 
 async def ask(cluster, model, **body):
@@ -147,7 +152,7 @@ async def test_a_file_or_a_model_that_cannot_be_read_changes_nothing(models_file
 
 
 async def test_requests_of_a_removed_model_end_with_their_deadlines(models_file, directories):
-    """Then its pods are refused."""
+    """Then its pods are refused, and its metrics end."""
     cluster = models_file.cluster
     await models_file.change(lambda: models_file.serves("alpha", "beta"), **directories)
     service = cluster.router.service
@@ -156,11 +161,54 @@ async def test_requests_of_a_removed_model_end_with_their_deadlines(models_file,
     removal = service._removals[beta.model_id]
     assert removal.when() - asyncio.get_running_loop().time() > service.config.request_timeout_s
     assert beta.pods.can_serve
+    await ask(cluster, "alpha")
+    assert 'model_name="beta"' in await metrics_of(cluster)
     removal.cancel()
     service._forget(beta)
+    metrics = await metrics_of(cluster)
+    assert 'model_name="beta"' not in metrics
+    assert cluster.metric("baton_request_success_total", model_name="alpha", finished_reason="length") == 1
     assert not beta.pods.can_serve
     pod = cluster.router.cluster.by_address[cluster.decode[1].address]
     assert "it serves the model 'beta', and this router serves alpha" in pod.detail
+
+
+async def test_the_metrics_of_a_model_stay_if_it_was_replaced(models_file, directories):
+    cluster = models_file.cluster
+    service = cluster.router.service
+    before = service.model("alpha")
+    await models_file.change(
+        lambda: models_file.serves("alpha") and service.models != [before], alpha=directories["beta"]
+    )
+    await ask(cluster, "alpha")
+    service._removals[before.model_id].cancel()
+    service._forget(before)
+    assert cluster.metric("baton_request_success_total", model_name="alpha", finished_reason="length") == 1
+
+
+async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shutdown(
+    models_file, directories, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    cluster, may_end, reading = models_file.cluster, threading.Event(), []
+
+    def download(model, **options):
+        reading.append((model, threading.current_thread()))
+        may_end.wait(60)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("router.model_roster._READ_TIMEOUT_S", 0.1)
+    models_file.write(alpha=directories["alpha"], tiny="acme/tiny")
+    cluster.router.reload()
+    while cluster.metric("baton_model_failures_total") != 1:
+        assert (await ask(cluster, "alpha")).status_code == 200
+    ((model, thread),) = reading
+    was_alive = thread.is_alive()
+    may_end.set()
+    assert (model, was_alive, thread.daemon) == ("acme/tiny", True, True)
+    assert "reading the tokenizer of acme/tiny from the hub" in caplog.text
+    assert "cannot serve the model tiny: it was not read within 0.1 s" in caplog.text
+    await models_file.change(lambda: models_file.serves("alpha"), alpha=directories["alpha"])
 
 
 def test_one_setting_says_which_models_there_are():

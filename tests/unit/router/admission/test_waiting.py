@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import httpx
 import pytest
@@ -126,7 +127,8 @@ async def test_what_still_waits_after_the_grace_ends_with_an_error(start_cluster
     await cluster.until_quiet()
 
 
-async def test_when_the_last_pod_goes_what_waits_ends_after_a_while(start_cluster):
+async def test_when_the_last_pod_goes_what_waits_ends_after_a_while(start_cluster, caplog):
+    caplog.set_level(logging.INFO)
     cluster = await start_cluster(admission=ONE, survival=SurvivalConfig(pod_wait_s=0.05))
     cluster.decode[0].allowed = 0
     running = asyncio.create_task(cluster.post("/v1/completions", **BODY))
@@ -135,8 +137,13 @@ async def test_when_the_last_pod_goes_what_waits_ends_after_a_while(start_cluste
     await cluster.decode[0].stop()
     response = await waiting
     assert response.status_code == 503
-    assert "no decode pod is ready" in response.json()["error"]["message"]
-    assert (await running).status_code == 503
+    assert "no decode pod is ready: 1 " in response.json()["error"]["message"]
+    lost = await running
+    assert lost.status_code == 503
+    assert lost.json()["error"]["message"].startswith("the decode pod was lost; no decode pod is ready: 1 ")
+    for answer in (response, lost):
+        assert cluster.decode[0].address not in answer.text
+    assert f"decode pod {cluster.decode[0].address}: the decode pod was lost: " in caplog.text
 
 
 async def test_choices_wait_together(start_cluster):

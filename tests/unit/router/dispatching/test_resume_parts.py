@@ -17,7 +17,7 @@ from router.dispatching.kept import KnownChoice, ResumableStreams, ResumedElsewh
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.dispatching.token_log import OutputDelta
-from router.gateway.protocol import parse_completion
+from router.gateway.completion_bodies import parse_completion
 from router.gateway.resume import (
     EventId,
     Position,

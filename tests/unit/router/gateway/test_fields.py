@@ -8,6 +8,8 @@ import pytest_asyncio
 
 from common.types import SamplingParams
 from router.gateway import api_page
+from router.gateway.chat_bodies import ChatBody
+from router.gateway.completion_bodies import CompletionBody
 from router.gateway.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
@@ -15,7 +17,6 @@ from router.gateway.fields import (
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
 )
-from router.gateway.protocol import ChatBody, CompletionBody
 from router.testing import FakeDecodePod
 from tests.unit.router.router_cluster import run_cluster
 

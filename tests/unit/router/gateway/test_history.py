@@ -9,6 +9,7 @@ import pytest
 
 from common.demo_model import demo_model_path
 from common.tokenization import Tokenizer
+from common.tokenization.chat import ChatTemplate
 
 SHOWS_ALL = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -102,3 +103,14 @@ async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
     messages = [{"role": "assistant", "tool_calls": calls}]
     assert (await pair.post("/v1/chat/completions", messages=messages, max_tokens=2)).status_code == 200
     assert submitted
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize(
+    ("reading", "content", "thinking"),
+    [(".thinking", None, "Hm."), ("['thinking']", "", "Hm."), (".thinking", "I look.", ""), (".reasoning", None, "")],
+)
+def test_thinking_before_calls_is_given_to_templates_that_read_it(name, reading, content, thinking):
+    template = f"{{{{ messages[0]{reading} }}}}|{{% set key = 'think' ~ 'ing' %}}{{{{ messages[0][key] }}}}"
+    message = {"role": "assistant", "content": content, "tool_calls": [CALL], name: "Hm."}
+    assert ChatTemplate(template, {}).render([message]).partition("|")[2] == thinking

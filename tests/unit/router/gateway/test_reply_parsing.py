@@ -95,6 +95,9 @@ EXAMPLES = {
         (("<tool_call><function=add><parameter=a>1e999</parameter><parameter=b>None</parameter><parameter=x>2.0"
           "</parameter><parameter=o>[1]</parameter></function></tool_call>"),
          [ToolCall("add", '{"a":"1e999","b":null,"x":2.0,"o":"[1]"}')]),
+        (("I look.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>\n"
+          "<function=add></function> </tool_call></tool_call>"),
+         ["I look.\n", ToolCall("weather", '{"city":"Oslo"}'), "\n\n", ToolCall("add", "{}"), " </tool_call>"]),
     ],
     "json_array": [(f" [{OSLO},\n{OSLO}] ", [CALL, CALL, " "])],
 }  # fmt: skip
@@ -126,7 +129,8 @@ NO_CALLS = {
     "qwen3_coder": [
         "<tool_call>", f"<tool_call>{OSLO}</tool_call>", "<tool_call><function=>", "<tool_call><function=a b",
         "<tool_call><function=add></function>", "<tool_call><function=add><parameter=a>1</function></tool_call>",
-        "<tool_call><function=add><parameter=>1</parameter></function></tool_call>", "<function=add></function>",
+        "<tool_call><function=add><parameter=>1</parameter></function></tool_call>", "<function=other></function>",
+        "<function=add>", "<function=add></function", "</tool_call>", "<function=x <tool_cal",
         "<tool_call><function=</tool_call>", "<tool_call><function=add><x></function></tool_call>",
         "<tool_call><function=" + "x" * 999 + "></function></tool_call>",
     ],

@@ -58,6 +58,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(start, stream):
         else:
             response = await client.responses.create(**body)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in response.output] == ["incomplete"]
 
 
 async def test_the_template_gets_the_chat(start, tokenizer):
@@ -98,6 +99,8 @@ BAD = [
     ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"inputs": "x"}, "inputs"),

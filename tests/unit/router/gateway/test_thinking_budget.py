@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.tokenization.chat import ChatTemplate
 from common.types import Constraint, SamplingParams
+from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.reply import ReplyOptions, ReplyParsing
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, TextPrompt
 from router.requests.terms import Terms
@@ -105,3 +107,22 @@ async def test_what_is_missing_is_named(template: str, options: dict[str, Any], 
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         await sampling_of(template, "a", thinking_token_budget=0, **options)
     assert caught.value.param == PARAM
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget", "variables"),
+    [
+        ({"type": "enabled", "budget_tokens": 49}, 49, {"enable_thinking": True}),
+        ({"type": "enabled"}, None, {"enable_thinking": True}),
+        ({"type": "adaptive"}, None, {"enable_thinking": True}),
+        ({"type": "disabled"}, None, {"enable_thinking": False}),
+    ],
+)
+def test_the_budget_of_a_message_is_that_of_a_chat(
+    thinking: dict[str, Any], budget: int | None, variables: dict[str, Any]
+) -> None:
+    asked = {"max_tokens": 50, "messages": [{"role": "user", "content": "a"}], "thinking": thinking}
+    (draft,) = parse_messages(json.dumps(asked).encode()).drafts("a", 0.0, Terms())
+    assert draft.sampling.get(PARAM) == budget
+    assert isinstance(draft.prompt, ChatPrompt)
+    assert draft.prompt.template_variables == variables

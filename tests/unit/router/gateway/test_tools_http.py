@@ -201,11 +201,11 @@ def deep(depth):
 BAD = [
     ({"tools": 7}, "tools"),
     ({"tools": [{}]}, "tools[0]"),
-    ({"tools": [WEATHER, {"type": "web_search"}]}, "tools[1]"),
+    ({"tools": [WEATHER, {"type": "web_search"}]}, "tools[1].type"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f" * 257}}]}, "tools[0].function.name"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools[0].function.parameters"),
     ({"tools": [WEATHER] * 513}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**19}}]}, "tools"),
     ({"tools": [deep(65)]}, "tools[0].function.parameters"),

@@ -30,7 +30,7 @@ async def test_nothing_is_served_without_a_decode_pod(start_cluster):
     assert status == 503
     response = await cluster.post("/v1/completions", prompt="Hello")
     assert response.status_code == 503
-    assert decode.address in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == "no decode pod is ready: 1 down"
     assert response.headers["retry-after"]
     await decode.start()
     await cluster.until(lambda: cluster.router.cluster.can_serve)

@@ -63,7 +63,8 @@ async def test_health_names_pods_to_operators_only(cluster):
     assert response.json() == {"status": "unavailable", "reason": "no decode pod is ready"}
     response = await cluster.client.get("/health", headers=bearer(OPERATOR))
     assert response.status_code == 503
-    assert decode.address in response.json()["reason"]
+    assert response.json()["reason"] == "no decode pod is ready: 1 down"
+    assert [(pod["address"], pod["state"]) for pod in response.json()["pods"]] == [(decode.address, "down")]
     assert cluster.metric("baton_request_errors_total", code="unauthenticated") == 0, "it needs no key"
 
 
