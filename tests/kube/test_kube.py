@@ -119,4 +119,4 @@ def test_the_image_that_podman_builds_has_its_health_check(engine: Engine, recor
     described = json.loads(engine.client("inspect", image))[0]
     record.image(image, described["Size"] / 1e6, f"user {described['Config']['User']}, base included")
     assert described["Config"]["User"] == "10001:10001"
-    assert described["Config"]["Healthcheck"]["Test"] == ["CMD", "baton", "health", "--service", "liveness"]
+    assert described["Healthcheck"]["Test"] == ["CMD", "baton", "health", "--service", "liveness"]
