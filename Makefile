@@ -9,7 +9,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose test-kube images test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -27,6 +27,10 @@ test-slow: $(DEV)
 ## with processes under load. Ten minutes.
 test-deploy: $(DEV)
 	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
+
+## The CPU kernels in every shape of heads and blocks. Three minutes.
+test-kernels: $(DEV)
+	$(BIN)/pytest -m "kernels or not kernels" tests/unit/common/engine/cpu_kernels $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)

@@ -30,6 +30,8 @@ COMMANDS = {
     "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
     "complete": Command("cli.complete", "Continue a prompt."),
     "chat": Command("cli.chat", "Talk to the model."),
+    "plan": Command("cli.plan", "Say how many prefill and decode pods a load needs, and why.", "router"),
+    "profile-engine": Command("cli.profile_engine", "Measure the engine's steps here, for plans.", "engine"),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
     "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
@@ -37,6 +39,7 @@ COMMANDS = {
 TOPICS = {
     "clusters": ("up", "status", "logs", "down", "serve", "health"),
     "clients": ("complete", "chat"),
+    "sizing": ("plan", "profile-engine"),
     "tools": ("doctor", "fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\
