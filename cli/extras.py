@@ -7,7 +7,7 @@ from types import ModuleType
 
 from common.errors import ConfigError
 
-_OWN_PACKAGES = ("cli", "deploy", "router", "prefill_service", "decode_service", "common", "kv_store")
+_OWN_PACKAGES = ("cli", "deploy", "router", "prefill_service", "decode_service", "common", "kv_store", "planning")
 
 
 def import_with_extra(module: str, what: str, extra: str) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +30,8 @@ COMMANDS = {
     "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
     "complete": Command("cli.complete", "Continue a prompt."),
     "chat": Command("cli.chat", "Talk to the model."),
+    "plan": Command("cli.plan", "Say how many prefill and decode pods a load needs, and why.", "router"),
+    "profile-engine": Command("cli.profile_engine", "Measure the engine's steps here, for plans.", "engine"),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
     "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
@@ -38,6 +39,7 @@ COMMANDS = {
 TOPICS = {
     "clusters": ("up", "status", "logs", "down", "serve", "health"),
     "clients": ("complete", "chat"),
+    "sizing": ("plan", "profile-engine"),
     "tools": ("doctor", "fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\
@@ -104,6 +106,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
         if name in TOPICS["clients"]:
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read at its import; it logs each failed handshake
         if command is None:
+            import difflib  # costs as much time as the rest of this module
+
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
             raise ConfigError(f"{name}: unknown command; {hint}")

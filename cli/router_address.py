@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from common.errors import BatonError, ConfigError, UnreachableError
@@ -64,6 +64,39 @@ def _ask_for_port(parts: SplitResult, context: ssl.SSLContext | None) -> int:
         raise BatonError(f"what answers at {origin} is not a Baton router") from error
     finally:
         connection.close()
+
+
+def fetch_json(url: str, path: str, tls_ca: str, api_key: str) -> Any:
+    """Returns the JSON that the router at `url`, http:// or https://, has at `path`.
+
+    Raises ConfigError if the URL, the authority or the key is no good, UnreachableError if nothing answers, BatonError
+    for another answer.
+    """
+    parts = urlsplit(url)
+    if not is_url(url) or parts.scheme not in _HTTP_SCHEMES:
+        raise ConfigError(f"--url: must be http://host:port, got {url}", param="url")
+    context = _tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
+    origin = f"{parts.scheme}://{parts.netloc}"
+    connection = _connection(parts, context)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except ssl.SSLError as error:
+        raise UnreachableError(f"TLS with {origin} failed: {_tls_problem(error)}") from error
+    except TimeoutError as error:
+        raise UnreachableError(f"no answer from {origin} within {_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise UnreachableError(f"no router at {origin}: start one with `baton up`") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise BatonError(f"what answers at {origin} is not a Baton router") from error
+    finally:
+        connection.close()
+    if response.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+        raise ConfigError(f"{origin}{path} needs an operator's API key, in BATON_API_KEY")
+    if response.status != http.client.OK:
+        raise BatonError(f"{origin}{path} answered {response.status}")
+    return answer
 
 
 def _connection(parts: SplitResult, context: ssl.SSLContext | None) -> http.client.HTTPConnection:

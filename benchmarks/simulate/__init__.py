@@ -1,1 +1,1 @@
-"""A discrete-event simulation of clusters of pods, driven by the router's own policies and prefix index."""
+"""Benchmarks of the router's policies on simulated clusters; the simulator itself is planning.simulator."""

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.simulate.cluster import Outcome, SimulatedCluster
 from benchmarks.simulate.overload import HEAD as OVERLOAD_HEAD
 from benchmarks.simulate.overload import LOADS, MODES, Overload, format_overload, overload
 from benchmarks.simulate.report import RouterRow, Row, format_markdown, format_routers, verdicts
-from benchmarks.simulate.router import Setting
-from benchmarks.simulate.timing import CPU_DEMO, H100_8B, Hardware
+from benchmarks.simulate.timing import CPU_DEMO, H100_8B
 from benchmarks.simulate.traces import MAKERS, Trace, TraceMaker
+from planning.simulator.cluster import Outcome, SimulatedCluster
+from planning.simulator.hardware import Hardware
+from planning.simulator.router import Setting
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "session_affinity", "prefix_affinity", "kv_aware")
 _FEW_POLICIES = ("round_robin", "least_loaded", "kv_aware")

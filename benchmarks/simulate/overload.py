@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.simulate.cluster import SimulatedCluster
-from benchmarks.simulate.router import Setting
 from benchmarks.simulate.timing import H100_8B
 from benchmarks.simulate.traces import TraceMaker
+from planning.simulator.cluster import SimulatedCluster
+from planning.simulator.router import Setting
 from router.admission.config import AdmissionConfig
 from router.admission.limits import Limits
 

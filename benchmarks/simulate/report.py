@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.simulate.cluster import Outcome, hit_rate
+from planning.simulator.cluster import Outcome, hit_rate
 
 _GOOD_TTFT_S, _GOOD_TPOT_S = 0.5, 0.025
 _BASELINES = ("round_robin", "least_loaded")

@@ -1,49 +1,16 @@
 """Requests in the shapes that recordings of real services have, made from a seed.
 
-A trace is a list of sessions: turns that follow each other, each with the whole conversation so far as its prompt.
-The next turn comes some time after the answer to the one before, so how fast a policy is decides what comes when, as
-in life. Lengths are in blocks. Answers are part of what follows them.
+Lengths are in blocks. Answers are part of what follows them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 from common.types import HASH_BYTES
-
-
-class Turn(NamedTuple):
-    """One request of a session."""
-
-    wait_s: float  # after the answer before; of the first turn 0
-    prompt: bytes  # hashes of the prompt's blocks
-    whole: bytes  # hashes of the prompt's and the answer's blocks
-    num_output_tokens: int
-
-
-class Session(NamedTuple):
-    """Turns of one user."""
-
-    name: str
-    start_s: float
-    turns: tuple[Turn, ...]
-
-
-class Trace(NamedTuple):
-    """What one simulation serves."""
-
-    name: str
-    sessions: list[Session]
-    shares: bool  # whether prompts have beginnings in common
-
-    @property
-    def num_requests(self) -> int:
-        """Turns of all sessions."""
-        return sum(len(session.turns) for session in self.sessions)
+from planning.simulator.trace import Session, Trace, Turn, chain, poisson
 
 
 class TraceMaker:
@@ -58,7 +25,7 @@ class TraceMaker:
         choices = self._choices("system prompts")
         lengths = [choices.randint(1_500, 6_000) for _ in range(24)]
         sessions = []
-        for number, start_s in enumerate(_arrivals(choices, num_sessions, rate)):
+        for number, start_s in enumerate(poisson(choices, num_sessions, rate)):
             app = _zipf(choices, len(lengths))
             story = self._story(f"app {app}", lengths[app])
             story = self._tell(story, f"question {number}", _spread(choices, 350))
@@ -102,7 +69,7 @@ class TraceMaker:
         choices = self._choices("quarter shared")
         apps = [self._story(f"app {number}", 4_096) for number in range(64)]
         sessions = []
-        for number, start_s in enumerate(_arrivals(choices, num_sessions, rate)):
+        for number, start_s in enumerate(poisson(choices, num_sessions, rate)):
             num_own = _spread(choices, 1_500)
             num_shared = max(1, round(num_own / 3 / self._block_size)) * HASH_BYTES
             story = self._tell(apps[_zipf(choices, len(apps))][:num_shared], f"own {number}", num_own)
@@ -113,7 +80,7 @@ class TraceMaker:
         """No two prompts have a block in common."""
         choices = self._choices("unshared")
         sessions = []
-        for number, start_s in enumerate(_arrivals(choices, num_sessions, rate)):
+        for number, start_s in enumerate(poisson(choices, num_sessions, rate)):
             story = self._story(f"own {number}", _spread(choices, 2_000))
             sessions.append(Session(f"user {number}", start_s, (self._turn(0, story, f"q{number}", choices, 200),)))
         return Trace("no sharing", sessions, shares=False)
@@ -133,7 +100,7 @@ class TraceMaker:
         choices = self._choices(name)
         sessions = []
         mean_turns = sum(turns) / 2
-        for number, start_s in enumerate(_arrivals(choices, num_sessions, rate / mean_turns)):
+        for number, start_s in enumerate(poisson(choices, num_sessions, rate / mean_turns)):
             story = self._story(f"{name} {choices.randrange(opening[0])}", opening[1])
             made: list[Turn] = []
             for index in range(choices.randint(*turns)):
@@ -152,16 +119,13 @@ class TraceMaker:
 
     def _tell(self, story: bytes, name: str, num_tokens: int) -> bytes:
         """The hashes of `story` and of so many more tokens, in whole blocks, at least one."""
-        parent = story[-HASH_BYTES:]
-        hashes = [story]
-        for index in range(max(1, round(num_tokens / self._block_size))):
-            parent = hashlib.blake2b(parent + f"{name} {index}".encode(), digest_size=HASH_BYTES).digest()
-            hashes.append(parent)
-        return b"".join(hashes)
+        return chain(story, name, max(1, round(num_tokens / self._block_size)))
 
     def _turn(self, wait_s: float, prompt: bytes, name: str, choices: random.Random, answer: float) -> Turn:
         num_output_tokens = _spread(choices, answer)
-        return Turn(wait_s, prompt, self._tell(prompt, f"answer {name}", num_output_tokens), num_output_tokens)
+        whole = self._tell(prompt, f"answer {name}", num_output_tokens)
+        num_prompt_tokens = len(prompt) // HASH_BYTES * self._block_size
+        return Turn(wait_s, prompt, whole, num_prompt_tokens, num_output_tokens)
 
 
 MAKERS: tuple[Callable[[TraceMaker, int, float], Trace], ...] = (
@@ -172,15 +136,6 @@ MAKERS: tuple[Callable[[TraceMaker, int, float], Trace], ...] = (
     TraceMaker.quarter_shared,
     TraceMaker.unshared,
 )
-
-
-def _arrivals(choices: random.Random, count: int, rate: float) -> list[float]:
-    """Poisson."""
-    clock, arrivals = 0.0, []
-    for _ in range(count):
-        clock += choices.expovariate(rate)
-        arrivals.append(clock)
-    return arrivals
 
 
 def _spread(choices: random.Random, mean: float, sigma: float = 0.8) -> int:

@@ -14,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackendName = Literal["auto", "torch"]
+CpuKernels = Literal["auto", "reference"]
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
 PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
 
@@ -36,7 +36,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         PositiveInt | None,
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
     ] = None
-    attention_backend: Annotated[AttentionBackendName, Meta(description="Paged attention implementation.")] = "auto"
+    cpu_kernels: Annotated[
+        CpuKernels,
+        Meta(description="Compiled kernels on CPU where they support the model; reference: torch's operators only."),
+    ] = "auto"
     logits_processors: Annotated[
         list[str],
         Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),

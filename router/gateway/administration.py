@@ -1,4 +1,5 @@
-"""Endpoints for operators: POST /admin/pods/ADDRESS/drain and /undrain, POST /reset_prefix_cache."""
+"""Endpoints for operators: POST /admin/pods/ADDRESS/drain and /undrain, POST /reset_prefix_cache, GET
+/admin/step_times."""
 
 from __future__ import annotations
 
@@ -8,13 +9,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import PermissionDeniedError
-from router.gateway.answers import Drained, PrefixCachesReset, Undrained
+from router.gateway.answers import (
+    Drained,
+    LearnedTimes,
+    ModelStepTimes,
+    PrefixCachesReset,
+    StepTimesOfModels,
+    Undrained,
+)
 from router.gateway.exchange import TENANT
+from router.placing.policies import PodTable
 from router.requests.terms import Tenant
 from router.security.access import AccessControl
+from router.served_model import ServedModel
 from router.service import InferenceService
 
 RESET_PATH = "/reset_prefix_cache"  # vLLM's
+STEP_TIMES_PATH = "/admin/step_times"
 POD_PATH = "/admin/pods/{address}"
 
 
@@ -22,6 +33,7 @@ class AdministrationEndpoints:
     """Calls Administration. The guard above has checked the key."""
 
     def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        self._service = service
         self._administration = service.administration
         self._access = access
 
@@ -32,6 +44,7 @@ class AdministrationEndpoints:
             Route(f"{POD_PATH}/drain", self._drain, methods=["POST"]),
             Route(f"{POD_PATH}/undrain", self._undrain, methods=["POST"]),
             Route(RESET_PATH, self._reset, methods=["POST"]),
+            Route(STEP_TIMES_PATH, self._step_times, methods=["GET"]),
         ]
 
     async def _drain(self, request: Request) -> Response:
@@ -47,6 +60,9 @@ class AdministrationEndpoints:
     async def _reset(self, request: Request) -> Response:
         return _json(PrefixCachesReset(await self._administration.reset_prefix_caches(self._operator(request))))
 
+    async def _step_times(self, request: Request) -> Response:
+        return _json(StepTimesOfModels([_learned(model) for model in self._service.models]))
+
     def _operator(self, request: Request) -> Tenant:
         """Raises PermissionDeniedError for a web page if there are no keys: a browser lets any page send such a
         request."""
@@ -55,6 +71,36 @@ class AdministrationEndpoints:
         tenant = request.scope[TENANT]
         assert isinstance(tenant, Tenant)
         return tenant
+
+
+def _learned(model: ServedModel) -> ModelStepTimes:
+    pods, handoff = model.pods, model.dispatcher.estimates.handoff
+    return ModelStepTimes(
+        name=model.name,
+        block_size=0 if pods.facts is None else pods.facts.block_size,
+        max_model_len=model.max_model_len,
+        handoff_s=handoff.base_s,
+        handoff_token_s=handoff.token_s,
+        prefill=_times_of(pods.prefill_table),
+        decode=_times_of(pods.decode_table),
+    )
+
+
+def _times_of(table: PodTable) -> LearnedTimes | None:
+    columns = table.columns()
+    if not len(columns):
+        return None
+    line = table.step_times.line
+    return LearnedTimes(
+        num_pods=len(columns),
+        is_known=table.step_times.is_known,
+        base_s=line.base_s,
+        token_s=line.token_s,
+        context_s=line.context_s,
+        num_blocks=int(columns.num_blocks.min()),
+        max_num_seqs=int(columns.max_num_seqs.min()),
+        max_num_batched_tokens=int(columns.max_num_batched_tokens.min()),
+    )
 
 
 def _json(answer: msgspec.Struct) -> Response:

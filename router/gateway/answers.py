@@ -390,6 +390,40 @@ class Undrained(_Answer):
     address: str
 
 
+class LearnedTimes(_Answer):
+    """The steps of a role's pods, by a line that the router has fitted to what they report; the least of their limits.
+
+    `is_known`: enough steps were seen. Before that the line is a guess."""
+
+    num_pods: int
+    is_known: bool
+    base_s: float  # seconds of any step
+    token_s: float  # for each token that it computes
+    context_s: float  # for each token of the requests there
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ModelStepTimes(_Answer):
+    """A served model; `null` for a role without ready pods. Handoffs take `handoff_s`, and `handoff_token_s` for each
+    token whose KV is moved."""
+
+    name: str
+    block_size: int
+    max_model_len: int
+    handoff_s: float
+    handoff_token_s: float
+    prefill: LearnedTimes | None
+    decode: LearnedTimes | None
+
+
+class StepTimesOfModels(_Answer):
+    """Answer of GET /admin/step_times."""
+
+    models: list[ModelStepTimes]
+
+
 class PrefixCachesReset(_Answer):
     """Answer of POST /reset_prefix_cache."""
 

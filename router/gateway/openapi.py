@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import ErrorCode
 from router.gateway import answers
-from router.gateway.administration import POD_PATH, RESET_PATH
+from router.gateway.administration import POD_PATH, RESET_PATH, STEP_TIMES_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.completion_bodies import CompletionBody
@@ -52,6 +52,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Load,
     answers.Drained,
     answers.Undrained,
+    answers.StepTimesOfModels,
     answers.PrefixCachesReset,
     answers.Liveness,
     answers.Version,
@@ -152,6 +153,7 @@ def _paths() -> dict[str, Any]:
         "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
         f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
+        STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
         RESET_PATH: {
             "post": _operators(
                 "All pods have emptied their prefix caches.",

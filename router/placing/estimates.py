@@ -29,6 +29,11 @@ class Estimates:
         """Whether the guess about the length of answers counts for little by now."""
         return self._num_answers >= _TRUSTED_ANSWERS
 
+    @property
+    def handoff(self) -> Line:
+        """The seconds of a handoff, by the tokens whose KV is moved."""
+        return self._handoffs.line
+
     def expected_output_tokens(self, max_tokens: int) -> float:
         """How long an answer will be that may have `max_tokens` tokens."""
         return min(float(max_tokens), self.output_tokens)

@@ -50,6 +50,7 @@ _OPERATIONS = [
     "GET /v1/load",
     "POST /admin/pods/{address}/drain",
     "POST /admin/pods/{address}/undrain",
+    "GET /admin/step_times",
     "POST /reset_prefix_cache",
 ]
 

@@ -41,6 +41,19 @@ def clear_layer_attention(module: torch.nn.Module) -> None:
     module.__dict__.pop(_ATTRIBUTE, None)
 
 
+def attention_args(
+    head_dim: int,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **unused: Any,
+) -> AttentionArgs:
+    """A layer's constants, of the arguments that its modelling code passes."""
+    return AttentionArgs(head_dim**-0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -60,17 +73,11 @@ def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **unused: Any,
+        **arguments: Any,
     ) -> torch.Tensor:
         nonlocal args_of_layer
         if args_of_layer is None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            args_of_layer = AttentionArgs(scale, sliding_window, softcap, s_aux)
+            args_of_layer = attention_args(query.shape[-1], **arguments)
         value_dim = value.shape[-1]
         padding = key.shape[-1] - value_dim
         if padding:

@@ -35,7 +35,7 @@ class _Gathered(NamedTuple):
 
 
 @dataclass(slots=True)
-class _DecodeGroup:
+class DecodeGroup:
     """Decodes [start, end) of the batch."""
 
     start: int
@@ -92,7 +92,7 @@ class TorchAttention:
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
         self._batch: AttentionMetadata | None = None
         self._write_rows = self._tokens
-        self._groups: list[_DecodeGroup] = []
+        self._groups: list[DecodeGroup] = []
         self._chunks: list[_Chunk] = []
 
     def begin_step(self, batch: AttentionMetadata) -> None:
@@ -124,26 +124,24 @@ class TorchAttention:
             out[:, rows] = self._attend_chunk(layer, query[:, rows], key[:, rows], value[:, rows], chunk, args)
         return out
 
-    def _group_decodes(self, batch: AttentionMetadata) -> list[_DecodeGroup]:
-        groups: list[_DecodeGroup] = []
+    def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
+        groups: list[DecodeGroup] = []
         for i, seq_len in enumerate(batch.seq_lens[: batch.num_decodes]):
             num_blocks = -(-seq_len // self._block_size)
             if groups and self._may_join(groups[-1], num_blocks):
                 groups[-1].end = i + 1
                 continue
-            groups.append(_DecodeGroup(i, i + 1, num_blocks, seq_len))
+            groups.append(DecodeGroup(i, i + 1, num_blocks, seq_len))
         return groups
 
-    def _may_join(self, group: _DecodeGroup, num_blocks: int) -> bool:
+    def _may_join(self, group: DecodeGroup, num_blocks: int) -> bool:
         """True if one more sequence of `num_blocks` blocks fits the group."""
         longest = group.num_blocks
         if (group.end - group.start + 1) * longest > self._max_group_blocks:
             return False
         return longest <= num_blocks * _MAX_PADDED_SHARE or longest <= num_blocks + _FREE_PADDING_BLOCKS
 
-    def _attend_decodes(
-        self, layer: int, query: torch.Tensor, group: _DecodeGroup, args: AttentionArgs
-    ) -> torch.Tensor:
+    def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
         """Attention of query tokens [1, sequences, heads, head_dim]."""
         window = args.sliding_window
         if window is not None and window >= group.max_len:
@@ -168,7 +166,7 @@ class TorchAttention:
             weights = _softmax_with_sinks(scores, sinks.reshape(batch, -1, 1), values.dtype)
         return torch.bmm(weights, values).view(query.shape)
 
-    def _gather_decodes(self, group: _DecodeGroup, window: int | None) -> _Gathered:
+    def _gather_decodes(self, group: DecodeGroup, window: int | None) -> _Gathered:
         assert self._batch is not None
         lens = self._batch.seq_lens_tensor[group.start : group.end]  # [sequences]
         tables = self._batch.block_tables[group.start : group.end, : group.num_blocks]

@@ -11,11 +11,20 @@ weight as it is (Llama and most others) or with one added (Gemma). Nothing else 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 _EPSILON_NAMES = ("variance_epsilon", "eps")
-_TOLERANCE = 1e-5
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+
+
+class RMSNorm(NamedTuple):
+    """x * weight / sqrt(mean(x^2) + epsilon)"""
+
+    weight: torch.Tensor  # [size] float32
+    epsilon: float
 
 
 class FusedRMSNorm(nn.Module):
@@ -48,19 +57,28 @@ def fuse_norms(model: nn.Module) -> int:
     return num_fused
 
 
-@torch.no_grad()
 def _fused(module: nn.Module) -> FusedRMSNorm | None:
-    """Returns the fused equivalent of `module`, if it is an RMS norm."""
+    """Returns the fused equivalent of `module`, if it is an RMS norm in float32 on CPU."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return None
+    norm = rms_norm_of(module)
+    return None if norm is None else FusedRMSNorm(norm.weight, norm.epsilon)
+
+
+@torch.no_grad()
+def rms_norm_of(module: nn.Module) -> RMSNorm | None:
+    """Returns what `module` computes, if that is an RMS norm over the last dimension."""
     weight = getattr(module, "weight", None)
     epsilon = next((value for name in _EPSILON_NAMES if isinstance(value := getattr(module, name, None), float)), None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or epsilon is None:
         return None
-    if weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if weight.dim() != 1 or weight.dtype not in _TOLERANCES:
         return None
-    inputs = torch.linspace(-2.0, 3.0, 3 * len(weight)).view(1, 3, -1)
-    expected = module(inputs)
-    for own_weight in (weight.detach(), weight.detach() + 1.0):
-        fused = FusedRMSNorm(own_weight, epsilon)
-        if torch.allclose(fused(inputs), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return fused
+    inputs = torch.linspace(-2.0, 3.0, 3 * len(weight), device=weight.device).view(1, 3, -1).to(weight.dtype)
+    expected = module(inputs).float()
+    tolerance = _TOLERANCES[weight.dtype]
+    for own_weight in (weight.detach().float(), weight.detach().float() + 1.0):
+        if torch.allclose(FusedRMSNorm(own_weight, epsilon)(inputs.float()), expected, rtol=tolerance, atol=tolerance):
+            return RMSNorm(own_weight, epsilon)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +16,17 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.attention.base import KVSpec
+from common.engine.attention.cpu_backend import supports
 from common.engine.attention.hook import ATTENTION_NAME
+from common.engine.attention.registry import AttentionBackendName
 from common.engine.config import ModelConfig
+from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
 from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.errors import ConfigError, ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
@@ -31,7 +37,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 class LoadedModel:
     """A model ready to run with paged attention."""
 
-    model: Any  # a transformers PreTrainedModel in eval mode
+    model: Any  # a transformers PreTrainedModel in eval mode; without layers if there is a `decoder`
+    decoder: FusedDecoder | None  # computes the same, on kernels of our own
+    attention_backend: AttentionBackendName
     device: torch.device
     dtype: torch.dtype
     kv_spec: KVSpec
@@ -51,15 +59,17 @@ def load_model(config: ModelConfig) -> LoadedModel:
     raw_config = _read_config(directory)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        model, probed = _load_and_probe(directory, config, device)
+        model, probed, decoder = _load_and_probe(directory, config, device)
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
         model=model,
+        decoder=decoder,
+        attention_backend=_attention_backend(config, device, probed),
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
-        attention_modules=probed.attention_modules,
+        attention_modules=[] if decoder else probed.attention_modules,
         vocab_size=min(int(text_config.vocab_size), embedding_rows),
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -130,14 +140,28 @@ def _find_weights(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> tuple[Any, ProbedModel]:
+def _load_and_probe(
+    directory: Path, config: ModelConfig, device: torch.device
+) -> tuple[Any, ProbedModel, FusedDecoder | None]:
     model = _from_pretrained(directory, config, device)
+    if config.cpu_kernels == "auto" and can_fuse(model):
+        probed = probe_model(model)
+        try:
+            return model, probed, fuse_decoder(model, probed)
+        except ModelLoadError as error:
+            logger.warning("using torch's operators instead of CPU kernels: %s", error)
+            model = _from_pretrained(directory, config, device)
     if fuse_norms(model) + pack_linears(model):
         try:
-            return model, probe_model(model)
+            return model, probe_model(model), None
         except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
             model = _from_pretrained(directory, config, device)
-    return model, probe_model(model)
+    return model, probe_model(model), None
+
+
+def _attention_backend(config: ModelConfig, device: torch.device, probed: ProbedModel) -> AttentionBackendName:
+    usable = config.cpu_kernels == "auto" and supports(device, probed.spec)
+    return "cpu" if usable else "torch"
 
 
 def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:

@@ -11,6 +11,7 @@ does not run with them, its layers stay as they are.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import cast
 
 import torch
@@ -24,7 +25,8 @@ _MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19  # ... and up to here not for one token, so
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear for inference in float32 on CPU. The `weight` of a large layer keeps shape and type but no data."""
+    """nn.Linear for inference on CPU, in float32, or in bfloat16 where the processor has instructions for it. The
+    `weight` of a large layer keeps shape and type but no data."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -32,7 +34,7 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         weight = linear.weight.detach()
         self._packed: torch.Tensor | None = None
-        if weight.numel() < _MIN_WEIGHTS:
+        if weight.numel() < _MIN_WEIGHTS or not _can_pack(weight.dtype):
             self._plain_below = sys.maxsize  # elements of the input
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS_HINT)  # noqa: SLF001
@@ -57,8 +59,6 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: nn.Module) -> int:
     """Replaces the model's linear layers where that is possible; returns how many were replaced."""
-    if not _can_pack():
-        return 0
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -68,13 +68,19 @@ def pack_linears(model: nn.Module) -> int:
     return num_packed
 
 
-def _can_pack() -> bool:
-    operators = ("_reorder_linear_weight", "_linear_pointwise")
+@cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    if not available or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    if dtype == torch.bfloat16:
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+        return supported
+    return dtype == torch.float32
 
 
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
-    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
+    return module.weight.device.type == "cpu" and _can_pack(module.weight.dtype)

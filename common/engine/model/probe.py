@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from common.engine.attention.base import KVSpec
-from common.engine.attention.hook import ATTENTION_NAME, clear_layer_attention, set_layer_attention
+from common.engine.attention.base import AttentionArgs, KVSpec
+from common.engine.attention.hook import ATTENTION_NAME, attention_args, clear_layer_attention, set_layer_attention
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
@@ -29,15 +29,24 @@ class ProbedModel:
 
     spec: KVSpec
     attention_modules: list[torch.nn.Module]  # in layer order
+    attention_args: list[AttentionArgs]  # the same
+    num_heads: list[int]  # the same
+    token_ids: torch.Tensor  # that were computed
+    logits: torch.Tensor  # [tokens, vocabulary] float32, of the model's own attention
+
+    def check(self, name: str, logits: torch.Tensor) -> None:
+        """Raises ModelLoadError if `logits` are not those of the model's own attention."""
+        _check_equal(name, logits, self.logits, self.spec.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     module: torch.nn.Module
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    sliding_window: int | None
+    args: AttentionArgs
 
 
 def probe_model(model: Any) -> ProbedModel:
@@ -55,8 +64,9 @@ def probe_model(model: Any) -> ProbedModel:
         if unknown or not getattr(module, "is_causal", True):
             what = f"takes {unknown[0]!r}" if unknown else "is not causal"
             raise ModelLoadError(f"{name}: its attention {what}, which cannot be served", param="model")
-        window = arguments.get("sliding_window")
-        calls.append(_Call(module, key.shape[1], key.shape[3], value.shape[3], window))
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        args = attention_args(key.shape[3], **arguments)
+        calls.append(_Call(module, num_heads, num_kv_heads, key.shape[3], value.shape[3], args))
         return _plain_attention(query, key, value, **arguments)
 
     modules = list(model.modules())
@@ -78,7 +88,14 @@ def probe_model(model: Any) -> ProbedModel:
             clear_layer_attention(module)
         _set_attention(model, ATTENTION_NAME)
     _check_equal(name, logits, expected, spec.dtype)
-    return ProbedModel(spec, [call.module for call in calls])
+    return ProbedModel(
+        spec,
+        [call.module for call in calls],
+        [call.args for call in calls],
+        [call.num_heads for call in calls],
+        token_ids,
+        expected,
+    )
 
 
 def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[str]) -> KVSpec:
@@ -94,7 +111,7 @@ def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[
     if len(shapes) > 1:
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
     for layer, (layer_type, call) in enumerate(zip(layer_types, calls, strict=False)):
-        if (layer_type == "sliding_attention") != (call.sliding_window is not None):
+        if (layer_type == "sliding_attention") != (call.args.sliding_window is not None):
             raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but its attention disagrees", param="model")
     num_kv_heads, head_dim, value_head_dim = shapes.pop()
     if value_head_dim > head_dim:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from common.engine.attention.cpu_backend import CpuAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
-from common.engine.config import AttentionBackendName
 from common.engine.model.loader import LoadedModel
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
@@ -39,15 +39,15 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        attention_backend: AttentionBackendName,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.max_model_len = max_model_len
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._attention = create_backend(attention_backend, kv_cache)
-        install(loaded.attention_modules, self._attention)
+        self._attention = create_backend(loaded.attention_backend, kv_cache)
+        if loaded.decoder is None:
+            install(loaded.attention_modules, self._attention)
         self._sampler = Sampler()
         self._table = RequestTable(
             max_num_seqs,
@@ -82,6 +82,11 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
+        if self._loaded.decoder is not None:
+            assert isinstance(self._attention, CpuAttention)
+            wanted = None if keeps_all else batch.logits_index
+            step = batch.input_ids, batch.positions, batch.attention
+            return self._loaded.decoder(*step, self._attention, wanted)[:, : self._loaded.vocab_size]
         output = self._loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],

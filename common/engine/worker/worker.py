@@ -75,7 +75,6 @@ class Worker:
             kv_cache,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=min(self._max_model_len(self._loaded), (num_blocks - 1) * block_size),
-            attention_backend=self._config.model.attention_backend,
             processors=load_processors(
                 self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
             ),
@@ -149,7 +148,6 @@ class Worker:
             kv_cache,
             max_num_seqs=1,
             max_model_len=num_tokens,
-            attention_backend=self._config.model.attention_backend,
         )
         runner.profile(num_tokens)
         for module in loaded.attention_modules:

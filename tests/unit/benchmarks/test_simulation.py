@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.simulate.__main__ import SETUPS, Setup, compare, compare_routers, main, run
-from benchmarks.simulate.cache import BlockCache
-from benchmarks.simulate.cluster import SimulatedCluster
 from benchmarks.simulate.report import verdicts
-from benchmarks.simulate.router import Setting
 from benchmarks.simulate.timing import H100_8B
+from planning.simulator.cache import BlockCache
+from planning.simulator.cluster import SimulatedCluster
+from planning.simulator.router import Setting
 
 SMALL = SETUPS["h100"]._replace(num_prefill=8, num_decode=8)
 COLOCATED = SETUPS["h100-colocated"]._replace(num_decode=8)

@@ -25,7 +25,7 @@ CONFIGS = {"cluster": ClusterConfig, "prefill": PrefillConfig, "decode": DecodeC
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 TEXTS = {page.name: page.read_text() for page in PAGES}
-PACKAGES = ("cli", "common", "decode_service", "deploy", "kv_store", "prefill_service", "router")
+PACKAGES = ("cli", "common", "decode_service", "deploy", "kv_store", "planning", "prefill_service", "router")
 NEW_PAGES = ("quickstart.md", "bare_processes.md", "air_gapped.md", "sizing.md", "failures.md", "observability.md")
 """Pages whose commands are held to what the programs accept."""
 

@@ -55,6 +55,16 @@ async def test_prefix_caches_of_all_pods_are_reset_or_the_answer_names_the_other
     assert [pod.num_cache_resets for pod in pods] == [1, 2, 2]
 
 
+async def test_learned_step_times_are_for_operators(cluster):
+    assert (await cluster.client.get("/admin/step_times", headers=bearer(ALICE))).status_code == 403
+    response = await cluster.client.get("/admin/step_times", headers=bearer(OPERATOR))
+    (model,) = response.json()["models"]
+    assert (model["prefill"]["num_pods"], model["decode"]["num_pods"]) == (1, 2)
+    assert not model["decode"]["is_known"]
+    assert model["decode"]["token_s"] > 0
+    assert (await cluster.client.post("/admin/step_times", headers=bearer(OPERATOR))).status_code == 405
+
+
 async def test_grpc_does_the_same(cluster):
     drained = cluster.decode[0]
     metadata = (("authorization", f"Bearer {OPERATOR}"),)

@@ -47,7 +47,7 @@ def save_tiny(config, directory):
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_what_models_cache(name):
-    loaded = load_model(ModelConfig(model=str(tiny_model_dir(name))))
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir(name)), cpu_kernels="reference"))
     spec = loaded.kv_spec
     config = loaded.model.config
     assert spec.num_layers == config.num_hidden_layers == len(loaded.attention_modules)

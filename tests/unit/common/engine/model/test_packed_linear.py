@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from common.engine.config import ModelConfig
-from common.engine.model import loader
+from common.engine.model import loader, packed_linear
 from common.engine.model.loader import load_model
 from common.engine.model.packed_linear import PackedLinear, pack_linears
 from common.errors import ModelLoadError
@@ -23,7 +23,9 @@ def test_computes_the_same(num_outputs, bias):
     assert packed.weight.is_meta == (num_outputs == 2048)  # the data of large weights is not kept twice
 
 
-def test_replaces_float32_linears_only():
+def test_replaces_linears_of_types_that_the_processor_has(monkeypatch):
+    monkeypatch.setattr(packed_linear, "_can_pack", lambda dtype: dtype == torch.float32)
+
     class Own(nn.Linear):
         pass
 
@@ -44,9 +46,9 @@ def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
         return 1
 
     monkeypatch.setattr(loader, "pack_linears", pack_badly)
-    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
     assert loaded.model.model.layers[0].self_attn.q_proj.in_features == 48
 
     monkeypatch.setattr(loader, "probe_model", lambda model: (_ for _ in ()).throw(ModelLoadError("no")))
     with pytest.raises(ModelLoadError):
-        load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+        load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))

@@ -80,9 +80,9 @@ class Driver:
 
 
 @functools.lru_cache(maxsize=2)
-def worker_of(model):
+def worker_of(model, cpu_kernels="auto"):
     config = EngineConfig(
-        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1),
+        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1, cpu_kernels=cpu_kernels),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
@@ -97,7 +97,7 @@ def worker_of(model):
 
 @pytest.fixture
 def driver(request):
-    driver = Driver(worker_of(request.param))
+    driver = Driver(worker_of(*([request.param] if isinstance(request.param, str) else request.param)))
     yield driver
     driver.worker.execute(SchedulerOutput(dropped_request_ids=[*driver.computed]))
 
@@ -106,7 +106,11 @@ def reference(model, prompt, num_tokens):
     return reference_generate(tiny_model_dir(model), prompt, num_tokens)
 
 
-@pytest.mark.parametrize(("driver", "model"), [(name, name) for name in TINY_MODELS], indirect=["driver"])
+@pytest.mark.parametrize(
+    ("driver", "model"),
+    [((name, kernels), name) for name in TINY_MODELS for kernels in ("auto", "reference")],
+    indirect=["driver"],
+)
 def test_chunks_and_mixed_batches_equal_generate(driver, model):
     lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 22]
     prompts = {length: prompt_of(length) for length in lengths}

@@ -1,4 +1,4 @@
-"""The torch backend against attention written out token by token."""
+"""The attention backends against attention written out token by token."""
 
 import math
 
@@ -97,11 +97,12 @@ def packed(sequences, spans, name):
     ],
     ids=["one", "boundaries", "mixed", "groups", "chunks"],
 )
-def test_equals_naive_attention(steps, args):
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_equals_naive_attention(name, steps, args):
     torch.manual_seed(len(steps))
     blocks = torch.randperm(NUM_BLOCKS - 1).add(1).tolist()
     kv_cache = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    backend = create_backend("auto", kv_cache)
+    backend = create_backend(name, kv_cache)
     all_sequences = [Sequence(end, blocks) for _, end in steps[-1]]
     for step in steps:
         sequences, spans = in_batch_order(all_sequences, step)
@@ -129,23 +130,25 @@ def test_equals_naive_attention(steps, args):
 def test_a_long_chunk_is_masked_in_parts(monkeypatch):
     monkeypatch.setattr("common.engine.attention.torch_backend._MAX_SCORES", 16 * 64)
     assert _MAX_SCORES > 16 * 64
-    test_equals_naive_attention([[(0, 30)], [(30, 64)]], AttentionArgs(scale=0.3))
+    test_equals_naive_attention("torch", [[(0, 30)], [(30, 64)]], AttentionArgs(scale=0.3))
 
 
 def test_many_decodes_are_gathered_in_parts(monkeypatch):
     bytes_per_block = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 4
     monkeypatch.setattr("common.engine.attention.torch_backend._MAX_GATHERED_BYTES_CPU", 5 * bytes_per_block)
     prompts, decodes = [(0, 9), (0, 6), (0, 7), (0, 30)], [(9, 10), (6, 7), (7, 8), (30, 31)]
-    test_equals_naive_attention([prompts, decodes], AttentionArgs(scale=0.3))
+    test_equals_naive_attention("torch", [prompts, decodes], AttentionArgs(scale=0.3))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_stays_close(dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("torch", torch.bfloat16), ("torch", torch.float16), ("cpu", torch.bfloat16)]
+)
+def test_low_precision_stays_close(name, dtype):
     torch.manual_seed(0)
     args = AttentionArgs(scale=1 / math.sqrt(HEAD_DIM))
     sequences = [Sequence(12, list(range(1, 8)))]
     kv_cache = torch.zeros(8, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype)
-    backend = create_backend("torch", kv_cache)
+    backend = create_backend(name, kv_cache)
     for span in [(0, 5), (5, 11), (11, 12)]:
         backend.begin_step(metadata(sequences, [span]))
         out = backend.attend(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.simulate.cache import split
-from benchmarks.simulate.pod import Clock, SimulatedPod
-from benchmarks.simulate.timing import TARGET_ITL_S, Hardware
 from common.pb import pods_pb2
 from common.step_budget import MIN_PREFILL_TOKENS, prefill_work
+from planning.simulator.cache import split
+from planning.simulator.hardware import Hardware
+from planning.simulator.pod import Clock, SimulatedPod
+from planning.simulator.trace import Turn
 from router.admission.config import AdmissionConfig
 from router.admission.limits import PREDICTION_MARGIN, Limits
 from router.admission.room import Room, room_of
@@ -36,6 +37,7 @@ class Setting(NamedTuple):
     num_routers: int = 1
     admission: AdmissionConfig | None = None  # None: all that comes is sent to the pods at once
     limits: Limits = Limits(_NO_LIMIT_S)  # that each request names
+    warm_up_s: float = 0.0  # requests that arrive before, and tokens that come before, are not in the outcome
 
 
 class Sent(NamedTuple):
@@ -87,11 +89,11 @@ class SimulatedRouter:
             seed=seed,
         )
 
-    def query(self, block_hashes: bytes, session: str) -> Query:
-        """What is to be decided for a prompt of these blocks."""
+    def query(self, turn: Turn, session: str) -> Query:
+        """What is to be decided for a prompt."""
         return Query(
-            num_prompt_tokens=len(split(block_hashes)) * self._hardware.block_size,
-            block_hashes=block_hashes,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            block_hashes=turn.prompt,
             block_size=self._hardware.block_size,
             expected_output_tokens=self.estimates.expected_output_tokens(4096),
             handoff_token_s=self.estimates.handoff_token_s,
@@ -179,7 +181,7 @@ class SimulatedRouter:
             max_num_seqs=hardware.max_num_seqs,
             max_num_batched_tokens=hardware.max_num_batched_tokens,
             max_model_len=2**30,
-            target_itl_s=TARGET_ITL_S,
+            target_itl_s=hardware.target_itl_s,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
         )
         known = _KnownPod(pod, load, facts)

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.simulate.admission import SimulatedGate
-from benchmarks.simulate.cache import split
-from benchmarks.simulate.pod import Clock, PodRequest, SimulatedPod
-from benchmarks.simulate.router import Setting, SimulatedRouter
-from benchmarks.simulate.traces import Session, Trace, Turn
 from common.pb import pods_pb2
 from common.types import HASH_BYTES
+from planning.simulator.admission import SimulatedGate
+from planning.simulator.cache import split
+from planning.simulator.pod import Clock, PodRequest, SimulatedPod
+from planning.simulator.router import Setting, SimulatedRouter
+from planning.simulator.trace import Session, Trace, Turn
 from router.pods import PodClaim
 
-_MESSAGE_S = 0.0005  # between router and pod
 _REPORT_S = 0.05  # least time between two reports of a pod
 
 
@@ -51,6 +50,7 @@ class Outcome(NamedTuple):
     local_share: float  # prompts that decode pods computed
     num_preemptions: int
     prefill_busy: float  # share of the time, of the pods that compute prompts
+    decode_busy: float  # the same of those that decode
     num_decisions: int
     served: tuple[Served, ...]  # one per request
 
@@ -94,27 +94,38 @@ class SimulatedCluster:
     def serve(self, trace: Trace) -> Outcome:
         """Run the whole trace, to its last token."""
         for session in trace.sessions:
-            self.clock.at(session.start_s, lambda session=session: _Request(self, session, 0).arrive())
+            self.clock.at(session.start_s, partial(self._begin, session))
         self.clock.run()
         requests = self.requests
         assert len(requests) == trace.num_requests
         assert all(request.is_done for request in requests), "a prompt does not fit a pod"
         served = tuple(request.served(self.routers.index(request.router)) for request in requests)
         computing = self._pods[: self.setting.num_prefill] or self._pods
+        judged = [request for request in requests if request.arrived_at >= self.setting.warm_up_s]
         gaps = np.array(list(self.gaps)), np.array(list(self.gaps.values()))
         return Outcome(
-            ttft_s=np.array([request.ttft_s for request in requests]),
-            tpot_s=np.array([request.tpot_s for request in requests]),
+            ttft_s=np.array([request.ttft_s for request in judged]),
+            tpot_s=np.array([request.tpot_s for request in judged]),
             gaps_s=gaps[0],
             gap_counts=gaps[1],
             duration_s=self.clock.now,
             hit_rate=hit_rate(served),
             local_share=sum(request.is_local for request in requests) / len(requests),
             num_preemptions=sum(pod.num_preemptions for pod in self._pods),
-            prefill_busy=sum(pod.busy_s for pod in computing) / self.clock.now / len(computing),
+            prefill_busy=self._busy(computing),
+            decode_busy=self._busy(self._pods[self.setting.num_prefill :]),
             num_decisions=len(requests),
             served=served,
         )
+
+    def note_gaps(self, seconds: float, count: int) -> None:
+        """So many gaps between tokens, which have just ended."""
+        if count and self.clock.now >= self.setting.warm_up_s:
+            seconds = round(seconds, 6)
+            self.gaps[seconds] = self.gaps.get(seconds, 0) + count
+
+    def _busy(self, pods: Sequence[SimulatedPod]) -> float:
+        return sum(pod.busy_s for pod in pods) / self.clock.now / len(pods)
 
     def any_router(self) -> SimulatedRouter:
         """For the next request."""
@@ -138,6 +149,9 @@ class SimulatedCluster:
         prompts = [request.turn.prompt for request in self.requests]
         return [problem for router in self.routers for prompt in prompts for problem in router.check_index(prompt)]
 
+    def _begin(self, session: Session) -> None:
+        _Request(self, session, 0).arrive()
+
     def _on_change(self, pod: SimulatedPod) -> None:
         number = self._numbers[id(pod)]
         if number not in self._reports_due:
@@ -159,7 +173,7 @@ class SimulatedCluster:
         )
         stored, removed = pod.cache.take_events()
         for router in self.routers:
-            self.clock.after(_MESSAGE_S, partial(router.on_report, number, stats, stored, removed))
+            self.clock.after(pod.hardware.message_s, partial(router.on_report, number, stats, stored, removed))
 
 
 class _Request:
@@ -171,7 +185,7 @@ class _Request:
         self.session = session
         self._number = number
         self.turn: Turn = session.turns[number]
-        self.num_prompt_tokens = len(self.turn.prompt) // HASH_BYTES * cluster.setting.hardware.block_size
+        self.num_prompt_tokens = self.turn.num_prompt_tokens
         self.num_cached_tokens = 0
         self.router = cluster.any_router()
         self.is_local = False  # a decode pod computes the prompt
@@ -180,15 +194,15 @@ class _Request:
         self.retry_after_s = 0.0
         self.ttft_s = 0.0
         self.tpot_s = 0.0
-        self._arrived = 0.0
+        self.arrived_at = 0.0
         self._last = 0.0  # when the last token was seen
         self._decode_claim: PodClaim | None = None
 
     def arrive(self) -> None:
         """The user has asked."""
-        self._arrived = self._clock.now
+        self.arrived_at = self._clock.now
         self._cluster.requests.append(self)
-        self._query = self.router.query(self.turn.prompt, self.session.name)
+        self._query = self.router.query(self.turn, self.session.name)
         if (gate := self._cluster.gate_of(self.router)) is None:
             self.send()
         else:
@@ -203,17 +217,19 @@ class _Request:
     def send(self) -> None:
         """To the pods."""
         decode, prefill = self.router.route(self._query)
+        hardware = self._cluster.setting.hardware
+        delay_s = hardware.request_s + hardware.message_s
         self._decode_claim = decode.claim
         self.is_local = prefill is None
         if prefill is None:
             job = PodRequest(
                 self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self
             )
-            self._clock.after(_MESSAGE_S, lambda: decode.pod.submit(job))
+            self._clock.after(delay_s, lambda: decode.pod.submit(job))
         else:
             leg = _PrefillLeg(self, self._clock, decode.pod, prefill.claim)
             job = PodRequest(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
-            self._clock.after(_MESSAGE_S, lambda: prefill.pod.submit(job))
+            self._clock.after(delay_s, lambda: prefill.pod.submit(job))
 
     def handed_over(self, decode: SimulatedPod, computed_s: float) -> None:
         """The prompt is computed: the first token goes to the user, the KV to the decode pod.
@@ -241,18 +257,14 @@ class _Request:
 
     def on_tokens(self, count: int, seconds_each: float) -> None:
         """See Listener."""
-        now = self._clock.now + _MESSAGE_S
-        gaps = self._cluster.gaps
+        now = self._clock.now + self._cluster.setting.hardware.message_s
         if not self.ttft_s:
-            self.ttft_s = now - self._arrived
+            self.ttft_s = now - self.arrived_at
             assert self._decode_claim is not None
             self._decode_claim.prefilled(now)
         else:
-            first = round(now - (count - 1) * seconds_each - self._last, 6)
-            gaps[first] = gaps.get(first, 0) + 1
-        if count > 1:
-            each = round(seconds_each, 6)
-            gaps[each] = gaps.get(each, 0) + count - 1
+            self._cluster.note_gaps(now - (count - 1) * seconds_each - self._last, 1)
+        self._cluster.note_gaps(seconds_each, count - 1)
         self._last = now
 
     def on_end(self) -> None:
@@ -260,7 +272,7 @@ class _Request:
         self.is_done = True
         num_output_tokens = self.turn.num_output_tokens
         if num_output_tokens > 1:
-            self.tpot_s = (self._last - self._arrived - self.ttft_s) / (num_output_tokens - 1)
+            self.tpot_s = (self._last - self.arrived_at - self.ttft_s) / (num_output_tokens - 1)
         assert self._decode_claim is not None
         self._decode_claim.release(self._clock.now)
         self.router.learn(answer=num_output_tokens)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from benchmarks.simulate.pod import Clock
-from benchmarks.simulate.router import SimulatedRouter
+from planning.simulator.pod import Clock
+from planning.simulator.router import SimulatedRouter
 from router.admission.admission import Admission, Outlook
 from router.admission.config import AdmissionConfig
 from router.admission.fair_queue import Ticket

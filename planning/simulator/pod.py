@@ -14,10 +14,11 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Protocol
 
-from benchmarks.simulate.cache import BlockCache
-from benchmarks.simulate.timing import TARGET_ITL_S, Hardware
+from common.engine.worker.step_measurement import measure_steps
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, measured_knee, prefill_work
 from common.step_times import StepTimes
+from planning.simulator.cache import BlockCache
+from planning.simulator.hardware import Hardware, Step, StepModel
 
 _LONGEST_STRETCH_S = 0.25
 
@@ -97,9 +98,6 @@ class PodRequest:
         return self.num_tokens - self.num_computed
 
 
-_MEASURED_STEPS = (1, 64, 128, 256, 512, 1024, 2048)  # tokens of those that an engine runs before its first request
-
-
 class SimulatedPod:
     """One pod. `on_change` is called when there is something to report."""
 
@@ -108,7 +106,7 @@ class SimulatedPod:
         self.cache = BlockCache(hardware.num_blocks)
         self.waiting: list[PodRequest] = []  # in order
         self.running: list[PodRequest] = []
-        steps = [(tokens, hardware.step_s(tokens, 1, 0, tokens**2 / 2)) for tokens in _MEASURED_STEPS]
+        steps = measured_steps(hardware.steps, hardware.max_num_batched_tokens)
         self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, steps)
         self._knee = measured_knee(steps) or 1.0
         self.last_step_s = 0.0
@@ -167,7 +165,7 @@ class SimulatedPod:
             return
         self._chunks = chunks
         tokens = sum(chunk for _, chunk in chunks)
-        step_s = hardware.step_s(tokens, len(chunks), context, attended)
+        step_s = hardware.steps.seconds(Step(tokens - num_decoding, num_decoding, len(chunks), context, attended))
         self.last_step_s, self.last_step_tokens = step_s, tokens
         self._step_times.observe(step_s, work, context)
         self._run(self._clock.now, step_s, self._stretch_steps(step_s))
@@ -179,7 +177,10 @@ class SimulatedPod:
         if not times.is_known:
             return PromptRoom.least(MIN_PREFILL_TOKENS)
         return PromptRoom.beside_streams(
-            times.line, step_s=times.predict(num_decoding, context), target_s=TARGET_ITL_S, least=MIN_PREFILL_TOKENS
+            times.line,
+            step_s=times.predict(num_decoding, context),
+            target_s=self.hardware.target_itl_s,
+            least=MIN_PREFILL_TOKENS,
         )
 
     def _next_prompt(self, prompts: list[PodRequest], room: PromptRoom) -> PodRequest | None:
@@ -309,6 +310,17 @@ class SimulatedPod:
     def _release(self, job: PodRequest) -> None:
         self.cache.release(job.held, job.num_private)
         job.held, job.num_private, job.num_filled = [], 0, 0
+
+
+def measured_steps(model: StepModel, max_num_batched_tokens: int) -> list[tuple[int, float]]:
+    """Returns tokens and seconds of the steps that an engine runs before its first request."""
+    now = 0.0
+
+    def run(tokens: int) -> None:
+        nonlocal now
+        now += model.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))
+
+    return measure_steps(run, max_num_batched_tokens, lambda: now)
 
 
 def _order(job: PodRequest) -> float:

@@ -1,0 +1,189 @@
+"""Paged attention on CPU: decodes read the cache in place, by compiled kernels; chunks of prompts go through torch.
+
+A model whose decoder is fused hands over the projections as they are: norms of queries and keys, rotary embedding and
+writing to the cache belong to the same kernels then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.engine.attention.base import AttentionArgs, AttentionMetadata, KVSpec
+from common.engine.attention.torch_backend import DecodeGroup, TorchAttention
+from common.engine.cpu_kernels.attention import (
+    CacheShape,
+    Scores,
+    decode_kernel,
+    fused_decode_kernel,
+    prepare_kernel,
+)
+from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
+from common.engine.cpu_kernels.language import element_type_of
+
+_NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over the heads of queries and keys."""
+
+    query: torch.Tensor  # [head_dim] float32
+    key: torch.Tensor  # [head_dim] float32
+    epsilon: torch.Tensor  # one float32
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedArgs:
+    """Constants of a layer between its projections and its attention."""
+
+    num_heads: int
+    args: AttentionArgs
+    norms: HeadNorms | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary embedding of a step's tokens."""
+
+    cosines: torch.Tensor  # [positions, head_dim] float32
+    sines: torch.Tensor  # [positions, head_dim] float32
+    positions: torch.Tensor  # [num_tokens] int64, rows of both
+
+
+class CpuAttention(TorchAttention):
+    """See AttentionBackend. For float32 and bfloat16."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        super().__init__(kv_cache)
+        self._cache = kv_cache
+        num_layers = kv_cache.shape[1]
+        self._decode: list[Call | None] = [None] * num_layers
+        self._fused: list[Call | None] = [None] * num_layers
+        self._prepare: list[Call | None] = [None] * num_layers
+        self._decode_threads = 1
+
+    def begin_step(self, batch: AttentionMetadata) -> None:
+        """See AttentionBackend."""
+        super().begin_step(batch)
+        num_read = sum(batch.seq_lens[: batch.num_decodes]) * self._num_kv_heads
+        self._decode_threads = threads_for(num_read * _NUMBERS_PER_TOKEN)
+
+    def attend_projections(
+        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+    ) -> torch.Tensor:
+        """Writes the tokens' keys and values to their slots, then attends. `qkv` is [num_tokens, (num_heads + 2 *
+        num_kv_heads) * head_dim] and is overwritten. Returns [num_tokens, num_heads * head_dim]."""
+        batch = self._batch
+        assert batch is not None
+        num_decodes = batch.num_decodes
+        width = projected.num_heads * self._head_dim
+        out = torch.empty((len(qkv), width), dtype=qkv.dtype)
+        if num_decodes:
+            call = self._fused[layer] or self._fused_call(layer, projected)
+            self._point(call, qkv, rotary, batch, 0)
+            self._point_to_sequences(call, batch, out)
+            call.run(num_decodes * self._num_kv_heads, self._decode_threads)
+        if self._chunks:
+            call = self._prepare[layer] or self._prepare_call(layer, projected)
+            self._point(call, qkv, rotary, batch, num_decodes)
+            num_tokens = len(qkv) - num_decodes
+            call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
+            heads = qkv.view(1, len(qkv), -1, self._head_dim)
+            query, key, value = torch.split(heads, [projected.num_heads, self._num_kv_heads, self._num_kv_heads], dim=2)
+            outs = out.view(1, len(out), -1, self._head_dim)
+            for chunk in self._chunks:
+                rows = slice(chunk.start, chunk.end)
+                outs[:, rows] = self._attend_chunk(
+                    layer, query[:, rows], key[:, rows], value[:, rows], chunk, projected.args
+                )
+        return out
+
+    def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
+        """All in one: kernels need no padding."""
+        if not batch.num_decodes:
+            return []
+        return [DecodeGroup(0, batch.num_decodes, 0, batch.seq_lens[0])]
+
+    def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
+        """Attention of query tokens [1, sequences, heads, head_dim]."""
+        assert self._batch is not None
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        call = self._decode[layer] or self._decode_call(layer, query.shape[2], args)
+        call.set("query", query.data_ptr())
+        self._point_to_sequences(call, self._batch, out)
+        call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
+        return out
+
+    def _point(self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int) -> None:
+        """Sets the arguments of projections, from a token on."""
+        call.set("qkv", qkv[first_token:].data_ptr())
+        call.set("slots", batch.slot_mapping[first_token:].data_ptr())
+        call.set("positions", rotary.positions[first_token:].data_ptr())
+        call.set("cosines", rotary.cosines.data_ptr())
+        call.set("sines", rotary.sines.data_ptr())
+
+    def _point_to_sequences(self, call: Call, batch: AttentionMetadata, out: torch.Tensor) -> None:
+        call.set("seq_lens", batch.seq_lens_tensor.data_ptr())
+        call.set("block_tables", batch.block_tables.data_ptr())
+        call.set("table_width", batch.block_tables.shape[1])
+        call.set("out", out.data_ptr())
+
+    def _decode_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
+        kernel = decode_kernel(self._shape(num_heads), _scores(args))
+        call = Call(kernel, cache=self._layer_address(layer), query_stride=num_heads * self._head_dim)
+        self._decode[layer] = _with_sinks(call, args)
+        return call
+
+    def _fused_call(self, layer: int, projected: ProjectedArgs) -> Call:
+        shape, has_norms = self._shape(projected.num_heads), projected.norms is not None
+        call = Call(
+            fused_decode_kernel(shape, _scores(projected.args), has_norms=has_norms), cache=self._layer_address(layer)
+        )
+        self._fused[layer] = _with_norms(_with_sinks(call, projected.args), projected.norms)
+        return call
+
+    def _prepare_call(self, layer: int, projected: ProjectedArgs) -> Call:
+        kernel = prepare_kernel(self._shape(projected.num_heads), has_norms=projected.norms is not None)
+        call = Call(kernel, cache=self._layer_address(layer))
+        self._prepare[layer] = _with_norms(call, projected.norms)
+        return call
+
+    def _shape(self, num_heads: int) -> CacheShape:
+        _, num_layers, _, num_kv_heads, block_size, head_dim = self._cache.shape
+        element = element_type_of(self._cache.dtype)
+        return CacheShape(element, num_layers, num_heads, num_kv_heads, block_size, head_dim)
+
+    def _layer_address(self, layer: int) -> int:
+        return self._cache[0, layer].data_ptr()
+
+
+def supports(device: torch.device, spec: KVSpec) -> bool:
+    """True if the kernels can work on the KV cache of a model."""
+    return (
+        device.type == "cpu"
+        and has_openmp()
+        and spec.dtype in (torch.float32, torch.bfloat16)
+        and spec.head_dim == spec.value_head_dim
+        and spec.head_dim % 2 == 0
+    )
+
+
+def _scores(args: AttentionArgs) -> Scores:
+    return Scores(args.scale, args.sliding_window, args.softcap, args.sinks is not None)
+
+
+def _with_sinks(call: Call, args: AttentionArgs) -> Call:
+    if args.sinks is not None:
+        call.keep("sinks", args.sinks.detach().float().contiguous())
+    return call
+
+
+def _with_norms(call: Call, norms: HeadNorms | None) -> Call:
+    if norms is not None:
+        call.keep("query_norm", norms.query)
+        call.keep("key_norm", norms.key)
+        call.keep("epsilon", norms.epsilon)
+    return call

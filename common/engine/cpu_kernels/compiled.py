@@ -1,0 +1,157 @@
+"""Compiles kernels for the processor at hand and runs them on torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from llvmlite import binding, ir
+
+from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value
+
+_INT = ir.IntType(64)
+_TASKS = 0  # places of what every kernel has, in the block of arguments
+_NEXT_TASK = 1
+_FIRST_ARGUMENT = 2
+_NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
+
+Body = Callable[[Builder, Value, Any], None]
+"""(builder, number of the task, arguments by name): appends the instructions of one task."""
+
+
+class Kernel:
+    """A compiled function that does numbered tasks, in any order and on any thread.
+
+    `arguments` names what a call takes: integers (INT64 elements stand for themselves) or pointers to an element type.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, ElementType | None], body: Body) -> None:
+        self.places = {argument: _FIRST_ARGUMENT + place for place, argument in enumerate(arguments)}
+        module = ir.Module(name)
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
+        builder = Builder(function)
+        block = Pointer(builder, function.args[0], ElementType.INT64)
+        given = {
+            argument: _argument(builder, block.at(self.places[argument]), element)
+            for argument, element in arguments.items()
+        }
+        _emit_tasks(builder, block, lambda task: body(builder, task, SimpleNamespace(**given)))
+        self._engine = _compile(module)  # owns the machine code
+        self.address = self._engine.get_function_address(name)
+
+
+class Call:
+    """A kernel with a block of arguments, which stay as they are until set again."""
+
+    def __init__(self, kernel: Kernel, **arguments: int) -> None:
+        self._places = kernel.places
+        self._block = (ctypes.c_int64 * (_FIRST_ARGUMENT + len(kernel.places)))()
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+        self._kernel = kernel  # keeps the code alive
+        self._address = ctypes.addressof(self._block)
+        self._kept: dict[str, torch.Tensor] = {}
+        for name, value in arguments.items():
+            self.set(name, value)
+
+    def set(self, name: str, value: int) -> None:
+        """Sets an argument: an integer or an address."""
+        self._block[self._places[name]] = value
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Sets an argument to the address of a tensor, and keeps the tensor."""
+        self._kept[name] = tensor
+        self.set(name, tensor.data_ptr())
+
+    def run(self, num_tasks: int, num_threads: int) -> None:
+        """Does the tasks on at most `num_threads` threads: this one and those that torch's operators run on."""
+        block = self._block
+        block[_TASKS] = num_tasks
+        block[_NEXT_TASK] = 0
+        if num_threads == 1 or num_tasks == 1:
+            self._function(self._address)
+        else:
+            _openmp().GOMP_parallel(self._kernel.address, self._address, min(num_threads, num_tasks), 0)
+
+
+def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], None]) -> None:
+    """Takes numbers from the counter of the block until there are no more."""
+    num_tasks = block.at(_TASKS).load()
+    code = builder.ir
+    take = code.append_basic_block("take")
+    work = code.append_basic_block("work")
+    done = code.append_basic_block("done")
+    counter = block.at(_NEXT_TASK).address
+    code.branch(take)
+    code.position_at_end(take)
+    task = Value(builder, code.atomic_rmw("add", counter, ir.Constant(_INT, 1), "monotonic"))
+    code.cbranch((task < num_tasks).node, work, done)
+    code.position_at_end(work)
+    task_body(task)
+    code.branch(take)
+    code.position_at_end(done)
+    code.ret_void()
+
+
+def _argument(builder: Builder, place: Pointer, element: ElementType | None) -> Value | Pointer:
+    value = place.load()
+    if element is None:
+        return value
+    return Pointer(builder, builder.ir.inttoptr(value.node, ir.PointerType()), element)
+
+
+def _compile(module: ir.Module) -> Any:
+    """An engine with the module's machine code."""
+    module.triple = binding.get_process_triple()
+    for function in module.functions:
+        if not function.is_declaration:
+            function.attributes.add("nounwind")
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    target = _target_machine()
+    tuning = binding.create_pipeline_tuning_options(speed_level=3)
+    tuning.slp_vectorization = tuning.loop_vectorization = False  # the kernels say themselves what is a vector
+    passes = binding.create_pass_builder(target, tuning)
+    passes.getModulePassManager().run(parsed, passes)
+    engine = binding.create_mcjit_compiler(parsed, target)  # which owns the target from here on
+    engine.finalize_object()
+    return engine
+
+
+def _target_machine() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        features["prefer-256-bit"] = False  # LLVM's default for some processors halves the vectors
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
+    )
+
+
+@cache
+def has_openmp() -> bool:
+    """True if torch's operators run on GNU OpenMP, as on Linux; without it, kernels would have one thread."""
+    try:
+        _openmp()
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@cache
+def _openmp() -> Any:
+    """The OpenMP runtime that torch has loaded: its threads wait for torch's operators and for ours. Raises OSError or
+    AttributeError."""
+    library = ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    library.GOMP_parallel.restype = None
+    return library
+
+
+def threads_for(num_numbers: int) -> int:
+    """Threads that are worth starting to compute so many numbers."""
+    return max(1, min(torch.get_num_threads(), num_numbers // _NUMBERS_PER_THREAD))

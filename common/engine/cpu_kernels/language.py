@@ -1,0 +1,382 @@
+"""The language of the CPU kernels: integers, float32 numbers and vectors, over LLVM's IR builder.
+
+Python runs while a kernel is built: a Python loop is unrolled, `Builder.loop` is a loop of the kernel. Memory holds
+float32 or bfloat16; a load gives float32, a store rounds to the nearest even number. Products and sums may be
+contracted to fused multiply-adds, and are never reordered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+MAX_LANES = 16
+_MIN_LANES = 4  # of a vector; LLVM 22 generates wrong code for some shuffles of two
+
+_INT = ir.IntType(64)
+_INT32 = ir.IntType(32)
+_BYTE = ir.IntType(8)
+_FLOAT = ir.FloatType()
+_POINTER = ir.PointerType()
+_CONTRACT = ("contract",)
+_CACHE_LINE = 64  # bytes; scratch memory begins at one
+
+
+class ElementType(enum.Enum):
+    """Type of the numbers in memory; the value is their size in bytes."""
+
+    FLOAT32 = 4
+    BFLOAT16 = 2
+    INT64 = 8
+
+
+def element_type_of(dtype: torch.dtype) -> ElementType:
+    """Of a tensor's numbers."""
+    return _ELEMENT_TYPES[dtype]
+
+
+_ELEMENT_TYPES = {
+    torch.float32: ElementType.FLOAT32,
+    torch.bfloat16: ElementType.BFLOAT16,
+    torch.int64: ElementType.INT64,
+}
+
+
+def lanes_of(size: int) -> int:
+    """Numbers that are worked on at once in rows of `size`: a power of two; 1 where that would be few."""
+    lanes = min(MAX_LANES, size & -size)
+    return lanes if lanes >= _MIN_LANES else 1
+
+
+class Value:
+    """An integer, a float32, a vector of either, or a truth value."""
+
+    def __init__(self, builder: Builder, node: Any) -> None:
+        self._builder = builder
+        self.node = node
+
+    @property
+    def lanes(self) -> int:
+        """Numbers in a vector; 0 for a single number."""
+        return self.node.type.count if isinstance(self.node.type, ir.VectorType) else 0
+
+    @property
+    def is_float(self) -> bool:
+        """True for float32, single or vector."""
+        return bool(_element(self.node.type) == _FLOAT)
+
+    def __add__(self, other: Operand) -> Value:
+        return self._apply("fadd", "add", other)
+
+    def __sub__(self, other: Operand) -> Value:
+        return self._apply("fsub", "sub", other)
+
+    def __mul__(self, other: Operand) -> Value:
+        return self._apply("fmul", "mul", other)
+
+    def __truediv__(self, other: Operand) -> Value:
+        return self._apply("fdiv", "sdiv", other)
+
+    def __floordiv__(self, other: Operand) -> Value:
+        """Of integers that are not negative."""
+        return self._apply("fdiv", "udiv", other)
+
+    def __mod__(self, other: Operand) -> Value:
+        """Of integers that are not negative."""
+        return self._apply("frem", "urem", other)
+
+    def __lt__(self, other: Operand) -> Value:
+        return self._compare("<", other)
+
+    def __ge__(self, other: Operand) -> Value:
+        return self._compare(">=", other)
+
+    def __and__(self, other: Value) -> Value:
+        return Value(self._builder, self._builder.ir.and_(self.node, other.node))
+
+    def _apply(self, of_floats: str, of_ints: str, other: Operand) -> Value:
+        mine, its = self._builder.matched(self, other)
+        if mine.is_float:
+            return Value(self._builder, getattr(self._builder.ir, of_floats)(mine.node, its.node, flags=_CONTRACT))
+        return Value(self._builder, getattr(self._builder.ir, of_ints)(mine.node, its.node))
+
+    def _compare(self, relation: str, other: Operand) -> Value:
+        mine, its = self._builder.matched(self, other)
+        compare = self._builder.ir.fcmp_ordered if mine.is_float else self._builder.ir.icmp_signed
+        return Value(self._builder, compare(relation, mine.node, its.node))
+
+
+Operand = Value | int | float
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Address of numbers of one type."""
+
+    builder: Builder
+    address: Any
+    element: ElementType
+
+    def at(self, index: Operand) -> Pointer:
+        """Address `index` numbers further on."""
+        offset = (self.builder.number(index) * self.element.value).node
+        address = self.builder.ir.gep(self.address, [offset], source_etype=_BYTE)
+        return Pointer(self.builder, address, self.element)
+
+    def load(self, lanes: int = 0) -> Value:
+        """One number, or a vector of the next `lanes`."""
+        return self.builder.load(self, lanes)
+
+    def store(self, value: Value) -> None:
+        """Writes the number or the vector."""
+        self.builder.store(self, value)
+
+
+class Variable:
+    """A value that changes in a loop."""
+
+    def __init__(self, builder: Builder, initial: Value) -> None:
+        self._builder = builder
+        self._type = initial.node.type
+        self._slot = builder.slot(self._type)
+        self.set(initial)
+
+    def get(self) -> Value:
+        """The value now."""
+        return Value(self._builder, self._builder.ir.load(self._slot, typ=self._type))
+
+    def set(self, value: Value) -> None:
+        """Changes the value."""
+        self._builder.ir.store(value.node, self._slot)
+
+
+class Builder:
+    """Appends instructions to one function."""
+
+    def __init__(self, function: ir.Function) -> None:
+        self._module = function.module
+        self.ir = ir.IRBuilder(function.append_basic_block("entry"))
+
+    def number(self, value: Operand, lanes: int = 0) -> Value:
+        """A constant, or `value` itself; in every one of `lanes` lanes."""
+        if not isinstance(value, Value):
+            kind = _FLOAT if isinstance(value, float) else _INT
+            value = Value(self, ir.Constant(kind, value))
+        return self._broadcast(value, lanes) if lanes > 1 and not value.lanes else value
+
+    def matched(self, first: Value, second: Operand) -> tuple[Value, Value]:
+        """Both with the same number of lanes."""
+        if not isinstance(second, Value) and first.is_float:
+            second = float(second)
+        other = self.number(second)
+        lanes = max(first.lanes, other.lanes)
+        return self.number(first, lanes), self.number(other, lanes)
+
+    def lane_numbers(self, lanes: int) -> Value:
+        """The integers 0, 1, 2, ... as a vector."""
+        return Value(self, ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes))))
+
+    def lane(self, vector: Value, index: int) -> Value:
+        """One number of a vector."""
+        return Value(self, self.ir.extract_element(vector.node, ir.Constant(_INT32, index)))
+
+    def select(self, condition: Value, first: Operand, second: Operand) -> Value:
+        """`first` where the condition holds, else `second`."""
+        lanes = condition.lanes
+        then, otherwise = self.number(first, lanes), self.number(second, lanes)
+        return Value(self, self.ir.select(condition.node, then.node, otherwise.node))
+
+    def variable(self, initial: Operand) -> Variable:
+        """A variable of the function."""
+        return Variable(self, self.number(initial))
+
+    def scratch(self, count: int) -> Pointer:
+        """Memory of the running thread for `count` float32 numbers; its content is undefined at first."""
+        return Pointer(self, self.slot(ir.ArrayType(_FLOAT, count)), ElementType.FLOAT32)
+
+    def slot(self, kind: Any) -> Any:
+        """Memory of the running thread for one `kind`."""
+        with self.ir.goto_entry_block():
+            slot = self.ir.alloca(kind)
+        slot.align = _CACHE_LINE
+        slot.type = _POINTER  # llvmlite's is one of a type, which would not accept vectors
+        return slot
+
+    @contextmanager
+    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+        """Runs the body for each index from `start`, while below `stop`."""
+        index = self.variable(start)
+        end = self.number(stop)
+        condition = self.ir.append_basic_block("condition")
+        body = self.ir.append_basic_block("body")
+        after = self.ir.append_basic_block("after")
+        self.ir.branch(condition)
+        self.ir.position_at_end(condition)
+        self.ir.cbranch((index.get() < end).node, body, after)
+        self.ir.position_at_end(body)
+        now = index.get()
+        yield now
+        index.set(now + step)
+        self.ir.branch(condition)
+        self.ir.position_at_end(after)
+
+    def load(self, pointer: Pointer, lanes: int = 0) -> Value:
+        """See Pointer.load. One lane is a single number."""
+        lanes = 0 if lanes == 1 else lanes
+        match pointer.element:
+            case ElementType.BFLOAT16:
+                raw = self._read(pointer, ir.IntType(16), lanes)
+                wide = self.ir.shl(self.ir.zext(raw, _like(_INT32, lanes)), _constant(_INT32, 16, lanes))
+                return Value(self, self.ir.bitcast(wide, _like(_FLOAT, lanes)))
+            case ElementType.FLOAT32:
+                return Value(self, self._read(pointer, _FLOAT, lanes))
+            case ElementType.INT64:
+                return Value(self, self._read(pointer, _INT, lanes))
+
+    def store(self, pointer: Pointer, value: Value) -> None:
+        """See Pointer.store."""
+        node = value.node
+        if pointer.element is ElementType.BFLOAT16:
+            node = self._rounded_to_bfloat16(value)
+        self.ir.store(node, pointer.address, align=pointer.element.value)
+
+    def prefetch(self, pointer: Pointer, count: int) -> None:
+        """Asks for `count` numbers to be brought into the processor's cache."""
+        kinds = [_POINTER, _INT32, _INT32, _INT32]
+        function = self._declared("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), kinds))
+        to_read, keep, data = ir.Constant(_INT32, 0), ir.Constant(_INT32, 3), ir.Constant(_INT32, 1)
+        for i in range(0, count, _CACHE_LINE // pointer.element.value):
+            self.ir.call(function, [pointer.at(i).address, to_read, keep, data])
+
+    def _declared(self, name: str, kind: Any) -> Any:
+        return self._module.globals.get(name) or ir.Function(self._module, kind, name)
+
+    def _read(self, pointer: Pointer, kind: Any, lanes: int) -> Any:
+        return self.ir.load(pointer.address, typ=_like(kind, lanes), align=pointer.element.value)
+
+    def _rounded_to_bfloat16(self, value: Value) -> Any:
+        """The upper halves, rounded to even. A NaN stays one."""
+        lanes = value.lanes
+        bits = self.ir.bitcast(value.node, _like(_INT32, lanes))
+        upper = self.ir.lshr(bits, _constant(_INT32, 16, lanes))
+        odd = self.ir.and_(upper, _constant(_INT32, 1, lanes))
+        rounded = self.ir.add(self.ir.add(bits, _constant(_INT32, 0x7FFF, lanes)), odd)
+        not_a_number = self.ir.fcmp_unordered("uno", value.node, value.node)
+        kept = self.ir.select(not_a_number, _constant(_INT32, 0x7FC00000, lanes), rounded)
+        return self.ir.trunc(self.ir.lshr(kept, _constant(_INT32, 16, lanes)), _like(ir.IntType(16), lanes))
+
+    def fma(self, first: Value, second: Value, third: Value) -> Value:
+        """first * second + third, rounded once."""
+        return self._intrinsic("llvm.fma", [first, second, third])
+
+    def sqrt(self, value: Value) -> Value:
+        """The square root."""
+        return self._intrinsic("llvm.sqrt", [value])
+
+    def maximum(self, first: Value, second: Operand) -> Value:
+        """The larger one; of a number and NaN the number."""
+        return self._intrinsic("llvm.maxnum", list(self.matched(first, second)))
+
+    def minimum(self, first: Value, second: Operand) -> Value:
+        """The smaller one; of a number and NaN the number."""
+        return self._intrinsic("llvm.minnum", list(self.matched(first, second)))
+
+    def exp(self, value: Value) -> Value:
+        """e to the power of `value`, within 2 units in the last place; 0 below -87.3. Method and coefficients are those
+        of Cephes' expf."""
+        lanes = value.lanes
+        clamped = self.minimum(self.maximum(value, -87.5), 88.0)
+        power = self._intrinsic("llvm.rint", [clamped * 1.44269504088896341])
+        rest = self.fma(power, self.number(-0.693359375, lanes), clamped)
+        rest = self.fma(power, self.number(2.12194440e-4, lanes), rest)
+        sum_ = self.number(1.9875691500e-4, lanes)
+        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            sum_ = self.fma(sum_, rest, self.number(coefficient, lanes))
+        sum_ = self.fma(sum_, rest * rest, rest + 1.0)
+        exponent = self.ir.fptosi(power.node, _like(_INT32, lanes))
+        exponent = self.ir.shl(self.ir.add(exponent, _constant(_INT32, 127, lanes)), _constant(_INT32, 23, lanes))
+        scaled = sum_ * Value(self, self.ir.bitcast(exponent, _like(_FLOAT, lanes)))
+        return self.select(value < -87.3, 0.0, scaled)
+
+    def tanh(self, value: Value) -> Value:
+        """The hyperbolic tangent, within 1e-7."""
+        return self.number(1.0, value.lanes) - self.number(2.0, value.lanes) / (self.exp(value * 2.0) + 1.0)
+
+    def sum(self, vector: Value) -> Value:
+        """Sum of a vector's numbers, in a tree; of a single number, itself."""
+        return self._reduce(vector, lambda first, second: first + second)
+
+    def max(self, vector: Value) -> Value:
+        """Largest of a vector's numbers; of a single number, itself."""
+        return self._reduce(vector, self.maximum)
+
+    def sums(self, vector_at: Callable[[int], Value], count: int) -> Value:
+        """The sums of `count` vectors of as many numbers, as a vector: neighbours are added to one another until each
+        lane holds a whole sum. Takes a third of the instructions of separate sums."""
+
+        def added(first: int, width: int) -> Value:
+            """Lanes hold parts of the sums of the vectors from `first` on, `width` of them in turn."""
+            if width == 1:
+                return vector_at(first)
+            half = width // 2
+            left, right = added(first, half), added(first + half, half)
+            low = [lane + count - half if lane & half else lane for lane in range(count)]
+            high = [lane + half for lane in low]
+            return self.shuffle(left, right, low) + self.shuffle(left, right, high)
+
+        return added(0, count)
+
+    def vector(self, numbers: Sequence[Value]) -> Value:
+        """A vector of the numbers; of one number, itself."""
+        if len(numbers) == 1:
+            return numbers[0]
+        node = ir.Constant(ir.VectorType(numbers[0].node.type, len(numbers)), ir.Undefined)
+        for lane, number in enumerate(numbers):
+            node = self.ir.insert_element(node, number.node, ir.Constant(_INT32, lane))
+        return Value(self, node)
+
+    def shuffle(self, first: Value, second: Value, order: Sequence[int]) -> Value:
+        """Lanes of both vectors, counted through, in the given order."""
+        mask = ir.Constant(ir.VectorType(_INT32, len(order)), list(order))
+        return Value(self, self.ir.shuffle_vector(first.node, second.node, mask))
+
+    def _reduce(self, vector: Value, combine: Any) -> Value:
+        width = vector.lanes
+        if not width:
+            return vector
+        while width > 1:
+            width //= 2
+            low, high = list(range(width)), list(range(width, 2 * width))
+            vector = combine(self.shuffle(vector, vector, low), self.shuffle(vector, vector, high))
+        return self.lane(vector, 0)
+
+    def _broadcast(self, value: Value, lanes: int) -> Value:
+        kind = ir.VectorType(value.node.type, lanes)
+        if isinstance(value.node, ir.Constant):
+            return Value(self, ir.Constant(kind, [value.node.constant] * lanes))
+        one = self.ir.insert_element(ir.Constant(kind, ir.Undefined), value.node, ir.Constant(_INT32, 0))
+        return Value(self, self.ir.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)))
+
+    def _intrinsic(self, name: str, arguments: Sequence[Value]) -> Value:
+        kind = arguments[0].node.type
+        full_name = f"{name}.v{kind.count}f32" if isinstance(kind, ir.VectorType) else f"{name}.f32"
+        function = self._declared(full_name, ir.FunctionType(kind, [kind] * len(arguments)))
+        return Value(self, self.ir.call(function, [argument.node for argument in arguments]))
+
+
+def _element(kind: Any) -> Any:
+    return kind.element if isinstance(kind, ir.VectorType) else kind
+
+
+def _like(kind: Any, lanes: int) -> Any:
+    return ir.VectorType(kind, lanes) if lanes else kind
+
+
+def _constant(kind: Any, value: int, lanes: int) -> Any:
+    return ir.Constant(_like(kind, lanes), [value] * lanes if lanes else value)

@@ -1,0 +1,57 @@
+"""What the simulator knows of one kind of pod: how long its steps and handoffs take, and how large its cache is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+DEFAULT_TARGET_ITL_S = 0.05  # the pods' own default
+
+
+class Step(NamedTuple):
+    """What one step computes."""
+
+    prompt_tokens: int  # of prompts, those that complete one included
+    num_decoding: int  # requests that get one further token
+    num_sequences: int  # requests of the step, whatever they get
+    decode_context: int  # tokens of KV that the decoding requests read
+    attended: float  # pairs of a prompt token and a token before it
+
+
+class StepModel(Protocol):
+    """How long steps take."""
+
+    def seconds(self, step: Step) -> float:
+        """Returns the seconds of a step."""
+
+
+class Roofline(NamedTuple):
+    """A step takes its overheads, and the longer of moving its data and computing its tokens."""
+
+    overhead_s: float  # of any step
+    weights_s: float  # to read the weights once
+    context_token_s: float  # to read the KV of one token of one sequence that decodes
+    token_s: float  # to compute one token
+    sequence_s: float  # per sequence of the step, whatever its tokens
+    attention_s: float  # per token computed and token of its context
+
+    def seconds(self, step: Step) -> float:
+        """See StepModel."""
+        moving_s = self.weights_s + step.decode_context * self.context_token_s
+        computing_s = (step.prompt_tokens + step.num_decoding) * self.token_s + step.attended * self.attention_s
+        return self.overhead_s + step.num_sequences * self.sequence_s + max(moving_s, computing_s)
+
+
+class Hardware(NamedTuple):
+    """One kind of pod."""
+
+    name: str
+    steps: StepModel
+    handoff_s: float  # of a handoff, whatever its size
+    handoff_token_s: float  # to move one token's KV
+    num_blocks: int
+    block_size: int  # tokens; larger than usual, so that a simulation has fewer of them
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    target_itl_s: float = DEFAULT_TARGET_ITL_S
+    message_s: float = 0.0005  # between router and pod
+    request_s: float = 0.0  # of router and pods for one request, beside its steps

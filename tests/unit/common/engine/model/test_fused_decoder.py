@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from common.engine.config import ModelConfig
+from common.engine.model import fused_decoder
+from common.engine.model.fused_decoder import can_fuse
+from common.engine.model.loader import load_model
+from tests.tiny_models import TINY_MODELS, tiny_model_dir
+
+FUSED = {"llama", "qwen3", "mistral"}
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_models_of_the_llama_kind_are_fused(name):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name))
+    assert can_fuse(model) == (name in FUSED)
+
+
+def test_a_model_with_a_part_of_its_own_is_not_fused():
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
+    model.model.layers[1].mlp.gate = nn.Linear(4, 4)
+    assert not can_fuse(model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
+    model.model.layers[1].self_attn.scale = nn.Parameter(torch.ones(1))
+    assert not can_fuse(model)
+
+
+def test_reference_kernels_leave_the_model_as_it_is():
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
+    assert (loaded.decoder, loaded.attention_backend) == (None, "torch")
+
+
+def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
+    class Doubled(fused_decoder._SiluMul):
+        def __call__(self, gate_up):
+            return super().__call__(gate_up) * 2
+
+    monkeypatch.setattr(fused_decoder, "_SiluMul", Doubled)
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+    assert loaded.decoder is None
+    assert len(loaded.attention_modules) == 3  # loaded again, whole
+    assert "torch's operators" in caplog.text
+
+
+def test_bfloat16_is_close_to_float32():
+    token_ids = torch.arange(12)
+    logits = []
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_model(ModelConfig(model=str(tiny_model_dir("qwen3")), dtype=dtype))
+        assert loaded.decoder is not None
+        logits.append(loaded.decoder.probe(token_ids, loaded.kv_spec))
+    error = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert error < 0.03
