@@ -155,6 +155,13 @@ _OPERATION_ROWS = (
     ),
     ("`POST /admin/pods/ADDRESS/undrain`", "The pod takes requests again. 503 if it shuts down."),
     (
+        "`GET /admin/step_times`",
+        (
+            "The step times that this router has learned of each model's prefill and decode pods, from which "
+            "[`baton plan`](sizing.md) can plan. HTTP only."
+        ),
+    ),
+    (
         "`POST /reset_prefix_cache`",
         (
             "All pods empty their prefix caches, but for blocks that requests use. Tiers and stores keep theirs; "
