@@ -9,7 +9,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose images test-kernels test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -40,6 +40,11 @@ test-gpu: $(DEV)
 ## images in ~/.cache/baton-containers (10 GB). The first time takes a quarter of an hour.
 test-compose: $(DEV)
 	$(BIN)/pytest -m compose tests/compose $(ARGS)
+
+## What the chart renders for each connector, run by `podman kube play`, with images that Podman builds; installs Podman
+## from Debian if it may. Keeps images in ~/.cache/baton-containers (8 GB). The first time takes a quarter of an hour.
+test-kube: $(DEV)
+	$(BIN)/pytest -m "kube or not kube" tests/kube $(ARGS)
 
 ## Wheel, sdist, and the bill of materials (CycloneDX) of what the wheel installs; in dist/.
 dist: $(DIST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -107,6 +106,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
         if name in TOPICS["clients"]:
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read at its import; it logs each failed handshake
         if command is None:
+            import difflib  # costs as much time as the rest of this module
+
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
             raise ConfigError(f"{name}: unknown command; {hint}")

@@ -17,7 +17,7 @@ done
 case "${engine:-}" in
     docker) build="docker build" ;;
     podman) build="podman build --format docker" ;; # the OCI format has no HEALTHCHECK
-    buildah) build="buildah build --format docker" ;;
+    buildah) build="buildah build --format docker --layers" ;; # else each target builds what it shares with others
     *) echo "make images: install docker, podman or buildah, or name one: make images ENGINE=podman" >&2; exit 2 ;;
 esac
 

@@ -13,15 +13,18 @@ from tests.compose.images import make_base, make_images, make_stand_ins
 from tests.compose.record import Record
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """Where images are kept between runs; made if it is missing."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "baton-containers"
+    directory = Path(home) / "baton-containers"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     """What the run found, written at its end if nothing has failed."""
-    found = Record()
+    found = Record("Compose", "Written by `make test-compose`: deploy/compose with each profile, by Docker.")
     yield found
     if request.session.testsfailed == 0:
         found.write()
@@ -30,12 +33,10 @@ def record(request: pytest.FixtureRequest) -> Iterator[Record]:
 @pytest.fixture(scope="session")
 def engine(record: Record) -> Iterator[Engine]:
     """A running Docker Engine with all images."""
-    directory = _cache()
-    directory.mkdir(parents=True, exist_ok=True)
     try:
         install()
-        with running_engine(directory) as running:
-            record.program(running.docker("version", "--format", "Docker Engine {{.Server.Version}}").strip())
+        with running_engine(cache()) as running:
+            record.program(running.client("version", "--format", "Docker Engine {{.Server.Version}}").strip())
             for name, make in (
                 ("base image", make_base),
                 ("images of others", make_stand_ins),

@@ -1,4 +1,4 @@
-"""A Docker Engine of the tests' own, from Debian's packages, that ends with them."""
+"""Container engines of the tests' own, from Debian's packages; here Docker's, which ends with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 PACKAGES = ("docker.io", "docker-compose", "debootstrap")
@@ -25,28 +25,29 @@ class UnavailableError(Exception):
 
 
 class Engine:
-    """A running daemon."""
+    """Docker or Podman: the program that a user types, and the environment that points it at the tests' own state."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, program: str, directory: Path, env: Mapping[str, str]) -> None:
+        self.program = program
         self.directory = directory
-        self.env = {**os.environ, "DOCKER_HOST": f"unix://{directory}/docker.sock", "DOCKER_BUILDKIT": "0"}
+        self.env = {**os.environ, **env}
 
-    def docker(self, *arguments: str, check: bool = True, timeout_s: float = 300, text: str | None = None) -> str:
-        """Runs a command of the client. Returns what it printed."""
-        return run(["docker", *arguments], env=self.env, check=check, timeout_s=timeout_s, text=text)
+    def client(self, *arguments: str, check: bool = True, timeout_s: float = 300, text: str | None = None) -> str:
+        """Runs a command of the program. Returns what it printed."""
+        return run([self.program, *arguments], env=self.env, check=check, timeout_s=timeout_s, text=text)
 
     def import_image(self, root: Path, name: str) -> None:
         """Makes an image of a directory."""
         packed = subprocess.Popen(["tar", "--directory", str(root), "--create", "."], stdout=subprocess.PIPE)
         assert packed.stdout is not None
         subprocess.run(
-            ["docker", "import", "-", name], env=self.env, stdin=packed.stdout, check=True, capture_output=True
+            [self.program, "import", "-", name], env=self.env, stdin=packed.stdout, check=True, capture_output=True
         )
         assert packed.wait() == 0
 
     def has_image(self, name: str) -> bool:
         """Whether there is such an image."""
-        return bool(self.docker("images", "--quiet", name).strip())
+        return bool(self.client("images", "--quiet", name).strip())
 
 
 def run(
@@ -74,9 +75,9 @@ def run(
     return done.stdout
 
 
-def install() -> None:
-    """Installs what is missing. Raises UnavailableError if that cannot be done here."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+def install(programs: Sequence[str] = PROGRAMS, packages: Sequence[str] = PACKAGES) -> None:
+    """Installs the packages if a program is missing. Raises UnavailableError if that cannot be done here."""
+    missing = [program for program in programs if shutil.which(program) is None]
     if not missing:
         return
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -84,15 +85,15 @@ def install() -> None:
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
         run(["apt-get", "update", "--quiet"], env=env, timeout_s=600)
-        run(["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES], env=env, timeout_s=900)
+        run(["apt-get", "install", "--yes", "--no-install-recommends", *packages], env=env, timeout_s=900)
     except AssertionError as error:
-        raise UnavailableError(f"cannot install {', '.join(PACKAGES)}: {error}") from error
+        raise UnavailableError(f"cannot install {', '.join(packages)}: {error}") from error
 
 
 @contextlib.contextmanager
 def running_engine(directory: Path) -> Iterator[Engine]:
     """Starts a daemon whose state is in `directory`, and ends it. Raises UnavailableError if it does not start."""
-    engine = Engine(directory)
+    engine = Engine("docker", directory, {"DOCKER_HOST": f"unix://{directory}/docker.sock", "DOCKER_BUILDKIT": "0"})
     log = (directory / "dockerd.log").open("w")
     roots = ["--data-root", str(directory / "data"), "--exec-root", str(directory / "exec")]
     daemon = subprocess.Popen(
@@ -103,7 +104,7 @@ def running_engine(directory: Path) -> Iterator[Engine]:
     )
     try:
         deadline = time.monotonic() + START_DEADLINE_S
-        while "Server Version" not in engine.docker("info", check=False):
+        while "Server Version" not in engine.client("info", check=False):
             if daemon.poll() is not None or time.monotonic() > deadline:
                 raise UnavailableError(f"dockerd does not start:\n{(directory / 'dockerd.log').read_text()[-2000:]}")
             time.sleep(_POLL_S)

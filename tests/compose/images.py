@@ -8,7 +8,7 @@ import http.server
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common import __version__
@@ -19,6 +19,7 @@ PYTHON_IMAGE = "python:3.11-slim-bookworm"
 STAND_INS = {"redis": "redis:7.4-bookworm", "prometheus": "prom/prometheus:v3.7.3", "grafana": "grafana/grafana:12.2.1"}
 ROUTER, CPU = (f"baton-{target}:{__version__}" for target in ("router", "cpu"))
 _INCLUDE = "python3.11,python3-pip,python3-venv,ca-certificates"
+_INDEX_PORT = 28379
 _SURPLUS = ("var/cache/apt/archives", "usr/share/doc", "usr/share/man", "usr/share/locale")
 
 
@@ -39,11 +40,13 @@ def make_base(engine: Engine) -> None:
     engine.import_image(root, PYTHON_IMAGE)
 
 
-def make_stand_ins(engine: Engine) -> None:
-    """Builds Redis, Prometheus and a stand-in for Grafana from Debian's packages."""
-    for target, name in STAND_INS.items():
+def make_stand_ins(engine: Engine, targets: Iterable[str] = STAND_INS) -> None:
+    """Builds Redis, Prometheus and a stand-in for Grafana from Debian's packages, or some of them."""
+    for target in targets:
         directory = str(ROOT / "tests/compose/stand_ins")
-        engine.docker("build", "--network", "host", "--target", target, "--tag", name, directory, timeout_s=900)
+        engine.client(
+            "build", "--network", "host", "--target", target, "--tag", STAND_INS[target], directory, timeout_s=900
+        )
 
 
 def make_images(engine: Engine) -> str:
@@ -52,7 +55,7 @@ def make_images(engine: Engine) -> str:
         env = {
             **engine.env,
             "IMAGES": "router cpu",
-            "ENGINE": "docker",
+            "ENGINE": engine.program,
             "BUILD_FLAGS": "--network host",
             **({"TORCH_INDEX_URL": url} if url else {}),
         }
@@ -67,7 +70,7 @@ def torch_index() -> Iterator[str]:
     if not wheels:
         yield ""
         return
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_IndexHandler, wheels)) as server:
+    with _index_server(functools.partial(_IndexHandler, wheels)) as server:
         thread = threading.Thread(target=server.serve_forever, name="torch-index")
         thread.start()
         try:
@@ -75,6 +78,14 @@ def torch_index() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def _index_server(handler: Callable[..., _IndexHandler]) -> http.server.ThreadingHTTPServer:
+    """Listens on the same port each time, if it is free: another URL would have the engine install torch once more."""
+    try:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", _INDEX_PORT), handler)
+    except OSError:
+        return http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
 
 
 class _IndexHandler(http.server.BaseHTTPRequestHandler):

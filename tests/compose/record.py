@@ -1,4 +1,4 @@
-"""The log of a run: benchmarks/results/containers.md."""
+"""The log of a run: a section of benchmarks/results/containers.md."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ FILE = Path(__file__).resolve().parents[2] / "benchmarks/results/containers.md"
 _HEAD = """\
 # Containers
 
-Written by `make test-compose`: the images as the Dockerfile builds them, and the cluster of deploy/compose with each
-profile, run by Docker for real. Streams are compared token for token with what `transformers` generates.
+The images as the Dockerfile builds them, and clusters of them, run for real. Streams are compared token for token with
+what `transformers` generates.
 """
+_SECTION = "\n## "
 
 
 class Record:
     """Facts and times, in the order in which they were noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str, what: str) -> None:
+        """`what` was run, and by which command; the section's first paragraph."""
+        self._title = title
+        self._what = what
         self._images: list[str] = []
         self._steps: list[str] = []
         self._programs: list[str] = []
@@ -46,11 +50,14 @@ class Record:
         self.step(where, what, f"{time.monotonic() - started:.1f} s")
 
     def write(self) -> None:
-        """Writes the file, if a scenario has run to its end."""
+        """Writes the section, if a scenario has run to its end; other sections stay."""
         if not self._images or len(self._steps) < 10:
             return
         machine = f"{platform.machine()}, {platform.system()} {platform.release().split('-')[0]}"
-        parts = [_HEAD, f"On {machine}: {'; '.join(self._programs)}.\n"]
-        parts += ["## Images\n", "| image | size | |\n|---|---|---|", *self._images, ""]
-        parts += ["## Runs\n", "| profile | step | result |\n|---|---|---|", *self._steps]
-        FILE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+        parts = [f"{self._title}\n", f"{self._what} On {machine}: {'; '.join(self._programs)}.\n"]
+        parts += ["| image | size | |\n|---|---|---|", *self._images, ""]
+        parts += ["| connector | step | result |\n|---|---|---|", *self._steps, ""]
+        _, *sections = FILE.read_text(encoding="utf-8").split(_SECTION) if FILE.exists() else [""]
+        by_title = {section.partition("\n")[0]: section for section in sections}
+        by_title[self._title] = "\n".join(parts)
+        FILE.write_text(_SECTION.join([_HEAD, *by_title.values()]).rstrip("\n") + "\n", encoding="utf-8")

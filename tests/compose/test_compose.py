@@ -12,28 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton import Client
 from tests.compose.dashboards import expressions, metric_names
 from tests.compose.engine import Engine, run
 from tests.compose.images import ROOT
-from tests.compose.project import (
-    DIRECTORY,
-    GRPC_ADDRESS,
-    URL,
-    Project,
-    Prompt,
-    Traffic,
-    prompts,
-    stream,
-    wait,
-    write_config,
-)
+from tests.compose.project import DIRECTORY, Project, write_config
 from tests.compose.record import Record
-from tests.e2e.reference import greedy_completion
+from tests.compose.traffic import Prompt, Traffic, check_requests, prompts, wait
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
-QUESTION = "The capital of France is"
 V1, V2 = ("docker-compose",), ("docker", "compose")
 
 
@@ -61,8 +48,8 @@ def project(
         with record.timed("`down`", profile):
             running.compose("down", "--volumes", "--remove-orphans")
     for kind in ("container", "volume"):
-        assert engine.docker(kind, "ls", "--quiet", *(["--all"] if kind == "container" else [])) == ""
-    assert set(engine.docker("network", "ls", "--format", "{{.Name}}").split()) == {"bridge", "host", "none"}
+        assert engine.client(kind, "ls", "--quiet", *(["--all"] if kind == "container" else [])) == ""
+    assert set(engine.client("network", "ls", "--format", "{{.Name}}").split()) == {"bridge", "host", "none"}
     record.step(profile, "containers, volumes and networks left", "0")
 
 
@@ -97,16 +84,6 @@ def test_streams_survive_under(
         check_dashboard(running, record)
 
 
-def check_requests(known: Sequence[Prompt]) -> None:
-    """HTTP and gRPC, whole answers and streams."""
-    body = {"model": "baton-demo", "prompt": QUESTION, "max_tokens": 16, "temperature": 0}
-    answer = httpx.post(f"{URL}/v1/completions", json=body, timeout=60).raise_for_status().json()
-    assert answer["choices"][0]["text"] == greedy_completion(QUESTION, 16)
-    with Client(GRPC_ADDRESS) as client:
-        assert client.generate(QUESTION, max_tokens=16, temperature=0).text == greedy_completion(QUESTION, 16)
-    assert stream(known[0].text) == known[0].answer
-
-
 class Scenario:
     """Troubles, one after the other, each with streams on their way."""
 
@@ -137,10 +114,10 @@ class Scenario:
         """Takes a container off its network, and puts it back."""
         container = self._running.containers(service)[0]
         with self._streams(f"a {service} container is cut off its network") as traffic:
-            self._running.engine.docker("network", "disconnect", "baton_default", container)
+            self._running.engine.client("network", "disconnect", "baton_default", container)
             traffic.wait_progress()
             alias = service.partition("-")[0]
-            self._running.engine.docker("network", "connect", "--alias", alias, "baton_default", container)
+            self._running.engine.client("network", "connect", "--alias", alias, "baton_default", container)
             traffic.wait_progress()
         self._settle()
 
@@ -148,10 +125,10 @@ class Scenario:
         """Stops a container, which drains, and starts it again."""
         container = self._running.containers(service)[0]
         with self._streams(f"a {service} container is stopped") as traffic:
-            self._running.engine.docker("stop", "--time", "45", container)
+            self._running.engine.client("stop", "--time", "45", container)
             assert self._running.inspect(container, "{{.State.ExitCode}}") == "0"
             traffic.wait_progress()
-            self._running.engine.docker("start", container)
+            self._running.engine.client("start", container)
             self._running.wait_healthy(service)
         self._settle()
 
@@ -166,8 +143,8 @@ class Scenario:
         """Replaces all containers of a service, one at a time."""
         with self._streams(f"{service} is rolled"):
             for container in self._running.containers(service):
-                self._running.engine.docker("stop", "--time", "45", container)
-                self._running.engine.docker("rm", container)
+                self._running.engine.client("stop", "--time", "45", container)
+                self._running.engine.client("rm", container)
                 self._running.compose("up", "-d", "--no-build", "--no-recreate", "--no-deps", service)
                 self._running.wait_healthy(service)
                 self._settle()
@@ -231,7 +208,7 @@ def test_the_lines_of_the_readme(engine: Engine, docker_config: Path, record: Re
         assert '"text":" Paris."' in printed
     finally:
         run([*V2, "down", "--volumes"], env=env, cwd=DIRECTORY)
-    assert engine.docker("container", "ls", "--all", "--quiet") == ""
+    assert engine.client("container", "ls", "--all", "--quiet") == ""
 
 
 @pytest.mark.parametrize("compose", [V1, V2])

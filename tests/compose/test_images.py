@@ -13,8 +13,8 @@ import pytest
 from common import __version__
 from tests.compose.engine import Engine
 from tests.compose.images import CPU, ROOT, ROUTER
-from tests.compose.project import wait
 from tests.compose.record import Record
+from tests.compose.traffic import wait
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
@@ -25,14 +25,14 @@ _UNPINNED = {"baton-llm", "pip"}
 
 @pytest.mark.parametrize("image", [ROUTER, CPU])
 def test_an_image_runs_as_a_user_with_a_read_only_root(engine: Engine, record: Record, image: str) -> None:
-    described = json.loads(engine.docker("inspect", image))[0]
+    described = json.loads(engine.client("inspect", image))[0]
     record.image(image, described["Size"] / 1e6, f"user {described['Config']['User']}, base included")
     assert described["Config"]["User"] == "10001:10001"
     assert described["Config"]["Healthcheck"]["Test"] == ["CMD", "baton", "health", "--service", "liveness"]
     assert described["Config"]["Labels"]["org.opencontainers.image.version"] == __version__
     assert re.fullmatch(r"[0-9a-f]{40}|unknown", described["Config"]["Labels"]["org.opencontainers.image.revision"])
-    assert engine.docker("run", "--rm", *HARDENED, image, "--version").strip() == f"baton {__version__}"
-    doctor = engine.docker("run", "--rm", *HARDENED, "--shm-size", "1g", image, "doctor", "--json")
+    assert engine.client("run", "--rm", *HARDENED, image, "--version").strip() == f"baton {__version__}"
+    doctor = engine.client("run", "--rm", *HARDENED, "--shm-size", "1g", image, "doctor", "--json")
     findings = {check["name"]: check for check in json.loads(doctor)["checks"]}
     assert findings["packages"]["detail"].startswith("for routers" if image == ROUTER else "for pods")
     if image == CPU:
@@ -40,14 +40,14 @@ def test_an_image_runs_as_a_user_with_a_read_only_root(engine: Engine, record: R
 
 
 def test_the_router_is_small_and_has_no_torch(engine: Engine) -> None:
-    assert int(engine.docker("inspect", "--format", "{{.Size}}", ROUTER)) < MAX_ROUTER_BYTES
-    assert "torch is not installed" in engine.docker("run", "--rm", ROUTER, "doctor")
+    assert int(engine.client("inspect", "--format", "{{.Size}}", ROUTER)) < MAX_ROUTER_BYTES
+    assert "torch is not installed" in engine.client("run", "--rm", ROUTER, "doctor")
 
 
 @pytest.mark.parametrize("image", [ROUTER, CPU])
 def test_versions_are_those_of_the_constraints(engine: Engine, image: str) -> None:
     script = "import importlib.metadata as m; print('\\n'.join(f'{d.name}=={d.version}' for d in m.distributions()))"
-    listed = engine.docker("run", "--rm", "--entrypoint", "/opt/baton/bin/python", image, "-c", script)
+    listed = engine.client("run", "--rm", "--entrypoint", "/opt/baton/bin/python", image, "-c", script)
     installed = dict(line.split("==") for line in listed.split())
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
@@ -65,16 +65,16 @@ def _normal(name: str) -> str:
 def test_sigterm_ends_the_first_process_even_before_it_serves(engine: Engine, image: str, role: str) -> None:
     ports = ["--port", "8000"] if role == "router" else ["--port", "8100", "--connector", "none"]
     command = ["serve", role, "--host", "0.0.0.0", *ports, *(["--decode", "127.0.0.1:1"] if role == "router" else [])]
-    container = engine.docker("run", "--detach", *HARDENED, image, *command).strip()
+    container = engine.client("run", "--detach", *HARDENED, image, *command).strip()
     try:
-        pid = int(engine.docker("inspect", "--format", "{{.State.Pid}}", container))
+        pid = int(engine.client("inspect", "--format", "{{.State.Pid}}", container))
         wait(lambda: handles_sigterm(pid), "the process handles SIGTERM")
         started = time.monotonic()
-        engine.docker("stop", "--time", "30", container)
+        engine.client("stop", "--time", "30", container)
         assert time.monotonic() - started < 25
-        assert engine.docker("inspect", "--format", "{{.State.ExitCode}}", container).strip() in ("0", "143")
+        assert engine.client("inspect", "--format", "{{.State.ExitCode}}", container).strip() in ("0", "143")
     finally:
-        engine.docker("rm", "--force", container)
+        engine.client("rm", "--force", container)
 
 
 def handles_sigterm(pid: int) -> bool:

@@ -8,7 +8,6 @@ preStop sleep, DNS) passes SPEED times as fast; grace periods do not.
 from __future__ import annotations
 
 import base64
-import http.client
 import itertools
 import json
 import math
@@ -16,8 +15,6 @@ import os
 import random
 import re
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -26,10 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from tests.deploy.chart import NAMESPACE, ROOT, Manifest, Rendered
+from tests.deploy.probes import passes, port_number
 from tests.redis_server import redis_binary
 
 SPEED = 20.0
@@ -74,21 +69,11 @@ class Pod:
 
     def port(self, port: str | int) -> int:
         """The number of a port that a probe or a service names."""
-        if isinstance(port, int):
-            return port
-        (number,) = (entry["containerPort"] for entry in self.container["ports"] if entry["name"] == port)
-        return int(number)
+        return port_number(self.container, port)
 
     def passes(self, probe_name: str) -> bool:
         """Runs a probe once, as the kubelet does."""
-        probe = self.container[probe_name]
-        timeout_s = float(probe.get("timeoutSeconds", 1))
-        if "grpc" in probe:
-            return _grpc_probe(self.address, probe["grpc"], timeout_s)
-        (kind,) = probe.keys() & {"httpGet", "tcpSocket"}
-        if kind == "tcpSocket":
-            return _tcp_probe(self.address, self.port(probe[kind]["port"]), timeout_s)
-        return _http_probe(self.address, self.port(probe[kind]["port"]), probe[kind], timeout_s)
+        return passes(self.container, probe_name, self.address)
 
     @property
     def said(self) -> str:
@@ -372,39 +357,3 @@ def _relocated(text: str, mounts: Mapping[str, str]) -> str:
     paths = sorted(mounts, key=len, reverse=True)
     pattern = re.compile("|".join(rf"{re.escape(path)}(?=/|\b)(?![\w-])" for path in paths))
     return pattern.sub(lambda found: mounts[found[0]], text)
-
-
-def _grpc_probe(address: str, probe: Manifest, timeout_s: float) -> bool:
-    with grpc.insecure_channel(f"{address}:{probe['port']}") as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=probe.get("service", "")), timeout=timeout_s
-            )
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _tcp_probe(address: str, port: int, timeout_s: float) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout_s):
-            return True
-    except OSError:
-        return False
-
-
-def _http_probe(address: str, port: int, probe: Manifest, timeout_s: float) -> bool:
-    if probe.get("scheme") == "HTTPS":  # the kubelet does not verify the certificate
-        context = ssl._create_unverified_context()
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            address, port, timeout=timeout_s, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
-    try:
-        connection.request("GET", probe["path"])
-        return 200 <= connection.getresponse().status < 400
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
