@@ -15,6 +15,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 CpuKernels = Literal["auto", "reference"]
+Kernels = Literal["fused", "attention", "torch"]  # compiled ones for whole decoders, for attention only, or none
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
 PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
 

@@ -257,6 +257,8 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         device=facts.device,
+        kernels=facts.kernels,
+        kernels_failed=facts.kernels_failed,
         num_threads=facts.num_threads,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,

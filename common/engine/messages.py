@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from common.engine.config import Kernels
 from common.types import BlockHash, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
 
 
@@ -179,6 +180,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_address: bytes = b""  # of a direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
+    kernels: Kernels = "torch"
+    kernels_failed: bool = False  # compiled ones computed something else
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded

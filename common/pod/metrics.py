@@ -31,6 +31,11 @@ class PodMetrics:
         self.internal_errors = Counter(
             "baton_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=self.registry
         )
+        self.kernel_fallbacks = Counter(
+            "baton_kernel_fallbacks",
+            "CPU kernels that computed something else than torch at start, so that torch's operators are used.",
+            registry=self.registry,
+        )
         self.queue_time = Histogram(
             "baton_request_queue_time_seconds",
             "From arrival at the pod to first scheduled or reserved.",

@@ -138,7 +138,7 @@ class PodRuntime:
         """The line that the process prints once it serves."""
         line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
         if self.context.spec.num_threads:
-            line += f" threads={self.context.spec.num_threads}"
+            line += f" threads={self.context.spec.num_threads} kernels={self.context.spec.kernels}"
         return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
 
     async def serve(self, stop: asyncio.Event) -> int:
@@ -192,6 +192,8 @@ class PodRuntime:
     async def _start_engine(self) -> PodContext:
         spec = await self._engine.start()
         stats, cache = StatsBoard(await self._engine.stats()), CacheView()
+        metrics = PodMetrics(stats)
+        metrics.kernel_fallbacks.inc(spec.kernels_failed)
         return PodContext(
             role=self._role,
             config=self.config,
@@ -202,7 +204,7 @@ class PodRuntime:
             stats=stats,
             cache=cache,
             admission=Admission(self.config.max_open),
-            metrics=PodMetrics(stats),
+            metrics=metrics,
             open_channel=self._tls.open_channel if self._tls is not None else open_channel,
         )
 

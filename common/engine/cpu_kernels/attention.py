@@ -8,10 +8,10 @@ from typing import Any
 
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.elementwise import inverse_rms
-from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value, lanes_of
+from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 
 _MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
-_MAX_VECTORS = 16  # of values summed up at once
+_MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
 _HIDDEN = -1e30  # score of a token that is not attended to
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 
-MAX_LANES = 16
+MAX_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # float32 numbers in a register, at most
 _MIN_LANES = 4  # of a vector; LLVM 22 generates wrong code for some shuffles of two
 
 _INT = ir.IntType(64)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from common.engine.config import Kernels
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -24,6 +25,8 @@ class ModelFacts:
     device: str
     dtype: str
     tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
+    kernels: Kernels = "torch"
+    kernels_failed: bool = False  # compiled ones computed something else
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
 
 

@@ -51,6 +51,7 @@ class FusedDecoder:
             base.layers[index] = nn.Identity()  # so that weights are never there twice
         self._final_norm = _AddNorm(cast("RMSNorm", rms_norm_of(base.norm)), self._dtype)
         self._head = PackedLinear(model.lm_head)
+        model.lm_head = nn.Identity()
 
     @torch.inference_mode()
     def __call__(

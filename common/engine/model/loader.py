@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.engine.attention.base import KVSpec
 from common.engine.attention.cpu_backend import supports
 from common.engine.attention.hook import ATTENTION_NAME
-from common.engine.attention.registry import AttentionBackendName
-from common.engine.config import ModelConfig
+from common.engine.attention.self_check import kernels_agree
+from common.engine.config import Kernels, ModelConfig
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
 from common.engine.model.packed_linear import pack_linears
@@ -39,7 +39,8 @@ class LoadedModel:
 
     model: Any  # a transformers PreTrainedModel in eval mode; without layers if there is a `decoder`
     decoder: FusedDecoder | None  # computes the same, on kernels of our own
-    attention_backend: AttentionBackendName
+    kernels: Kernels
+    kernels_failed: bool  # compiled kernels would do, but computed something else
     device: torch.device
     dtype: torch.dtype
     kv_spec: KVSpec
@@ -59,13 +60,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     raw_config = _read_config(directory)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        model, probed, decoder = _load_and_probe(directory, config, device)
+        model, probed, decoder, kernels, kernels_failed = _load_and_probe(directory, config, device)
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
         model=model,
         decoder=decoder,
-        attention_backend=_attention_backend(config, device, probed),
+        kernels=kernels,
+        kernels_failed=kernels_failed,
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
@@ -140,28 +142,42 @@ def _find_weights(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _load_and_probe(
-    directory: Path, config: ModelConfig, device: torch.device
-) -> tuple[Any, ProbedModel, FusedDecoder | None]:
+class _Probed(NamedTuple):
+    model: Any
+    probed: ProbedModel
+    decoder: FusedDecoder | None
+    kernels: Kernels
+    kernels_failed: bool
+
+
+def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> _Probed:
     model = _from_pretrained(directory, config, device)
+    failed = False
     if config.cpu_kernels == "auto" and can_fuse(model):
         probed = probe_model(model)
         try:
-            return model, probed, fuse_decoder(model, probed)
+            return _Probed(model, probed, fuse_decoder(model, probed), "fused", kernels_failed=False)
         except ModelLoadError as error:
             logger.warning("using torch's operators instead of CPU kernels: %s", error)
+            failed = True
             model = _from_pretrained(directory, config, device)
+    model, probed = _probe_packed(directory, config, device, model)
+    if failed or config.cpu_kernels == "reference" or not supports(device, probed.spec):
+        return _Probed(model, probed, None, "torch", failed)
+    if kernels_agree(probed.spec, probed.num_heads, probed.attention_args):
+        return _Probed(model, probed, None, "attention", kernels_failed=False)
+    logger.warning("using torch's operators instead of CPU kernels: their attention differs from torch's")
+    return _Probed(model, probed, None, "torch", kernels_failed=True)
+
+
+def _probe_packed(directory: Path, config: ModelConfig, device: torch.device, model: Any) -> tuple[Any, ProbedModel]:
+    """With the model's norms and linear layers replaced where that is possible."""
     if fuse_norms(model) + pack_linears(model):
         try:
-            return model, probe_model(model), None
+            return model, probe_model(model)
         except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
             model = _from_pretrained(directory, config, device)
-    return model, probe_model(model), None
-
-
-def _attention_backend(config: ModelConfig, device: torch.device, probed: ProbedModel) -> AttentionBackendName:
-    usable = config.cpu_kernels == "auto" and supports(device, probed.spec)
-    return "cpu" if usable else "torch"
+    return model, probe_model(model)
 
 
 def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:

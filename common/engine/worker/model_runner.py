@@ -45,7 +45,7 @@ class ModelRunner:
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._attention = create_backend(loaded.attention_backend, kv_cache)
+        self._attention = create_backend("torch" if loaded.kernels == "torch" else "cpu", kv_cache)
         if loaded.decoder is None:
             install(loaded.attention_modules, self._attention)
         self._sampler = Sampler()

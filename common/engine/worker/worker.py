@@ -61,6 +61,8 @@ class Worker:
             device=loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
             tokenizer_directory=loaded.directory,
+            kernels=loaded.kernels,
+            kernels_failed=loaded.kernels_failed,
             num_threads=torch.get_num_threads() if loaded.device.type == "cpu" else 0,
         )
         return self._facts

@@ -3,7 +3,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from common.engine.attention import cpu_backend
 from common.engine.config import ModelConfig
+from common.engine.cpu_kernels.attention import Scores
 from common.engine.model import fused_decoder
 from common.engine.model.fused_decoder import can_fuse
 from common.engine.model.loader import load_model
@@ -29,7 +31,7 @@ def test_a_model_with_a_part_of_its_own_is_not_fused():
 
 def test_reference_kernels_leave_the_model_as_it_is():
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
-    assert (loaded.decoder, loaded.attention_backend) == (None, "torch")
+    assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", False)
 
 
 def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
@@ -39,9 +41,18 @@ def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog)
 
     monkeypatch.setattr(fused_decoder, "_SiluMul", Doubled)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
-    assert loaded.decoder is None
+    assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
     assert len(loaded.attention_modules) == 3  # loaded again, whole
     assert "torch's operators" in caplog.text
+
+
+def test_attention_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
+    model = str(tiny_model_dir("gemma2"))
+    assert load_model(ModelConfig(model=model)).kernels == "attention"
+    monkeypatch.setattr(cpu_backend, "_scores", lambda args: Scores(2 * args.scale))
+    loaded = load_model(ModelConfig(model=model))
+    assert (loaded.kernels, loaded.kernels_failed) == ("torch", True)
+    assert "differs from torch's" in caplog.text
 
 
 def test_bfloat16_is_close_to_float32():

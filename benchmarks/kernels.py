@@ -1,0 +1,140 @@
+"""Time of an engine's steps with compiled CPU kernels next to torch's operators, in one process and in turn.
+
+    python -m benchmarks.kernels [--dtype bfloat16] [--markdown FILE]
+
+Both sides run the same worker code over the same random prompts. `decode` is a step of that many requests, one token
+each; `prefill` one prompt of 1024 tokens. Medians over `--repeats`, ranges in brackets; above a ratio of 1 the kernels
+are faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine import describe_machine, make_100m_model
+from common.demo_model import demo_model_path
+from common.engine.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.worker.worker import Worker
+from common.types import RequestId, SamplingParams
+
+BLOCK_SIZE = 16
+NUM_STEPS = 8  # that are measured at once, per side and repeat
+DECODES = [(1, 128), (8, 128), (32, 280), (1, 2048)]  # requests, tokens of context
+PREFILL = 1024
+SIDES: tuple[CpuKernels, CpuKernels] = ("auto", "reference")
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--markdown", type=Path, help="also write the table here")
+    args = parser.parse_args()
+    rows = ["| model | step | kernels | ms | torch's operators, ms | ratio |", "|---|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, model in (("demo", demo_model_path()), ("Qwen3 shape, 100M", make_100m_model(Path(scratch)))):
+            for row in measure_model(name, Path(model), args.dtype, args.repeats):
+                print(row, flush=True)
+                rows.append(row)
+    if args.markdown is not None:
+        machine = [f"- {key}: {value}" for key, value in describe_machine().items()]
+        lines = ["# CPU kernels next to torch's operators", "", f"`python -m benchmarks.kernels --dtype {args.dtype}`."]
+        args.markdown.write_text("\n".join([*lines, "", *machine, "", *rows, ""]))
+    return 0
+
+
+def measure_model(name: str, model: Path, dtype: str, repeats: int) -> Iterator[str]:
+    """The rows of one model."""
+    sides = [Side(model, dtype, kernels) for kernels in SIDES]
+    for num_requests, context in DECODES:
+        for side in sides:
+            side.begin(num_requests, context)
+        times = [[side.decode() for side in sides] for _ in range(repeats)]
+        for side in sides:
+            side.end()
+        yield _row(name, f"decode {num_requests} x {context}", sides[0], times)
+    times = [[side.prefill() for side in sides] for _ in range(repeats)]
+    yield _row(name, f"prefill {PREFILL}", sides[0], times)
+    for side in sides:
+        side.worker.close()
+
+
+class Side:
+    """One worker, and the requests that it decodes."""
+
+    def __init__(self, model: Path, dtype: str, kernels: CpuKernels) -> None:
+        longest = max(context for _, context in DECODES) + 1000
+        num_blocks = 1 + max(n * -(-(context + 200) // BLOCK_SIZE) for n, context in DECODES)
+        self.worker = Worker(
+            EngineConfig(
+                model=ModelConfig(model=str(model), dtype=dtype, cpu_kernels=kernels, max_model_len=longest),
+                cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+                scheduler=SchedulerConfig(max_num_seqs=64),
+            )
+        )
+        self.kernels = self.worker.load_model().kernels
+        self.worker.initialize_kv_cache(num_blocks)
+        self._ids: list[RequestId] = []
+
+    def begin(self, num_requests: int, context: int) -> None:
+        """Computes the prompts."""
+        first_block = 1
+        for i in range(num_requests):
+            request = _request(f"r{i}", context, first_block, spare=200)
+            first_block += len(request.block_ids)
+            self._run([request], {request.request_id: context})
+            self._ids.append(request.request_id)
+        self.decode()
+
+    def decode(self) -> float:
+        """Milliseconds of a step that decodes all."""
+        started = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            self._run([], dict.fromkeys(self._ids, 1))
+        return (time.perf_counter() - started) * 1000 / NUM_STEPS
+
+    def end(self) -> None:
+        """Forgets the requests."""
+        self.worker.execute(SchedulerOutput(dropped_request_ids=self._ids))
+        self._ids = []
+
+    def prefill(self) -> float:
+        """Milliseconds of one prompt."""
+        request = _request("prompt", PREFILL, 1, spare=0)
+        started = time.perf_counter()
+        self._run([request], {request.request_id: PREFILL})
+        passed = time.perf_counter() - started
+        self.worker.execute(SchedulerOutput(dropped_request_ids=[request.request_id]))
+        return passed * 1000
+
+    def _run(self, new: list[NewRequest], scheduled: dict[RequestId, int]) -> None:
+        self.worker.execute(SchedulerOutput(new_requests=new, num_scheduled_tokens=scheduled))
+
+
+def _request(name: str, context: int, first_block: int, *, spare: int) -> NewRequest:
+    token_ids = torch.randint(3, 1000, (context,), generator=torch.Generator().manual_seed(context)).tolist()
+    blocks = list(range(first_block, first_block + -(-(context + spare) // BLOCK_SIZE)))
+    return NewRequest(RequestId(name), token_ids, context, SamplingParams(temperature=0.0), blocks, 0)
+
+
+def _row(name: str, step: str, side: Side, times: Sequence[Sequence[float]]) -> str:
+    ours, torchs = ([pair[i] for pair in times] for i in range(2))
+    ratio = statistics.median(theirs / own for own, theirs in times)
+    return f"| {name} | {step} | {side.kernels} | {_median(ours)} | {_median(torchs)} | {ratio:.2f} |"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
