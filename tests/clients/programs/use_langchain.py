@@ -43,8 +43,7 @@ result = weather.invoke(call)
 assert isinstance(result, ToolMessage)
 print("after the tool's result:", repr(chat.bind_tools([weather]).invoke([QUESTION, called, result]).content))
 
-# JSON may have white space, and so small a model does not come to an end of it without a penalty.
-writer = ChatOpenAI(**options, max_completion_tokens=200, frequency_penalty=1)
+writer = ChatOpenAI(**options, max_completion_tokens=200)
 for method in ("json_schema", "function_calling"):
     city = writer.with_structured_output(City, method=method).invoke([QUESTION])
     assert isinstance(city, City)

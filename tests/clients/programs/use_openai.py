@@ -96,7 +96,6 @@ parsed = client.chat.completions.parse(
     response_format=City,
     max_tokens=200,
     temperature=0,
-    frequency_penalty=1,  # JSON may have white space, and so small a model does not come to an end of it
 )
 print("parse():", repr(parsed.choices[0].message.parsed))
 
