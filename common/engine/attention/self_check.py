@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from common.engine.attention.base import AttentionArgs, AttentionBackend, Attent
 from common.engine.attention.cpu_backend import CpuAttention
 from common.engine.attention.torch_backend import TorchAttention
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_SIZE = 16
 _LENGTHS = [37, 16, 1]  # tokens of sequences that are decoded
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -17,11 +20,16 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 @torch.inference_mode()
 def kernels_agree(spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
-    """Runs both over a small cache of random numbers, for each kind of layer. `num_heads` and `args` are by layer."""
+    """Runs both over a small cache of random numbers, for each kind of layer. `num_heads` and `args` are by layer. Also
+    False if a kernel does not compile."""
     checked: set[tuple[object, ...]] = set()
     for layer, (heads, layer_args) in enumerate(zip(num_heads, args, strict=True)):
         kind = (heads, layer_args.scale, layer_args.sliding_window, layer_args.softcap, layer_args.sinks is None)
-        if kind not in checked and not _layer_agrees(spec, layer, heads, layer_args):
+        try:
+            if kind not in checked and not _layer_agrees(spec, layer, heads, layer_args):
+                return False
+        except RuntimeError as error:  # LLVM's
+            logger.warning("a CPU kernel does not compile: %s", error)
             return False
         checked.add(kind)
     return True

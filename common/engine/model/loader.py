@@ -157,8 +157,8 @@ def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) 
         probed = probe_model(model)
         try:
             return _Probed(model, probed, fuse_decoder(model, probed), "fused", kernels_failed=False)
-        except ModelLoadError as error:
-            logger.warning("using torch's operators instead of CPU kernels: %s", error)
+        except (ModelLoadError, RuntimeError) as error:  # RuntimeError: LLVM did not compile a kernel
+            logger.warning("using torch's operators instead of CPU kernels: %s", _first_line(error))
             failed = True
             model = _from_pretrained(directory, config, device)
     model, probed = _probe_packed(directory, config, device, model)

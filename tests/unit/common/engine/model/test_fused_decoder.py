@@ -55,6 +55,18 @@ def test_attention_that_computes_something_else_runs_on_torch(monkeypatch, caplo
     assert "differs from torch's" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_kernel_that_does_not_compile_is_not_used(name, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("LLVM IR parsing error")
+
+    monkeypatch.setattr(fused_decoder, "silu_mul_kernel", fail)
+    monkeypatch.setattr(cpu_backend, "decode_kernel", fail)
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir(name))))
+    assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
+    assert "LLVM IR parsing error" in caplog.text
+
+
 def test_bfloat16_is_close_to_float32():
     token_ids = torch.arange(12)
     logits = []
