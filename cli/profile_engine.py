@@ -38,7 +38,7 @@ class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 # What is measured, and those of its settings that are not an engine's own or make no difference.
 _EXCLUDED: dict[type[msgspec.Struct], frozenset[str]] = {
     ProfileSettings: frozenset(),
-    ModelConfig: frozenset({"model", "logits_processors", "attention_backend"}),
+    ModelConfig: frozenset({"model", "logits_processors"}),
     CacheConfig: frozenset({"enable_prefix_caching"}),
     SchedulerConfig: frozenset({"target_itl_ms", "max_num_waiting", "policy"}),
 }

@@ -43,7 +43,7 @@ class FusedDecoder:
         self._embedding: torch.Tensor = base.embed_tokens.weight
         self._dtype = self._embedding.dtype
         self._size = self._embedding.shape[1]
-        self._rotary = _RotaryTables(base.rotary_emb, self._dtype)
+        self._rotary = _RotaryTables(base.rotary_emb)
         parts = zip(list(base.layers), probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, (layer, args, num_heads) in enumerate(parts):
@@ -190,9 +190,8 @@ class _SiluMul:
 class _RotaryTables:
     """Cosines and sines by position, as the model's own module computes them; they grow with the positions seen."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._dtype = dtype
         self._cosines = self._sines = torch.empty(0)
 
     def at(self, positions: torch.Tensor, length: int) -> Rotary:
