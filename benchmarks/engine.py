@@ -2,8 +2,11 @@
 
     python -m benchmarks.engine [--json FILE] [--markdown FILE]
 
-Both get the same random prompts, decode greedily in the same dtype on the same threads, and must give the same tokens;
-transformers runs with its default cache and `sdpa` attention. Every figure is the median over `--repeats`.
+The models are the demo model and a random Qwen3 of 100M parameters; on a GPU random ones of 0.6B and 8B.
+
+Both get the same random prompts, decode greedily in the same dtype on the same threads, and must give the same tokens
+(in bfloat16 they may differ: rounding decides between near logits of a random model); transformers runs with its
+default cache and `sdpa` attention. Every figure is the median over `--repeats`.
 
     decode       gap between two tokens of a batch whose prompts have 128 tokens
     prefill      prompt tokens per second of one prompt of 1024 tokens
@@ -36,13 +39,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks import grammar, startup
+from benchmarks import grammar
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
+ON_GPU = torch.cuda.is_available()
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
 PREFILL_TOKENS = 1024
 WARM_UP_TOKENS = 4
@@ -162,7 +166,7 @@ MEASURES = (
         Measure(
             f"decode, batch {batch}", "ms/token", False, batch, DECODE_PROMPT_TOKENS, DECODE_TOKENS, lambda g: g.gap_ms
         )
-        for batch in (1, 8)
+        for batch in ((1, 8, 64) if ON_GPU else (1, 8))
     ),
     Measure("prefill, 1024 tokens", "tokens/s", True, 1, PREFILL_TOKENS, 1, lambda g: PREFILL_TOKENS / g.seconds),
     Measure(
@@ -220,15 +224,19 @@ def main() -> int:
             for result in measure_model(name, directory, args.dtype, args.repeats):
                 print(format_row(result), flush=True)
                 results.append(result)
-    cluster = (
-        [] if args.model else startup.summary([startup.measure_cluster(prefill=1, decode=1) for _ in range(STARTUPS)])
-    )
+    cluster = [] if args.model or ON_GPU else _measure_clusters()
     print("\n".join(cluster))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")
     if args.markdown:
         args.markdown.write_text(format_markdown(machine, results, cluster))
-    return 0 if all(result.same_tokens for result in results) else 1
+    return 0 if ON_GPU or all(result.same_tokens for result in results) else 1
+
+
+def _measure_clusters() -> list[str]:
+    from benchmarks import startup  # needs the whole of Baton, where the rest needs the engine only
+
+    return startup.summary([startup.measure_cluster(prefill=1, decode=1) for _ in range(STARTUPS)])
 
 
 def _measure_grammars(args: argparse.Namespace, machine: dict[str, str]) -> int:
@@ -251,29 +259,48 @@ def _measure_grammars(args: argparse.Namespace, machine: dict[str, str]) -> int:
 def _models(directories: Sequence[str] | None, scratch: Path) -> Iterator[tuple[str, Path]]:
     if directories:
         yield from ((Path(directory).name, Path(directory)) for directory in directories)
+    elif ON_GPU:
+        yield "Qwen3 shape, 0.6B random", make_random_model(scratch, "0.6B")
+        yield "Qwen3 shape, 8B random", make_random_model(scratch, "8B")
     else:
         yield DEMO_MODEL_NAME, Path(demo_model_path())
         yield "Qwen3 shape, 100M random", make_100m_model(scratch)
 
 
+# Vocabulary, hidden size, intermediate size, layers, heads, KV heads, size of a head, tied embeddings, type.
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, torch.dtype]] = {
+    "100M": (32000, 768, 2048, 12, 12, 4, 64, True, torch.float32),
+    "0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, torch.bfloat16),
+    "8B": (151936, 4096, 12288, 36, 32, 8, 128, False, torch.bfloat16),
+}
+
+
 def make_100m_model(parent: Path) -> Path:
     """A random Qwen3 of 100M parameters."""
+    return make_random_model(parent, "100M")
+
+
+def make_random_model(parent: Path, name: str) -> Path:
+    """A random Qwen3 of one of the SHAPES."""
+    vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, tied, dtype = SHAPES[name]
     config = Qwen3Config(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    directory = parent / "qwen3-100m"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    directory = parent / f"qwen3-{name.lower()}"
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
     return directory
 
 
@@ -289,7 +316,8 @@ def measure_model(name: str, directory: Path, dtype: str, repeats: int) -> Itera
 def both_systems(directory: Path, dtype: str) -> Iterator[tuple[System, System, int]]:
     """The two systems with the same model on the same device, and its vocabulary."""
     config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=dtype), cache=CacheConfig(enable_prefix_caching=False)
+        model=ModelConfig(model=str(directory), dtype=dtype),
+        cache=CacheConfig(enable_prefix_caching=False, memory_fraction=0.4 if ON_GPU else None),
     )
     with InprocClient(config) as client:
         model = AutoModelForCausalLM.from_pretrained(

@@ -15,8 +15,9 @@ from pathlib import Path
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
+from common.engine.executor.base import FinishedStep
 from common.engine.executor.inproc import InprocExecutor
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.scheduler.output import SchedulerOutput
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
 from decode_service.config import DecodeConfig
@@ -43,12 +44,12 @@ class PacedExecutor(InprocExecutor):
         """See Executor."""
         return measured_steps(self._steps, self._budget)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, step: SchedulerOutput) -> FinishedStep:
         """See Executor."""
         due = time.perf_counter() + self._steps.seconds(_described(step))
-        output = super().execute(step)
+        outcome = super().submit(step).result()
         time.sleep(max(0.0, due - time.perf_counter()))
-        return output
+        return FinishedStep(outcome)
 
 
 def create_executor(config: EngineConfig) -> PacedExecutor:

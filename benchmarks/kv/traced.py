@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
+from common.engine.executor.base import RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.pod.runtime import PodRuntime, run_pod
-from common.types import RequestId, SampledToken
+from common.types import RequestId
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
 from prefill_service.config import PrefillConfig
@@ -37,15 +38,15 @@ class TracedExecutor(InprocExecutor):
         super().initialize_kv_cache(num_blocks)
         runner = self._worker._runner  # noqa: SLF001 - nobody else needs to know when a forward ends
         assert runner is not None
-        run = runner.run
+        submit = runner.submit
 
-        def traced(num_scheduled_tokens: dict[RequestId, int]) -> dict[RequestId, SampledToken | None]:
+        def traced(num_scheduled_tokens: dict[RequestId, int]) -> RunningStep:
             started = time.monotonic()
-            sampled = run(num_scheduled_tokens)
+            running = submit(num_scheduled_tokens)
             os.write(self._trace, f"{started} {time.monotonic()}\n".encode())
-            return sampled
+            return running
 
-        runner.run = traced  # type: ignore[method-assign]
+        runner.submit = traced  # type: ignore[method-assign]
 
 
 def build(role: str, settings: Sequence[str]) -> PodRuntime:

@@ -4,7 +4,8 @@
    is a connector, starts the thread that moves KV.
 2. `receive` takes each command as it arrives, on any thread; those that concern KV transfers go to that thread at once.
 3. `add_request` and `abort_requests` change what the next step does.
-4. `step()` schedules, executes and updates, while `has_work`.
+4. `step()` schedules, executes and updates, while `has_work`. Where the executor can, the step after the one that runs
+   begins before that one's outcome is known.
 5. `close()` ends the thread and releases the executor.
 
 All but `receive` runs on one thread, that of the client or loop that owns the core. An exception out of `step` is
@@ -14,13 +15,15 @@ fatal: the scheduler and the workers no longer agree, so the owner must not step
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
-from common.engine.executor.base import Executor, ModelFacts
+from common.engine.executor.base import Executor, ModelFacts, RunningStep
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.kv_cache import KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
@@ -39,6 +42,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.scheduler.output import SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
@@ -47,6 +51,14 @@ from common.errors import BatonError, ConfigError
 from common.types import FinishReason, RequestId
 
 logger = logging.getLogger(__name__)
+
+
+class _Flight(NamedTuple):
+    """A step under way."""
+
+    step: SchedulerOutput
+    running: RunningStep
+    began: float
 
 
 class EngineCore:
@@ -74,6 +86,8 @@ class EngineCore:
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_step_s = 0.0
+        self._last_end = -math.inf  # of a step
+        self._ahead: _Flight | None = None  # the next step, if it was begun already
         self._port: TransferPort | None = None
         self._actor = TransferActor(
             on_notes=on_wakeup,
@@ -83,6 +97,8 @@ class EngineCore:
         self._grammars: GrammarCompiler | None = None
         try:
             facts = executor.load_model()
+            # Installed processors may look at the tokens so far.
+            self._may_run_ahead = executor.runs_ahead and not config.model.logits_processors
             self.spec = _resolve_spec(config, facts)
             executor.initialize_kv_cache(self.spec.num_blocks)
             kv = KVCacheManager(
@@ -171,6 +187,7 @@ class EngineCore:
         """True if a step would do something now."""
         return (
             bool(self._unsent)
+            or self._ahead is not None
             or self._scheduler.has_work
             or self._scheduler.has_cache_change  # was reset while idle, which routers must learn
         )
@@ -182,19 +199,38 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Schedules, executes and updates. Any exception is fatal for this core."""
-        started = self._clock()
-        step = self._scheduler.schedule(started)
-        self._tell_urgent_news()
-        result = self._executor.execute(step)
+        flight = self._ahead or self._begin_next()
+        self._ahead = self._begin_ahead(flight)
+        result = flight.running.result()
         finished = self._clock()
         if self._port is not None:
             self._port.fence = result.fence
-        step_s = finished - started
+        step_s = finished - max(flight.began, self._last_end)
+        self._last_end = finished
+        step = flight.step
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
+        if self._ahead is not None:
+            self._scheduler.begin_ahead(self._ahead.step)
         if step.total_num_scheduled_tokens:  # a step without tokens does not show the model's speed
             self._last_step_s = step_s
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
+
+    def _begin_next(self) -> _Flight:
+        began = self._clock()
+        step = self._scheduler.schedule(began)
+        self._tell_urgent_news()
+        return _Flight(step, self._executor.submit(step), began)
+
+    def _begin_ahead(self, flight: _Flight) -> _Flight | None:
+        """Begins the step after the one that runs, if that needs nothing of its outcome."""
+        if not self._may_run_ahead or not flight.step.num_scheduled_tokens:
+            return None
+        step = self._scheduler.schedule_ahead()
+        if step is None:
+            return None
+        began = self._clock()
+        return _Flight(step, self._executor.submit(step), began)
 
     def _tell_urgent_news(self) -> None:
         if news := self._scheduler.take_urgent_news():

@@ -200,6 +200,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
+    def is_simple(self) -> bool:
+        """True if, without a grammar, the next token follows from logits, seed and position by temperature, top-k,
+        top-p and min-p alone, and no log probability is asked for."""
+        return (
+            self.num_logprobs is None
+            and not (self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_word_token_ids)
+            and not self.thinking_end_token_ids
+            and not self.is_penalised
+        )
+
+    @property
+    def is_penalised(self) -> bool:
+        """True if tokens so far change logits."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
     def settled_seed(self) -> int:
         """Key of the counter-based generator: an unsigned 64-bit integer."""
         return 0 if self.seed is None else self.seed % 2**64

@@ -48,6 +48,7 @@ def create_engine(
     *,
     faulty_name: str = "",
     num_blocks: int = 128,
+    device: str = "cpu",
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""
@@ -61,7 +62,7 @@ def create_engine(
         )
     return InprocClient(
         EngineConfig(
-            model=ModelConfig(model=str(model_dir), dtype="float32", device="cpu", max_model_len=256, num_threads=1),
+            model=ModelConfig(model=str(model_dir), dtype="float32", device=device, max_model_len=256, num_threads=1),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=16),
             connector=connector,

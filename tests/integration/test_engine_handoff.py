@@ -33,15 +33,28 @@ def open_handoffs(tmp_path: Path) -> Iterator[Callable[..., Handoffs]]:
     opened: list[Handoffs] = []
 
     def open_pair(
-        model: str = MODEL, *, consumer_seed: int = 0, faulty: bool = False, consumer_blocks: int = 128, **options: int
+        model: str = MODEL,
+        *,
+        consumer_seed: int = 0,
+        faulty: bool = False,
+        consumer_blocks: int = 128,
+        device: str = "cpu",
+        **options: int,
     ) -> Handoffs:
         path = tmp_path / "kv"
-        producer = create_engine(tiny_model_dir(model), path, faulty_name="producer" if faulty else "", options=options)
+        producer = create_engine(
+            tiny_model_dir(model),
+            path,
+            faulty_name="producer" if faulty else "",
+            device=device,
+            options=options,
+        )
         consumer = create_engine(
             tiny_model_dir(model, seed=consumer_seed),
             path,
             faulty_name="consumer" if faulty else "",
             num_blocks=consumer_blocks,
+            device=device,
             options=options,
         )
         opened.append(Handoffs(producer, consumer))
@@ -67,11 +80,12 @@ def block_files(tmp_path: Path, prompt: list[int]) -> list[Path]:
     return [namespace / key.hex()[:2] / f"{key.hex()}.kv" for key in hashes]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("model", TINY_MODELS)
-def test_tokens_equal_generate_and_colocated(open_handoffs, model):
+def test_tokens_equal_generate_and_colocated(open_handoffs, model, device):
     prompts = [prompt_of(length) for length in LENGTHS]
     expected = [reference(prompt, model) for prompt in prompts]
-    handoffs = open_handoffs(model)
+    handoffs = open_handoffs(model, device=device)
 
     decoded = handoffs.run(prompts, GREEDY)
 

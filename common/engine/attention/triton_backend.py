@@ -249,7 +249,7 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """For one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100."""
     rows = max(_MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2)
+        return Tile(rows, 32 if head_dim <= 64 else 16, 4, 2)
     return Tile(rows, 32 if head_dim > 128 else 64, 4, 2)
 
 
@@ -257,7 +257,7 @@ def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """For chunks of prompts; see `decode_tile`."""
     least = max(_MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return Tile(max(least, 32), 32 if head_dim <= 128 else 16, 4, 2)
+        return Tile(max(least, 32), 32, 4, 2) if head_dim <= 64 else Tile(max(least, 32), 16, 8, 2)
     if head_dim > 128:
         return Tile(max(least, 64), 32, 8, 2)
     return Tile(max(least, 128), 128, 8, 2)

@@ -37,9 +37,32 @@ class OpenConnector(NamedTuple):
     facts: ConnectorFacts
 
 
+class RunningStep(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Its outcome; waits for it. Called once, in the order of the steps."""
+
+
+class FinishedStep(NamedTuple):
+    """A RunningStep that was over at once."""
+
+    outcome: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        return self.outcome
+
+
 class Executor(Protocol):
     """Owns the workers. Called by EngineCore on its one thread, in this order: `load_model`, `initialize_kv_cache`,
-    `open_connector`, `measure_steps`, then `execute` once per step, then `close`."""
+    `open_connector`, `measure_steps`, then `submit` once per step, then `close`."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be submitted before the result of the one before is known, if all requests of both
+        are simple (see SamplingParams.is_simple): tokens that the first samples are inputs of the second. One step may
+        be ahead in this way."""
 
     def load_model(self) -> ModelFacts:
         """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
@@ -54,8 +77,8 @@ class Executor(Protocol):
         """Opens the connector over the KV cache, if there is one; the caller uses it until `close`. `on_settled` may
         be called from any thread, also between steps."""
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step: removes dropped requests, runs the forward pass, samples."""
+    def submit(self, step: SchedulerOutput) -> RunningStep:
+        """Begins one step: removes dropped requests, runs the forward pass, samples."""
 
     def close(self) -> None:
         """Releases everything, the connector included. Idempotent; safe after a partial start."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.config import EngineConfig
-from common.engine.executor.base import ModelFacts, OpenConnector
+from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
@@ -192,6 +192,7 @@ class FakeExecutor:
         eos_token_ids: frozenset[int] = frozenset(),
         connector: WorkerConnector | None = None,
         step_s: float = 0.0,
+        runs_ahead: bool = False,
     ) -> None:
         self._block_size = block_size
         bytes_per_block = 2 * block_size * 4
@@ -207,6 +208,7 @@ class FakeExecutor:
         )
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
+        self.runs_ahead = runs_ahead
         self._requests: dict[RequestId, _FakeRequest] = {}
         self._slots: npt.NDArray[np.float32] = np.empty((0, 2, block_size), dtype=np.float32)
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
@@ -230,6 +232,10 @@ class FakeExecutor:
         return OpenConnector(
             self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
         )
+
+    def submit(self, step: SchedulerOutput) -> FinishedStep:
+        """See Executor."""
+        return FinishedStep(self.execute(step))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Write the scheduled tokens' "KV"; hash what can be read where a request reaches its last token."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
-from common.engine.executor.base import ModelFacts, OpenConnector
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from common.engine.executor.base import ModelFacts, OpenConnector, RunningStep
+from common.engine.scheduler.output import SchedulerOutput
 from common.engine.worker.worker import Worker
 
 
@@ -32,9 +32,14 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.open_connector(on_settled)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    @property
+    def runs_ahead(self) -> bool:
         """See Executor."""
-        return self._worker.execute(step)
+        return self._worker.runs_ahead
+
+    def submit(self, step: SchedulerOutput) -> RunningStep:
+        """See Executor."""
+        return self._worker.submit(step)
 
     def close(self) -> None:
         """See Executor."""

@@ -12,6 +12,8 @@ hash of a counter, in 64-bit integers that wrap.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK64 = (1 << 64) - 1
@@ -22,7 +24,21 @@ _MIX_2 = 0x94D049BB133111EB
 
 def stream_key(seed: int, position: int) -> int:
     """Start of the counter for one output position: a signed 64-bit integer. Only the seed's low 64 bits matter."""
-    return _signed(_mix(_mix(seed & _MASK64) + _GOLDEN * (position + 1)))
+    return _signed(_mix(mixed_seed(seed) + _GOLDEN * (position + 1)))
+
+
+def mixed_seed(seed: int) -> int:
+    """What `stream_keys` takes of a seed: an unsigned 64-bit integer."""
+    return _mix(seed & _MASK64)
+
+
+def stream_keys(mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`stream_key` of several seeds, each with a position of its own."""
+    bits = mixed_seeds + np.uint64(_GOLDEN) * (positions.astype(np.uint64) + np.uint64(1))
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_MIX_1)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_MIX_2)
+    keys: npt.NDArray[np.int64] = (bits ^ (bits >> np.uint64(31))).view(np.int64)
+    return keys
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.sampling.draws import MIN_TEMPERATURE
 from common.engine.sampling.noise import gumbel_noise, stream_key
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
 
-_MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
 _MAX_LOGIT = torch.finfo(torch.float32).max
 _TIE_MARGIN = 16  # ranks taken beyond those that are wanted, so that a tie at the last of them is seen whole
@@ -53,13 +53,7 @@ class SamplingRow:
 
 def is_plain(params: SamplingParams) -> bool:
     """True if the request's next token is just the argmax of its logits, whatever came before."""
-    return (
-        params.greedy
-        and params.num_logprobs is None
-        and not (params.min_tokens or params.logit_bias or params.allowed_token_ids or params.bad_word_token_ids)
-        and not params.thinking_end_token_ids
-        and not _penalised(params)
-    )
+    return params.greedy and params.is_simple
 
 
 class LogitMask(Protocol):
@@ -117,7 +111,7 @@ class Sampler:
         return tokens
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        penalised = [i for i, row in enumerate(rows) if _penalised(row.params)]
+        penalised = [i for i, row in enumerate(rows) if row.params.is_penalised]
         if not penalised:
             return
         chosen = [rows[i] for i in penalised]
@@ -136,10 +130,6 @@ class Sampler:
         logits[index] = torch.where(best.isfinite(), penalised_scores.clamp(-_MAX_LOGIT, _MAX_LOGIT), torch.nan)
 
 
-def _penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-
-
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> torch.Tensor:
     """Token ids of the rows named by `drawn`, in order, a few rows at a time."""
     at_once = max(1, _MAX_DRAWN_LOGITS // logits.shape[1])
@@ -150,7 +140,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int
 def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw from logits [rows, vocabulary] of rows that are not greedy."""
     params = [row.params for row in rows]
-    temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
+    temperatures = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     keys = torch.tensor(
         [[stream_key(row.params.settled_seed, row.output_position)] for row in rows], device=logits.device

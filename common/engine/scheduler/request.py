@@ -48,6 +48,7 @@ class Request:
         "grammar",
         "is_in_batch",
         "is_producer",
+        "is_simple",
         "is_started",
         "max_num_tokens",
         "num_computed_tokens",
@@ -89,6 +90,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.grammar: CompiledGrammar | None = None  # for its constraint, if it has one
+        self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.num_computed_tokens = 0

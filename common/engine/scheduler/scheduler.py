@@ -160,6 +160,60 @@ class Scheduler:
                 self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
         return self._build(plan)
 
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """Decide the step after the one that runs, before its outcome is known: one more token for each request that
+        goes on. None if anything else is to be decided. Its tokens count as computed from `begin_ahead` on, which is
+        called after `update`; those of requests that have ended by then are not used."""
+        running = self._running
+        if self._has_more_to_decide or not all(self._samples_simply(request) for request in running):
+            return None
+        going_on = [request for request in running if request.num_tokens + 1 < request.max_num_tokens]
+        num_grown = sum(request.num_tokens % self._block_size == 0 for request in going_on)
+        if not going_on or num_grown > self._kv.num_free_blocks:
+            return None
+        ahead = SchedulerOutput(
+            num_scheduled_tokens=dict.fromkeys((request.request_id for request in going_on), 1),
+            total_num_scheduled_tokens=len(going_on),
+            work=float(len(going_on)),
+            num_context_tokens=sum(request.num_tokens for request in going_on),
+            dropped_request_ids=self._lifecycle.take_dropped(),
+        )
+        for request in going_on:
+            added = self._kv.grow(request, request.num_tokens + 1)
+            if added:
+                ahead.new_block_ids[request.request_id] = added
+        return ahead
+
+    def begin_ahead(self, ahead: SchedulerOutput) -> None:
+        """The step that was decided ahead runs."""
+        self._last_step_tokens = ahead.total_num_scheduled_tokens
+        live = self._places.live
+        for request_id in ahead.num_scheduled_tokens:
+            request = live.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens += 1
+
+    @property
+    def _has_more_to_decide(self) -> bool:
+        """Whether something else than the running requests may get tokens or blocks."""
+        places = self._places
+        has_slot = len(self._running) < self._max_num_running
+        return bool(
+            self._transfers.has_notes
+            or self._grammars.has_notes
+            or (has_slot and places.ready)
+            or (not self._lifecycle.is_stalled and (places.consumers or (has_slot and places.waiting)))
+        )
+
+    def _samples_simply(self, request: Request) -> bool:
+        """Whether the step that runs samples its next token, after which another can follow unseen."""
+        return (
+            request.is_simple
+            and not request.is_producer
+            and not request.wants_prompt_logprobs
+            and request.num_computed_tokens == request.num_tokens
+        )
+
     def _collect(self, now: float) -> None:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
         if self._grammars.has_notes:

@@ -103,10 +103,11 @@ def attend_kernel(
                 best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
                 NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, False,
             )  # fmt: skip
-    for start in range(masked_from, end, KEYS):
+    MASKED_KEYS: tl.constexpr = KEYS if KEYS <= 64 else 64  # masks take registers
+    for start in range(masked_from, end, MASKED_KEYS):
         best, total, values = _take_keys(
             best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, True,
         )  # fmt: skip
 
     is_stored = is_row[:, None] & is_dim[None, :]
@@ -135,9 +136,10 @@ def _take_keys(
         blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0)
     else:
         blocks = tl.load(table + tokens // BLOCK_SIZE)
-    offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
-    key_addresses = keys_of_head + offsets[None, :] + dims[:, None]
-    value_addresses = keys_of_head + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + offsets[:, None] + dims[None, :]
+    token_keys = keys_of_head + blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
+    token_values = token_keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    key_addresses = token_keys[None, :] + dims[:, None]
+    value_addresses = token_values[:, None] + dims[None, :]
     if IS_MASKED or HEAD_DIM != PADDED_DIM:
         is_dim = dims < HEAD_DIM
         keys = tl.load(key_addresses, mask=is_token[None, :] & is_dim[:, None], other=0.0)

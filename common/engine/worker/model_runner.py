@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -11,7 +11,9 @@ import torch
 from common.engine.attention.base import ProjectionAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
+from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.model.loader import LoadedModel
+from common.engine.sampling.draws import Draws
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
@@ -19,11 +21,19 @@ from common.engine.worker.batch import PackedBatch, pack_batch
 from common.engine.worker.constraints import TokenMask
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
 from common.engine.worker.request_table import RequestTable
+from common.engine.worker.sampling_step import SamplingStep
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
+
+
+def device_sampler() -> Callable[[torch.Tensor, Draws], torch.Tensor]:
+    """See `sample_on_device`, which is imported where Triton is used only."""
+    from common.engine.sampling.device_sampler import sample_on_device
+
+    return sample_on_device
 
 
 class _Sampled(NamedTuple):
@@ -55,6 +65,8 @@ class ModelRunner:
             install(loaded.attention_modules, self._attention)
         self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler()
+        self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
+        self._sampling: SamplingStep | None = None  # the last step that sampled on the device
         self._table = RequestTable(
             max_num_seqs,
             max_model_len,
@@ -68,14 +80,40 @@ class ModelRunner:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
         self._table.update(step)
 
-    @torch.inference_mode()
     def run(self, num_scheduled_tokens: dict[RequestId, int]) -> ModelRunnerOutput:
         """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
+        return self.submit(num_scheduled_tokens).result()
+
+    @torch.inference_mode()
+    def submit(self, num_scheduled_tokens: dict[RequestId, int]) -> RunningStep:
+        """Begins to. The step is over at once unless a GPU computes it and all requests are simple."""
+        before = self._sampling
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
             self._clear(batch.opened_blocks)
+        if before is not None and not before.is_settled:
+            batch = before.fill_in(batch)
         logits = self._forward(batch)
+        if self._samples_on_device(batch):
+            assert self._sample_on_device is not None
+            token_ids = self._sample_on_device(logits, self._table.draws(batch.sampled_rows))
+            self._sampling = SamplingStep(token_ids, batch, self._table)
+            return self._sampling
+        if before is not None:
+            before.settle()
+        return FinishedStep(self._finish(batch, logits))
+
+    def _samples_on_device(self, batch: PackedBatch) -> bool:
+        rows = batch.sampled_rows
+        return (
+            self._sample_on_device is not None
+            and bool(batch.sampled_ids)
+            and not batch.prompt_runs
+            and bool(self._table.is_simple[rows].all())
+        )
+
+    def _finish(self, batch: PackedBatch, logits: torch.Tensor) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from common.engine.sampling.draws import Draws, draw_params
+from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
@@ -42,8 +44,12 @@ class RequestTable:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.plain = np.ones(max_num_seqs, dtype=np.bool_)  # see sampler.is_plain
+        # Of rows whose requests are simple, see SamplingParams.is_simple; the others draw by their parameters.
+        self.is_simple = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._draw_params = np.zeros((max_num_seqs, 4), dtype=np.float32)  # see Draws
+        self._mixed_seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._num_blocks = [0] * max_num_seqs
-        self._num_prompt_tokens = [0] * max_num_seqs
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [SamplingParams()] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
         self.constraints = Constraints(vocab_size, eos_token_ids)
@@ -73,12 +79,31 @@ class RequestTable:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
+    def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """One token for each of the rows is being sampled: -1, -2, ... stand for them until `settle_tokens`. Returns
+        their places."""
+        places = self.num_tokens[rows]
+        self.token_ids[rows, places] = -1 - np.arange(len(rows))
+        self.num_tokens[rows] += 1
+        return places
+
+    def settle_tokens(
+        self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """The tokens that were expected. Rows of requests dropped meanwhile are of no other request yet."""
+        self.token_ids[rows, places] = token_ids
+
+    def draws(self, rows: npt.NDArray[np.int64]) -> Draws:
+        """How the next tokens of simple rows are drawn."""
+        positions = self.num_tokens[rows] - self._num_prompt_tokens[rows]
+        return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
+
     def sampling_row(self, row: int) -> SamplingRow:
         """Returns the sampler's view of a row."""
         return SamplingRow(
             self._params[row],
             self.token_ids[row, : self.num_tokens[row]],
-            self._num_prompt_tokens[row],
+            int(self._num_prompt_tokens[row]),
             self._rules[row],
             self._processors_of[row],
         )
@@ -99,6 +124,9 @@ class RequestTable:
         self._processors_of[row] = processors
         self.plain[row] = is_plain(new.sampling) and not processors
         self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self.is_simple[row] = new.sampling.is_simple and not processors and new.grammar is None
+        self._draw_params[row] = draw_params(new.sampling)
+        self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
         self.constraints.add(row, new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
-from common.engine.executor.base import ModelFacts, OpenConnector
+from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector, RunningStep
 from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
@@ -24,6 +24,17 @@ from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
+
+
+class _FencedStep(NamedTuple):
+    """See RunningStep."""
+
+    running: RunningStep
+    fence: Fence
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        return replace(self.running.result(), fence=self.fence)
 
 
 class Worker:
@@ -100,13 +111,22 @@ class Worker:
         facts = self._connector.register_kv_cache(self._kv_cache, self._facts.fingerprint, on_settled)
         return OpenConnector(self._connector, facts)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """See Executor.execute."""
+    @property
+    def runs_ahead(self) -> bool:
+        """See Executor.runs_ahead."""
+        return self._loaded is not None and self._loaded.attention_backend == "triton"
+
+    def submit(self, step: SchedulerOutput) -> RunningStep:
+        """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
-            return ModelRunnerOutput()
-        return replace(self._runner.run(step.num_scheduled_tokens), fence=self._fence())
+            return FinishedStep(ModelRunnerOutput())
+        return _FencedStep(self._runner.submit(step.num_scheduled_tokens), self._fence())
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step."""
+        return self.submit(step).result()
 
     def close(self) -> None:
         """See Executor.close."""

@@ -271,6 +271,9 @@ class FakeEngine:
     A load or a save touches its blocks when it settles, as late as a real transport may. Transfers hear of news at
     once, also in the middle of a step, between `begin_step` and `end_step`; what the scheduler is told then waits for
     its end.
+
+    One that runs ahead schedules a step before the one that runs is over, as an engine on a GPU does. What that step
+    writes is written as late as may be: when it ends.
     """
 
     def __init__(
@@ -279,10 +282,14 @@ class FakeEngine:
         *,
         block_size: int = BLOCK_SIZE,
         settle_at_once: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self.block_size = block_size
         self.settle_at_once = settle_at_once
+        self.runs_ahead = runs_ahead
+        self.num_ahead = 0  # steps that were scheduled ahead
+        self._ahead: SchedulerOutput | None = None
         self.now = 0.0
         self.machine: Line | None = None  # steps take so long; else a second, and the scheduler is told 10 ms
         self.medium: dict[BlockHash, list[int]] = {}
@@ -415,8 +422,13 @@ class FakeEngine:
     def begin_step(self) -> None:
         """What is scheduled now is computed by `end_step`."""
         assert self._scheduled is None
-        self._scheduled = self.scheduler.schedule(self.now)
-        self._collect(self.scheduler.take_urgent_news())
+        self._scheduled, self._ahead = self._ahead, None
+        if self._scheduled is None:
+            self._scheduled = self.scheduler.schedule(self.now)
+            self._collect(self.scheduler.take_urgent_news())
+        if self.runs_ahead and self._scheduled.num_scheduled_tokens:
+            self._ahead = self.scheduler.schedule_ahead()
+            self.num_ahead += self._ahead is not None
 
     def end_step(self) -> Step:
         """What was computed, and what the connector was asked since the last step."""
@@ -426,6 +438,8 @@ class FakeEngine:
         self.now += 1.0 if self.machine is None else step_s
         result = self._execute(scheduled)
         self._collect(self.scheduler.update(scheduled, result, step_s))
+        if self._ahead is not None:
+            self.scheduler.begin_ahead(self._ahead)
         self._settle_if_at_once()
         deferred, self._deferred = self._deferred, []
         for call in deferred:
@@ -443,7 +457,7 @@ class FakeEngine:
     def run(self, max_steps: int = 1000) -> int:
         """Step until there is nothing to do; how many steps that took."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self._ahead is None:
                 return num_steps
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.stats()}")
@@ -554,6 +568,7 @@ class FakeEngine:
             assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), f"{request_id} reads other KV"
             if stop == len(request.token_ids) and request_id in self.broken:
                 sampled[request_id] = None
+                request.token_ids.append(0)  # a step that runs ahead goes on with anything
             elif stop == len(request.token_ids):
                 sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
                 request.token_ids.append(sampled[request_id].token_id)

@@ -105,8 +105,9 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         budget=st.integers(2, 16),
         chunk=st.integers(2, 12),
         prefix_caching=st.booleans(),
+        runs_ahead=st.booleans(),
     )
-    def start(self, num_blocks, budget, chunk, prefix_caching):
+    def start(self, num_blocks, budget, chunk, prefix_caching, runs_ahead=False):
         self.chunk = chunk
         self.decode = FakeEngine(
             create_scheduler(
@@ -115,7 +116,8 @@ class DirectHandoffMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=budget,
                 enable_prefix_caching=prefix_caching,
                 is_direct=True,
-            )
+            ),
+            runs_ahead=runs_ahead,
         )
         self.incarnation = 0
         self.prefill = self.start_prefill()

@@ -35,11 +35,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.3]),
         prefix_caching=st.booleans(),
         tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
+        runs_ahead=st.booleans(),
     )
-    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers):
-        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers)
+    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead):
+        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead)
 
-    def _start(self, num_blocks, budget, seats, policy="fcfs", watermark=0.0, prefix_caching=True, tiers="none"):
+    def _start(
+        self,
+        num_blocks,
+        budget,
+        seats,
+        policy="fcfs",
+        watermark=0.0,
+        prefix_caching=True,
+        tiers="none",
+        runs_ahead=False,
+    ):
         scheduler = create_scheduler(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -51,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_blocks=tiers != "none",
             wants_offloads=tiers == "offloaded",
         )
-        self.engine = FakeEngine(scheduler)
+        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead)
         self.requests = {}
         self.open: dict[str, int] = {}  # consumers whose handoff is not final: tokens ready
         self.budget, self.seats = budget, seats

@@ -110,7 +110,7 @@ def worker_of(model, side="auto"):
         if side == "interpreted":
             patch.setenv("TRITON_INTERPRET", "1")
         worker.load_model()
-    worker.initialize_kv_cache(NUM_BLOCKS)
+        worker.initialize_kv_cache(NUM_BLOCKS)
     return worker
 
 

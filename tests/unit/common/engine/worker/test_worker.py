@@ -125,7 +125,7 @@ def test_handoff_between_two_executors(start):
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
-    result = producer.execute(SchedulerOutput([new], {}, {request_id: 19}, 19))
+    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19)).result()
     tokens = [result.sampled[request_id].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
@@ -134,7 +134,7 @@ def test_handoff_between_two_executors(start):
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
     for step in range(5):
-        result = consumer.execute(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1))
+        result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1)).result()
         tokens.append(result.sampled[request_id].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 

@@ -1,0 +1,73 @@
+"""Sampling of simple requests by Triton kernels: the result stays on the device until it is asked for.
+
+The tokens are those of `Sampler` but for rounding: probabilities are summed in another order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from common.engine.sampling.draws import Draws
+from common.engine.triton_kernels.sampling import NUMBERS, best_kernel, draw_kernel, settle_kernel
+
+
+def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Token ids [rows] for logits [rows, vocabulary], on their device; -1 where the best logit is not finite."""
+    num_rows, num_tokens = logits.shape
+    device = logits.device
+    keys, params = _upload(draws, device)
+    num_parts = triton.cdiv(num_tokens, NUMBERS)
+    part_best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
+    part_value = torch.empty((num_rows, num_parts), dtype=torch.float64, device=device)
+    part_winner = torch.empty((num_rows, num_parts), dtype=torch.int64, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    sizes = {"NUM_TOKENS": num_tokens, "SIZE": NUMBERS}
+    parts = {"PARTS": num_parts, "PADDED_PARTS": triton.next_power_of_2(num_parts)}
+    grid = (num_rows, num_parts)
+    stride = logits.stride(0)
+    best_kernel[grid](logits, part_best, stride, **sizes)
+    draw_kernel[grid](logits, part_best, keys, params, part_value, part_winner, stride, **sizes, **parts)
+    is_drawn = draws.params[:, 0] > 0
+    has_top_k, has_top_p = draws.params[:, 1] > 0, draws.params[:, 2] < 1
+    top_mass = _top_mass(logits, params, draws, is_drawn & has_top_k & has_top_p)
+    settle_kernel[(num_rows,)](
+        logits,
+        part_best,
+        keys,
+        params,
+        part_value,
+        part_winner,
+        top_mass,
+        tokens,
+        stride,
+        **sizes,
+        **parts,
+        TRUNCATES=bool((is_drawn & (has_top_k | has_top_p)).any()),
+        num_warps=8,
+    )
+    return tokens
+
+
+def _top_mass(
+    logits: torch.Tensor, params: torch.Tensor, draws: Draws, is_wanted: npt.NDArray[np.bool_]
+) -> torch.Tensor:
+    """exp(score) summed over the top_k best tokens of each row, [rows] float64, where wanted; else anything."""
+    if not is_wanted.any():
+        return params  # not read
+    count = min(int(draws.params[is_wanted, 1].max()), logits.shape[1])
+    best = torch.topk(logits, count, dim=-1).values.float()
+    scores = (best - best[:, :1]) / params[:, :1]
+    is_top = torch.arange(count, device=logits.device)[None] < params[:, 1:2]
+    return torch.where(is_top, scores.exp().double(), 0.0).sum(dim=-1)
+
+
+def _upload(draws: Draws, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both arrays, in one transfer."""
+    num_rows = len(draws.keys)
+    packed = torch.from_numpy(np.concatenate([draws.keys, draws.params.reshape(-1).view(np.int64)]))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return packed[:num_rows], packed[num_rows:].view(torch.float32).view(num_rows, 4)

@@ -1,0 +1,27 @@
+"""What simple requests draw their tokens by, as arrays; see SamplingParams.is_simple."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common.types import SamplingParams
+
+MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
+
+
+class Draws(NamedTuple):
+    """What the rows of a batch are drawn by."""
+
+    keys: npt.NDArray[np.int64]  # [rows], see noise.stream_keys
+    params: npt.NDArray[np.float32]  # [rows, 4]: temperature (0: greedy), top_k (0: all), top_p, log of min_p
+
+
+def draw_params(params: SamplingParams) -> tuple[float, float, float, float]:
+    """A row of `Draws.params`."""
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    margin = math.log(params.min_p) if params.min_p else -math.inf
+    return temperature, max(params.top_k, 0), params.top_p, margin

@@ -1,0 +1,52 @@
+"""A step whose tokens are sampled on the device, while the host goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from common.engine.scheduler.output import ModelRunnerOutput
+from common.engine.worker.batch import PackedBatch
+from common.engine.worker.request_table import RequestTable
+from common.types import SampledToken
+
+
+class SamplingStep:
+    """See RunningStep. In the request table, placeholders stand for its tokens until they are known."""
+
+    def __init__(self, token_ids: torch.Tensor, batch: PackedBatch, table: RequestTable) -> None:
+        """`token_ids` [sampled requests], on the device; -1: no token."""
+        self.is_settled = False
+        self._token_ids = token_ids
+        self._request_ids = batch.sampled_ids
+        self._rows = batch.sampled_rows
+        self._table = table
+        self._places = table.expect_tokens(self._rows)
+        self._on_host = token_ids
+        self._copied: torch.cuda.Event | None = None
+        if token_ids.device.type == "cuda":
+            self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._on_host.copy_(token_ids, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def fill_in(self, batch: PackedBatch) -> PackedBatch:
+        """`batch`, packed after this step, with this step's tokens in place of the placeholders."""
+        ids = batch.input_ids
+        own = self._token_ids.clamp(min=0)[(-1 - ids).clamp(min=0)]  # a request without a token ends: any will do
+        return replace(batch, input_ids=torch.where(ids < 0, own, ids))
+
+    def settle(self) -> None:
+        """Waits for the tokens and notes them in the request table. Idempotent."""
+        if not self.is_settled:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self.is_settled = True
+            self._table.settle_tokens(self._rows, self._places, self._on_host.clamp(min=0).numpy())
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        self.settle()
+        tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self._on_host.tolist()]
+        return ModelRunnerOutput(sampled=dict(zip(self._request_ids, tokens, strict=True)))
