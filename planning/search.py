@@ -83,11 +83,11 @@ class Planner:
         workload: Workload,
         slo: Slo,
         *,
-        has_warm_up: bool = True,
+        warm_up_s: float | None = None,
         on_try: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`has_warm_up`: what comes before there are as many requests as usual does not count. `on_try` is told the
-        number of simulations so far. Raises ConfigError if a request fits no pod."""
+        """`warm_up_s`: what comes before does not count; None: until there are as many requests as usual. `on_try` is
+        told the number of simulations so far. Raises ConfigError if a request fits no pod."""
         if workload.longest > profile.max_model_len:
             raise ConfigError(
                 f"a request of {workload.longest:,} tokens does not fit the model's {profile.max_model_len:,}"
@@ -99,7 +99,7 @@ class Planner:
         self._hardware = profile.hardware(
             workload.mean_prompt_tokens + workload.mean_output_tokens, target_itl_s=slo.target_itl_s
         )
-        self._has_warm_up = has_warm_up
+        self._warm_up_s = warm_up_s
         self._on_try = on_try
         self._tried: dict[tuple[Size, float], Measured] = {}
 
@@ -176,10 +176,13 @@ class Planner:
         return self.workload.rate * scale
 
     def _simulate(self, size: Size, scale: float, workload: Workload) -> Measured:
-        setting = Setting(self._hardware, size.num_prefill, size.num_decode, _POLICY, _REMOTE_PREFILL)
         trace = workload.trace(scale, self._hardware.block_size)
-        if self._has_warm_up:
-            setting = setting._replace(warm_up_s=min(self._stay_s(), trace.sessions[-1].start_s / 4))
+        warm_up_s = self._warm_up_s
+        if warm_up_s is None:
+            warm_up_s = min(self._stay_s(), trace.sessions[-1].start_s / 4)
+        setting = Setting(
+            self._hardware, size.num_prefill, size.num_decode, _POLICY, _REMOTE_PREFILL, warm_up_s=warm_up_s
+        )
         outcome = SimulatedCluster(setting).serve(trace)
         percentile = self.slo.percentile
         return Measured(

@@ -78,10 +78,12 @@ class SimulatedCluster:
         num_pods = setting.num_prefill + setting.num_decode
         self._pods = [SimulatedPod(setting.hardware, self.clock, self._on_change) for _ in range(num_pods)]
         self._numbers = {id(pod): number for number, pod in enumerate(self._pods)}
+        self._figures = [pods_pb2.PodStats() for _ in range(num_pods)]  # as of the end of each pod's last step
+        self._reported_at = [-math.inf] * num_pods
         self._reports_due: set[int] = set()  # numbers of pods
         self.routers = [SimulatedRouter(setting, self.clock, self._pods, seed) for seed in range(setting.num_routers)]
-        for number in range(num_pods):
-            self._report(number)
+        for pod in self._pods:
+            self._on_change(pod)
         self._gates = {
             id(router): SimulatedGate(router, self.clock, setting.admission, setting.limits)
             for router in self.routers
@@ -153,27 +155,36 @@ class SimulatedCluster:
         _Request(self, session, 0).arrive()
 
     def _on_change(self, pod: SimulatedPod) -> None:
+        """Has it reported now, or once _REPORT_S have passed since its last report."""
         number = self._numbers[id(pod)]
-        if number not in self._reports_due:
+        self._figures[number] = _figures(pod)
+        due = self._reported_at[number] + _REPORT_S
+        if due <= self.clock.now:
+            self._report(number)
+        elif number not in self._reports_due:
             self._reports_due.add(number)
-            self.clock.after(_REPORT_S, lambda: self._report(number))
+            self.clock.at(due, lambda: self._report(number))
 
     def _report(self, number: int) -> None:
-        """What a pod says reaches the routers a moment later; nothing of it changes meanwhile that matters."""
         self._reports_due.discard(number)
+        self._reported_at[number] = self.clock.now
         pod = self._pods[number]
-        stats = pods_pb2.PodStats(
-            num_running=len(pod.running),
-            num_waiting=len(pod.waiting),
-            num_free_blocks=pod.cache.num_free,
-            num_blocks=pod.hardware.num_blocks,
-            num_queued_tokens=pod.num_queued_tokens,
-            last_step_s=pod.last_step_s,
-            last_step_tokens=pod.last_step_tokens,
-        )
         stored, removed = pod.cache.take_events()
         for router in self.routers:
-            self.clock.after(pod.hardware.message_s, partial(router.on_report, number, stats, stored, removed))
+            report = partial(router.on_report, number, self._figures[number], stored, removed)
+            self.clock.after(pod.hardware.message_s, report)
+
+
+def _figures(pod: SimulatedPod) -> pods_pb2.PodStats:
+    return pods_pb2.PodStats(
+        num_running=len(pod.running),
+        num_waiting=len(pod.waiting),
+        num_free_blocks=pod.cache.num_free,
+        num_blocks=pod.hardware.num_blocks,
+        num_queued_tokens=pod.num_queued_tokens,
+        last_step_s=pod.last_step_s,
+        last_step_tokens=pod.last_step_tokens,
+    )
 
 
 class _Request:

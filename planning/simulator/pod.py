@@ -1,8 +1,9 @@
 """A simulated pod: continuous batching, chunked prefill, prefix caching, preemption by recompute. What a step takes of
 prompts is what the engine would take, by what the pod has learned of its own steps.
 
-Nothing happens between the ends of steps but arrivals. While all that runs decodes and nothing waits, many steps are
-taken as one stretch, which an arrival cuts short at the end of the step that it falls into.
+As in the engine, a request that arrives while a step runs is looked at when the step has ended, and figures are
+published at the ends of steps. While all that runs decodes and nothing waits, several steps are taken as one stretch,
+which an arrival cuts short at the end of the step that it falls into.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from common.step_times import StepTimes
 from planning.simulator.cache import BlockCache
 from planning.simulator.hardware import Hardware, Step, StepModel
 
-_LONGEST_STRETCH_S = 0.25
+_LONGEST_STRETCH_S = 0.05  # as often as a pod reports
+_UNLIKE = 1e-9  # share by which the durations of two steps in a row differ at least, as measured ones do
 
 
 class Clock:
@@ -99,7 +101,7 @@ class PodRequest:
 
 
 class SimulatedPod:
-    """One pod. `on_change` is called when there is something to report."""
+    """One pod. `on_change` is called when a step has ended, and before the next one begins."""
 
     def __init__(self, hardware: Hardware, clock: Clock, on_change: Callable[[SimulatedPod], None]) -> None:
         self.hardware = hardware
@@ -107,7 +109,8 @@ class SimulatedPod:
         self.waiting: list[PodRequest] = []  # in order
         self.running: list[PodRequest] = []
         steps = measured_steps(hardware.steps, hardware.max_num_batched_tokens)
-        self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, steps)
+        measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in steps]
+        self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, measured_work)
         self._knee = measured_knee(steps) or 1.0
         self.last_step_s = 0.0
         self.last_step_tokens = 0
@@ -115,7 +118,9 @@ class SimulatedPod:
         self.busy_s = 0.0
         self._clock = clock
         self._on_change = on_change
+        self._arrived: list[PodRequest] = []  # since the step began
         self._stretch: tuple[float, float, int] | None = None  # start, seconds of a step, steps
+        self._load = 0.0, 0  # work and context of one of its steps
         self._chunks: list[tuple[PodRequest, int]] = []
         self._version = 0
 
@@ -128,13 +133,7 @@ class SimulatedPod:
 
     def submit(self, job: PodRequest) -> None:
         """Take a job."""
-        job.order = self._clock.now
-        if not job.handed_over:
-            num_cached = self.cache.match(job.hashes[: job.num_tokens // self.hardware.block_size])
-            num_cached *= self.hardware.block_size
-            job.order += self._step_times.line.token_s * prefill_work(job.num_tokens - num_cached, num_cached)
-        insort(self.waiting, job, key=_order)
-        self._on_change(self)
+        self._arrived.append(job)
         if self._stretch is None:
             self._start()
         else:
@@ -143,7 +142,18 @@ class SimulatedPod:
             if done < steps:
                 self._run(start, step_s, done)
 
+    def _take_arrived(self) -> None:
+        for job in self._arrived:
+            job.order = self._clock.now
+            if not job.handed_over:
+                num_cached = self.cache.match(job.hashes[: job.num_tokens // self.hardware.block_size])
+                num_cached *= self.hardware.block_size
+                job.order += self._step_times.line.token_s * prefill_work(job.num_tokens - num_cached, num_cached)
+            insort(self.waiting, job, key=_order)
+        self._arrived.clear()
+
     def _start(self) -> None:
+        self._take_arrived()
         self._make_room()
         self._admit_handed_over()
         hardware = self.hardware
@@ -166,8 +176,7 @@ class SimulatedPod:
         self._chunks = chunks
         tokens = sum(chunk for _, chunk in chunks)
         step_s = hardware.steps.seconds(Step(tokens - num_decoding, num_decoding, len(chunks), context, attended))
-        self.last_step_s, self.last_step_tokens = step_s, tokens
-        self._step_times.observe(step_s, work, context)
+        self._load = work, context
         self._run(self._clock.now, step_s, self._stretch_steps(step_s))
 
     def _room_for_prompts(self, num_streams: int, num_decoding: int, context: int) -> PromptRoom:
@@ -218,6 +227,7 @@ class SimulatedPod:
         _, step_s, steps = self._stretch
         self._stretch = None
         self.busy_s += step_s * steps
+        self._learn(step_s)
         for job, chunk in self._chunks:
             self._advance(job, chunk if steps == 1 else steps, steps, step_s)
         for job, _ in self._chunks:
@@ -227,6 +237,13 @@ class SimulatedPod:
                 job.listener.on_end()
         self._on_change(self)
         self._start()
+
+    def _learn(self, step_s: float) -> None:
+        """Learns once from a stretch: to do so from each of its steps, as the engine does, takes most of a simulation's
+        time."""
+        self._step_times.observe(step_s, *self._load)
+        self.last_step_s = step_s * (1 + _UNLIKE) if step_s == self.last_step_s else step_s
+        self.last_step_tokens = sum(chunk for _, chunk in self._chunks)
 
     def _advance(self, job: PodRequest, computed: int, steps: int, step_s: float) -> None:
         job.num_computed += computed

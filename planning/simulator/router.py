@@ -161,7 +161,7 @@ class SimulatedRouter:
         share = Share(
             tokens=query.num_prompt_tokens if computes else 0,
             work=float(prefill_work(uncached, placement.cached_tokens)) if computes else 0.0,
-            blocks=int(uncached) // query.block_size,
+            blocks=-(-int(uncached) // query.block_size),
             context=0.0 if placement.candidates.leg is Leg.PREFILL else placement.candidates.context_tokens,
         )
         num_held = int(placement.cached_tokens) // query.block_size

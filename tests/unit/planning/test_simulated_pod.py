@@ -1,0 +1,90 @@
+"""A simulated pod publishes its figures when a real one would, and they show what the real ones show."""
+
+from __future__ import annotations
+
+import pytest
+
+from planning.simulator.hardware import Hardware
+from planning.simulator.pod import Clock, PodRequest, SimulatedPod
+from planning.steps import StepFit
+
+BLOCK_SIZE = 16
+PROMPT = 128  # tokens
+PROMPT_S, DECODE_S = 0.2, 0.01  # of a step
+HARDWARE = Hardware(
+    name="steady",
+    steps=StepFit(
+        prefill_base_s=PROMPT_S,
+        decode_base_s=DECODE_S,
+        prompt_token_s=0.0,
+        attended_s=0.0,
+        decode_request_s=0.0,
+        context_token_s=0.0,
+    ),
+    handoff_s=0.001,
+    handoff_token_s=0.0,
+    num_blocks=1000,
+    block_size=BLOCK_SIZE,
+    max_num_batched_tokens=2048,
+    max_num_seqs=64,
+)
+
+
+class Silent:
+    """A Listener that drops everything."""
+
+    def on_scheduled(self, num_cached_tokens: int) -> None:
+        pass
+
+    def on_tokens(self, count: int, seconds_each: float) -> None:
+        pass
+
+    def on_end(self) -> None:
+        pass
+
+
+def job(name: int, num_output_tokens: int) -> PodRequest:
+    hashes = [bytes([name, block]) * 8 for block in range(PROMPT // BLOCK_SIZE)]
+    return PodRequest(hashes, PROMPT, num_output_tokens, handed_over=False, listener=Silent())
+
+
+class Watched:
+    """A pod, and what it said at the end of each of its steps."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.times: list[float] = []
+        self.num_queued_tokens: list[int] = []
+        self.step_s: list[float] = []
+        self.pod = SimulatedPod(HARDWARE, self.clock, self._note)
+
+    def _note(self, pod: SimulatedPod) -> None:
+        self.times.append(self.clock.now)
+        self.num_queued_tokens.append(pod.num_queued_tokens)
+        self.step_s.append(pod.last_step_s)
+
+
+def test_a_pod_speaks_at_the_ends_of_steps_and_not_of_what_came_during_one() -> None:
+    watched = Watched()
+    watched.clock.at(0.0, lambda: watched.pod.submit(job(1, 1)))
+    watched.clock.at(PROMPT_S / 2, lambda: watched.pod.submit(job(2, 1)))
+    watched.clock.run()
+    assert watched.times == pytest.approx([PROMPT_S, 2 * PROMPT_S])
+    assert watched.num_queued_tokens == [0, 0]
+
+
+def test_no_two_steps_in_a_row_look_like_the_same_one() -> None:
+    watched = Watched()
+    for number in range(4):
+        watched.clock.at(number, lambda number=number: watched.pod.submit(job(number, 1)))  # type: ignore[misc]
+    watched.clock.run()
+    assert watched.step_s == pytest.approx([PROMPT_S] * 4)
+    assert all(before != after for before, after in zip(watched.step_s, watched.step_s[1:], strict=False))
+
+
+def test_a_pod_that_only_decodes_speaks_as_often_as_it_may_report() -> None:
+    watched = Watched()
+    watched.clock.at(0.0, lambda: watched.pod.submit(job(1, 50)))
+    watched.clock.run()
+    assert watched.times[-1] == pytest.approx(PROMPT_S + 49 * DECODE_S)
+    assert max(after - before for before, after in zip(watched.times, watched.times[1:], strict=False)) < 0.06
