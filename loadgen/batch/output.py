@@ -75,7 +75,10 @@ class OutputFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{_OPTION}: another process writes {self.path}", param="output_file") from error
-        end = 0
+        self._read()
+
+    def _read(self) -> None:
+        end, line = 0, b"\n"
         for number, line in enumerate(self._lines(), start=1):
             try:
                 answer = msgspec.json.decode(line, type=BatchAnswer)
@@ -83,14 +86,14 @@ class OutputFile:
                 if not line.endswith(b"\n"):
                     self.num_cut = len(line)
                     os.ftruncate(self._file, end)
-                    break
+                    return
                 raise self._foreign(number) from error
             if not answer.id.startswith(ID_PREFIX):
                 raise self._foreign(number)
             self._note(answer)
             end += len(line)
-            if not line.endswith(b"\n"):  # complete but for its end
-                os.write(self._file, b"\n")
+        if not line.endswith(b"\n"):  # complete but for its end
+            os.write(self._file, b"\n")
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as lines:
