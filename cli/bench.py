@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -28,7 +28,7 @@ from loadgen.http_client import HttpClient
 from loadgen.load import Run, run_load
 from loadgen.prompts import WordSource, check_endpoint, words_of_endpoint, words_of_tokenizer
 from loadgen.slo import Slo, parse_slo
-from loadgen.sweep import Try, highest_rate
+from loadgen.sweep import Found, Try, highest_rate
 from loadgen.table import as_table
 from loadgen.workload import Conversation, LoadOptions, build_conversations
 
@@ -41,9 +41,9 @@ _EXAMPLES = {
     "serve": (
         "baton bench serve --input-len 256 --output-len 64 --ignore-eos --request-rate 4",
         "baton bench serve --api chat --dataset-name multi-turn --max-concurrency 8 --html report.html",
-        "baton bench serve --dataset-name trace --dataset-path conversation_trace.jsonl --goodput ttft:500 itl:50",
+        "baton bench serve --dataset-name trace --dataset-path conversation_trace.jsonl --goodput ttft:500 tpot:50",
     ),
-    "sweep": ("baton bench sweep --input-len 256 --output-len 64 --ignore-eos --goodput ttft:500 itl:50",),
+    "sweep": ("baton bench sweep --input-len 256 --output-len 64 --ignore-eos --goodput ttft:500 tpot:50",),
     "compare": ("baton bench compare --url http://127.0.0.1:8000 --url-b http://127.0.0.1:8001 --request-rate 4",),
 }
 _EXIT_CODES = {
@@ -124,7 +124,7 @@ class _Asked(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises BatonError."""
-    args = _parser().parse_args(argv)
+    args = create_parser().parse_args(argv)
     for option in ("json", "html"):
         _check_writable(getattr(args, option), option)
     allow_connections()
@@ -156,14 +156,7 @@ def sweep(args: argparse.Namespace) -> int:
         raise ConfigError("--goodput: required; the SLOs that the rate has to keep", param="goodput")
     if asked.load.dataset_name in ("file", "trace"):
         raise ConfigError("--dataset-name: sweep makes its requests itself; use serve for a file", param="dataset_name")
-    with _sweeping(asked, search) as measure:
-        found = highest_rate(
-            measure,
-            start=search.start_rate,
-            attainment=search.attainment / 100,
-            precision=search.precision,
-            on_try=_print_try,
-        )
+    found = uvloop.run(_search(asked, search))
     print(found.summary)
     settings = asked.settings(search)
     tries = {"highest_rate": found.kept, "lowest_broken_rate": found.broken, "tries": [*map(Try._asdict, found.tries)]}
@@ -231,27 +224,23 @@ def _difference_table(found: Sequence[Difference], num_runs: int) -> str:
     return "\n".join([*lines, "p: exact rank-sum test over runs, corrected for the number of figures (Holm)"])
 
 
-@contextlib.contextmanager
-def _sweeping(asked: _Asked, search: SweepOptions) -> Iterator[Callable[[float], float]]:
-    """Yields a function that measures a rate. All tries use one event loop and one client."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        reached = _reached(asked.endpoint, asked.load)
-        target = runner.run(reached.__aenter__())
-        seeds = iter(range(asked.load.seed, asked.load.seed + 10**6))
+async def _search(asked: _Asked, search: SweepOptions) -> Found:
+    seeds = itertools.count(asked.load.seed)  # other prompts each time, which no cache knows
+    async with _reached(asked.endpoint, asked.load) as target:
 
-        def measure(rate: float) -> float:
-            load = msgspec.structs.replace(
-                asked.load,
-                request_rate=str(rate),
-                num_prompts=max(_LEAST_REQUESTS, round(rate * search.try_s)),
-                seed=next(seeds),
-            )
-            return summarise(runner.run(_run(target, load, f"{rate:.4g} requests/s")), asked.slo).attainment or 0.0
+        async def measure(rate: float) -> float:
+            count = max(_LEAST_REQUESTS, round(rate * search.try_s))
+            load = msgspec.structs.replace(asked.load, request_rate=str(rate), num_prompts=count, seed=next(seeds))
+            run = await _run(target, load, f"{rate:.4g} requests/s")
+            return summarise(run, asked.slo).attainment or 0.0
 
-        try:
-            yield measure
-        finally:
-            runner.run(reached.__aexit__(None, None, None))
+        return await highest_rate(
+            measure,
+            start=search.start_rate,
+            attainment=search.attainment / 100,
+            precision=search.precision,
+            on_try=_print_try,
+        )
 
 
 def _print_try(each: Try) -> None:
@@ -260,7 +249,7 @@ def _print_try(each: Try) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _reached(options: BenchOptions, load: LoadOptions) -> Any:
+async def _reached(options: BenchOptions, load: LoadOptions) -> AsyncIterator[_Target]:
     """Yields an endpoint that has answered. Raises BatonError."""
     client = open_endpoint(options)
     try:
@@ -303,7 +292,8 @@ def _asked(args: argparse.Namespace, *, exclude: frozenset[str] = frozenset()) -
     return _Asked(build(BenchOptions, args), build(LoadOptions, args, exclude=exclude), parse_slo(args.goodput), args)
 
 
-def _parser() -> ArgumentParser:
+def create_parser() -> ArgumentParser:
+    """The parser of all three commands."""
     parser = ArgumentParser(
         prog="baton bench",
         description="Sends load to an OpenAI endpoint, Baton or another, and measures it as its clients see it.",
@@ -343,7 +333,7 @@ def _add_command(
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="SLOs of a request in milliseconds: ttft, tpot, e2el, and itl for its longest gap: ttft:500 itl:50.",
+        help="SLOs of a request in milliseconds: ttft, tpot, e2el, and itl for its longest gap: ttft:500 tpot:50.",
     )
     output.add_argument("--json", type=Path, metavar="FILE", help="Write the results as JSON.")
     output.add_argument("--html", type=Path, metavar="FILE", help="Write a report with plots, one self-contained file.")

@@ -17,6 +17,7 @@ from common.config import ArgumentParser, add_arguments, build, epilog_of
 from common.errors import ConfigError
 from loadgen.batch.output import OutputFile
 from loadgen.batch.runner import Batch, InputFile
+from loadgen.http_client import HttpClient
 
 _DESCRIPTION = (
     "Sends the requests of a JSONL file in OpenAI's batch format to a running endpoint and appends each answer to "
@@ -78,7 +79,7 @@ def _run(source: InputFile, output_path: Path, options: BatchOptions) -> int:
     if output_path.exists() and output_path.samefile(source.path):
         raise ConfigError("--output-file: is the input file", param="output_file")
     allow_connections()
-    output = OutputFile(output_path)
+    client, output = open_endpoint(options), OutputFile(output_path)
     try:
         total, before = source.check_answered_by(output), len(output.done)
         if output.num_cut:
@@ -86,7 +87,7 @@ def _run(source: InputFile, output_path: Path, options: BatchOptions) -> int:
         if before:
             sys.stderr.write(f"{output_path} has {before} of {total} answers\n")
         try:
-            uvloop.run(_send(source, output, options, total))
+            uvloop.run(_send(source, output, client, options, total))
         except KeyboardInterrupt:
             sys.stderr.write(f"interrupted at {len(output.done)} of {total} answers; the same command continues\n")
             raise
@@ -97,8 +98,7 @@ def _run(source: InputFile, output_path: Path, options: BatchOptions) -> int:
     return EXIT_FAILED if failed else 0
 
 
-async def _send(source: InputFile, output: OutputFile, options: BatchOptions, total: int) -> None:
-    client = open_endpoint(options)
+async def _send(source: InputFile, output: OutputFile, client: HttpClient, options: BatchOptions, total: int) -> None:
     try:
         with ProgressBar(total, done=len(output.done)) as bar:
             batch = Batch(

@@ -265,6 +265,7 @@ def split_url(url: str) -> ServerAddress:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as the resolver does, which takes no label of more than 63 characters
     except ValueError:
         parts, port = urlsplit(""), None
     is_plain = not (parts.query or parts.fragment or parts.username or parts.password)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 _MOST_RATE = 1e5
@@ -37,8 +37,8 @@ class Found(NamedTuple):
         )
 
 
-def highest_rate(
-    measure: Callable[[float], float],
+async def highest_rate(
+    measure: Callable[[float], Awaitable[float]],
     *,
     start: float,
     attainment: float,
@@ -49,8 +49,8 @@ def highest_rate(
     the share that has to. Ends when kept and broken rates are no further apart than `precision`, as a share."""
     tries: list[Try] = []
 
-    def holds(rate: float) -> bool:
-        share = measure(rate)
+    async def holds(rate: float) -> bool:
+        share = await measure(rate)
         tries.append(Try(rate, share, share >= attainment))
         on_try(tries[-1])
         return tries[-1].is_kept
@@ -59,7 +59,7 @@ def highest_rate(
     high: float | None = None
     rate = start
     while low is None or high is None:
-        if holds(rate):
+        if await holds(rate):
             low, rate = rate, 2 * rate
         else:
             high, rate = rate, rate / 2
@@ -67,5 +67,5 @@ def highest_rate(
             return Found(low, high, tries)
     while high / low > 1 + precision:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if await holds(middle) else (low, middle)
     return Found(low, high, tries)

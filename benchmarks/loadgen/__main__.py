@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import describe_machine
-from benchmarks.loadgen.server import MODEL
+from benchmarks.loadgen.server import MODEL, timetable
 from benchmarks.router.processes import Child
 from common.demo_model import demo_model_path
+from loadgen.figures import distribution
 
 _CEILINGS = (  # API, streams at once, tokens of each, whether they are paced
     ("completions", 1, 2000, False),
@@ -36,6 +37,7 @@ _CEILINGS = (  # API, streams at once, tokens of each, whether they are paced
     ("chat", 64, 400, True),
 )
 _ANSWERS = (64, 1, 4000)  # streams at once, tokens, requests
+_REQUESTS = 200  # that both load generators send
 _TOLERATED = 0.03
 _FIGURES = (
     *(f"{statistic}_{name}_ms" for name in ("ttft", "tpot", "itl") for statistic in ("mean", "median", "p99")),
@@ -90,24 +92,41 @@ def _row(load: str, unit: str, counts: Sequence[int], runs: Sequence[dict[str, A
 
 def _agreement(command: str, repeats: int) -> Iterator[str]:
     loads = (
-        ("200 requests at 20/s", ["--request-rate", "20"]),
-        ("200 requests, 16 at once", ["--max-concurrency", "16"]),
+        (f"{_REQUESTS} requests at 20/s", ["--request-rate", "20"]),
+        (f"{_REQUESTS} requests, 16 at once", ["--max-concurrency", "16"]),
     )
     for title, arrivals in loads:
         pairs = [
             (
-                _ours("completions", None, 64, 200, paced=True, more=arrivals),
-                _theirs(command, 64, 200, arrivals),
+                _ours("completions", None, 64, _REQUESTS, paced=True, more=arrivals),
+                _theirs(command, 64, _REQUESTS, arrivals),
             )
             for _ in range(repeats)
         ]
         yield from (f"## Agreement with `vllm bench serve`: {title}", "")
-        yield from ("| figure | baton bench serve | vllm bench serve | ratio | |", "|---|---|---|---|---|")
+        yield from (
+            "| figure | timetable | baton bench serve | vllm bench serve | ratio | |",
+            "|---|---|---|---|---|---|",
+        )
+        planned = _planned()
         for name in _FIGURES:
             ours, theirs = (statistics.median(float(pair[side][name]) for pair in pairs) for side in (0, 1))
+            truth = f"{planned[name]:,.2f}" if name in planned else ""
             verdict = "pass" if abs(ours / theirs - 1) <= _TOLERATED else "**FAIL**"
-            yield f"| {name} | {ours:,.2f} | {theirs:,.2f} | {ours / theirs:.4f} | {verdict} |"
+            yield f"| {name} | {truth} | {ours:,.2f} | {theirs:,.2f} | {ours / theirs:.4f} | {verdict} |"
         yield ""
+
+
+def _planned() -> dict[str, float]:
+    """What clients would see of the server if nothing took time but its timetable."""
+    pairs = [timetable(number) for number in range(_REQUESTS)]
+    columns = {"ttft": [ttft_s for ttft_s, _ in pairs], "tpot": [gap_s for _, gap_s in pairs]}
+    columns["itl"] = columns["tpot"]  # as many gaps of each request
+    return {
+        f"{statistic}_{name}_ms": value
+        for name, seconds in columns.items()
+        for statistic, value in distribution([1e3 * each for each in seconds])._asdict().items()
+    }
 
 
 def _ours(

@@ -1,7 +1,7 @@
 """An OpenAI endpoint whose answers cost almost nothing: `python -m benchmarks.loadgen.server [--paced]`.
 
 It prints its port. Without --paced, tokens come as fast as the client reads them, each in a write of its own. With it,
-each request has its own time to the first token (20 to 80 ms) and gap between tokens (4 to 16 ms), the same for the
+each request has its own time to the first token (100 to 300 ms) and gap between tokens (10 to 30 ms), the same for the
 n-th request of each run.
 """
 
@@ -64,11 +64,20 @@ class _Connection(asyncio.Protocol):
             body = json.dumps({"data": [{"id": MODEL}]}).encode()
             self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
             return
+        if self._path not in (b"/v1/completions", b"/v1/chat/completions"):
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            return
         request = json.loads(self._body)
         is_chat = "messages" in request
         count = request["max_completion_tokens" if is_chat else "max_tokens"]
         self._transport.write(_HEAD)
         self._server.start(self._transport, count, len(str(request.get("prompt", "")).split()), is_chat=is_chat)
+
+
+def timetable(number: int) -> tuple[float, float]:
+    """Seconds to the first token, and between tokens, of the n-th request."""
+    choices = random.Random(number)
+    return choices.uniform(0.1, 0.3), choices.uniform(0.01, 0.03)
 
 
 class Server:
@@ -83,8 +92,7 @@ class Server:
         """Begins an answer."""
         ttft_s, gap_s = 0.0, 0.0
         if self._is_paced and count > 1:
-            choices = random.Random(self._number)
-            ttft_s, gap_s = choices.uniform(0.02, 0.08), choices.uniform(0.004, 0.016)
+            ttft_s, gap_s = timetable(self._number)
             self._number += 1
         task = asyncio.create_task(self._answer(transport, count, num_prompt, ttft_s, gap_s, is_chat=is_chat))
         self._tasks.add(task)

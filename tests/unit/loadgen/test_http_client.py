@@ -57,7 +57,17 @@ def test_answers(parts: Sequence[Part], expected: list[object], num_connections:
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "grpc://h:1", "http://", "http://h:x", "http://h:0", "http://u:p@h", "http://h/a b"]
+    "url",
+    [
+        "127.0.0.1:8000",
+        "grpc://h:1",
+        "http://",
+        "http://h:x",
+        "http://h:0",
+        "http://u:p@h",
+        "http://h/a b",
+        f"http://{64 * 'a'}",
+    ],
 )
 def test_urls_that_are_none_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url: expected http"):

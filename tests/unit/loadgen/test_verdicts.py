@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 
@@ -24,13 +25,11 @@ def test_slos_are_spelled_as_vllm_does() -> None:
 
 def found(limit: float, start: float, precision: float = 0.05) -> Found:
     tries: list[Try] = []
-    result = highest_rate(
-        lambda rate: 1.0 if rate <= limit else 0.9,
-        start=start,
-        attainment=0.99,
-        precision=precision,
-        on_try=tries.append,
-    )
+
+    async def measure(rate: float) -> float:
+        return 1.0 if rate <= limit else 0.9
+
+    result = asyncio.run(highest_rate(measure, start=start, attainment=0.99, precision=precision, on_try=tries.append))
     assert tries == result.tries
     return result
 
