@@ -111,6 +111,7 @@ def test_a_custom_id_answers_once(tmp_path: Path) -> None:
     assert len(server.requests) == 1
     read = [json.loads(text) for text in files.output.read_text().splitlines()]
     assert sorted(answer["error"] is None for answer in read) == [False, True]
+    assert len({answer["id"] for answer in read}) == 2
 
 
 def test_what_the_endpoint_refuses_is_an_answer(tmp_path: Path) -> None:
