@@ -105,7 +105,7 @@ def test_a_batch_that_is_interrupted_goes_on(url: str, tmp_path: Path, capsys: p
     source.write_text("".join(batch_line(number, 2 if number < 3 else 3000) for number in range(6)))
     argv = ["run-batch", "-i", str(source), "-o", str(output)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *argv, "--max-concurrency", "2"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "cli.main", *argv, "--max-concurrency", "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     while process.poll() is None and (not output.exists() or output.read_text().count("\n") < 3):
         httpx.get(f"{url}/livez", timeout=DEADLINE_S)
