@@ -16,7 +16,7 @@ import uvloop
 from msgspec import Meta
 
 from cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE
-from cli.http_endpoint import ENVIRONMENT_HELP, EndpointOptions, allow_connections, open_endpoint
+from cli.http_endpoint import ENVIRONMENT_HELP, EndpointOptions, allow_connections, endpoint_url, open_endpoint
 from cli.progress import ProgressBar
 from common.config import ArgumentParser, add_arguments, build, epilog_of
 from common.errors import BatonError, ConfigError
@@ -24,7 +24,6 @@ from loadgen import page
 from loadgen.compare import Difference, differences, order
 from loadgen.endpoint import Api, OpenAIEndpoint, first_model
 from loadgen.figures import Figures, as_json, requests_as_json, summarise
-from loadgen.http_client import HttpClient
 from loadgen.load import Run, run_load
 from loadgen.prompts import WordSource, check_endpoint, words_of_endpoint, words_of_tokenizer
 from loadgen.slo import Slo, parse_slo
@@ -102,7 +101,6 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Target(NamedTuple):
     """An endpoint, and what its prompts are made of."""
 
-    client: HttpClient
     endpoint: OpenAIEndpoint
     words: WordSource
 
@@ -121,6 +119,10 @@ class _Asked(NamedTuple):
         shown = {name: value for part in parts for name, value in msgspec.structs.asdict(part).items()}
         return {**shown, "goodput": " ".join(self.args.goodput)}
 
+    def resolved(self) -> _Asked:
+        """The same with URL and model of the endpoint where they are defaults. Raises BatonError."""
+        return self._replace(endpoint=_resolved(self.endpoint))
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises BatonError."""
@@ -133,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Sends the load once."""
-    asked = _asked(args)
+    asked = _asked(args).resolved()
 
     async def measure() -> Run:
         async with _reached(asked.endpoint, asked.load) as target:
@@ -156,9 +158,10 @@ def sweep(args: argparse.Namespace) -> int:
         raise ConfigError("--goodput: required; the SLOs that the rate has to keep", param="goodput")
     if asked.load.dataset_name in ("file", "trace"):
         raise ConfigError("--dataset-name: sweep makes its requests itself; use serve for a file", param="dataset_name")
+    asked = asked.resolved()
     found = uvloop.run(_search(asked, search))
     print(found.summary)
-    settings = asked.settings(search)
+    settings = {name: value for name, value in asked.settings(search).items() if name not in _OWN_RATE}
     tries = {"highest_rate": found.kept, "lowest_broken_rate": found.broken, "tries": [*map(Try._asdict, found.tries)]}
     _write(args.json, lambda: _json({"settings": settings, **tries}))
     _write(args.html, lambda: page.sweep_page(found, search.attainment / 100, settings))
@@ -168,8 +171,9 @@ def sweep(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Runs both endpoints in turn."""
     other = build(CompareOptions, args)
-    asked = _asked(args)
-    endpoint_b = msgspec.structs.replace(asked.endpoint, url=other.url_b, model=other.model_b)
+    asked = _asked(args).resolved()
+    endpoint_b = _resolved(msgspec.structs.replace(asked.endpoint, url=other.url_b, model=other.model_b))
+    other = msgspec.structs.replace(other, model_b=endpoint_b.model)
     runs = uvloop.run(_in_turn(asked, endpoint_b, other.repeats))
     figures = {side: [_usable(run, asked.slo, side) for run in runs[side]] for side in "AB"}
     found = differences(figures["A"], figures["B"])
@@ -248,21 +252,34 @@ def _print_try(each: Try) -> None:
     print(f"{each.rate:>10.4g} requests/s  {each.attainment:>7.1%} of requests within the SLOs: {verdict}", flush=True)
 
 
-@contextlib.asynccontextmanager
-async def _reached(options: BenchOptions, load: LoadOptions) -> AsyncIterator[_Target]:
-    """Yields an endpoint that has answered. Raises BatonError."""
+def _resolved(options: BenchOptions) -> BenchOptions:
+    options = msgspec.structs.replace(options, url=endpoint_url(options))
+    return options if options.model is not None else uvloop.run(_with_first_model(options))
+
+
+async def _with_first_model(options: BenchOptions) -> BenchOptions:
     client = open_endpoint(options)
     try:
-        model = options.model or await first_model(client)
+        return msgspec.structs.replace(options, model=await first_model(client))
+    finally:
+        client.close()
+
+
+@contextlib.asynccontextmanager
+async def _reached(options: BenchOptions, load: LoadOptions) -> AsyncIterator[_Target]:
+    """Yields an endpoint, whose model is named, once it has answered. Raises BatonError."""
+    assert options.model is not None
+    client = open_endpoint(options)
+    try:
         endpoint = OpenAIEndpoint(
-            client, options.api, model, timeout_s=options.timeout_s, extra_body=load.request_fields()
+            client, options.api, options.model, timeout_s=options.timeout_s, extra_body=load.request_fields()
         )
         if options.tokenizer:
             words = words_of_tokenizer(Path(options.tokenizer))
             await check_endpoint(endpoint, words.prompt(words.words_for(16, "check")))
         else:
             words = await words_of_endpoint(endpoint)
-        yield _Target(client, endpoint, words)
+        yield _Target(endpoint, words)
     finally:
         client.close()
 

@@ -62,7 +62,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Requests (conversations) under way at most.")
     ] = None
-    num_warmups: Annotated[int, Meta(ge=0, description="Requests before the measured ones.")] = 0
+    num_warmups: Annotated[
+        int, Meta(ge=0, description="Requests before the measured ones; of a file or a trace its first, again.")
+    ] = 0
     seed: Annotated[int, Meta(description="Of prompts, lengths and arrivals.")] = 0
     ignore_eos: Annotated[
         bool, Meta(description="Answers have all their tokens; a field of vLLM and Baton, not of OpenAI.")

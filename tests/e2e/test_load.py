@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -38,6 +39,7 @@ def test_serve_counts_what_was_sent(api: str, around: int, tmp_path: Path, capsy
     for request in found["requests"]:
         assert request["sent"] >= request["due"] - 0.001
         assert request["ttft_ms"] > 0
+    assert (found["settings"]["model"], found["settings"]["url"]) == ("baton-demo", os.environ["BATON_URL"])
     assert 0 < found["median_ttft_ms"] < found["median_e2el_ms"] < found["duration"] * 1e3
     assert re.search(r"Successful requests: +6\n", capsys.readouterr().out)
     assert report.read_text().count("<svg") == 7
