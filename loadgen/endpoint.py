@@ -19,6 +19,7 @@ Prompt = str | Sequence[Message]
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _LENGTHS: dict[Api, str] = {"completions": "max_tokens", "chat": "max_completion_tokens"}
 _MODELS_TIMEOUT_S = 30.0
+UNREACHED = frozenset({"connect", "tls", "timeout"})  # kinds of failures without an answer
 
 
 class Endpoint(Protocol):
@@ -104,7 +105,7 @@ async def first_model(client: HttpClient) -> str:
     try:
         response = await client.request("GET", "/v1/models", timeout_s=_MODELS_TIMEOUT_S)
     except RequestFailed as error:
-        raise (UnreachableError if error.kind in ("connect", "timeout") else BatonError)(error.message) from error
+        raise (UnreachableError if error.kind in UNREACHED else BatonError)(error.message) from error
     if response.status != 200:
         raise BatonError(f"GET /v1/models: status {response.status}: {error_in(response.body)}; --model names a model")
     try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import tokenizers
 
 from common.errors import BatonError, ConfigError, UnreachableError
-from loadgen.endpoint import Endpoint
+from loadgen.endpoint import UNREACHED, Endpoint
 from loadgen.samples import Sample
 
 _LEAST_WORDS = 100  # of a vocabulary that prompts are made of
@@ -116,7 +116,7 @@ async def check_endpoint(endpoint: Endpoint, text: str) -> Sample:
     sample = Sample(due_s=None)
     await endpoint.ask(text, 1, sample)
     if sample.failure is not None:
-        is_reached = sample.failure.kind not in ("connect", "timeout")
+        is_reached = sample.failure.kind not in UNREACHED
         raise (BatonError if is_reached else UnreachableError)(
             f"the first request failed ({sample.failure.kind}): {sample.failure.message}"
         )

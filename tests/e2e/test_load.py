@@ -15,6 +15,7 @@ import pytest
 
 from cli.main import main
 from tests.e2e.cluster import ROOT, Cluster
+from tests.tls_front import create_authority, tls_front
 
 WEIGHTS = ROOT / "common" / "demo_model" / "weights"
 SMALL = ["--input-len", "24", "--output-len", "6", "--ignore-eos"]
@@ -74,6 +75,15 @@ def test_compare_takes_turns(url: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert {side: len(runs) for side, runs in found["runs"].items()} == {"A": 6, "B": 6}
     assert len(found["differences"]) == 6
     assert "exact rank-sum test over runs" in capsys.readouterr().out
+
+
+def test_tls_is_verified(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = create_authority(tmp_path / "authority")
+    with tls_front(authority, int(url.rpartition(":")[2])) as port:
+        argv = ["bench", "serve", "--url", f"https://localhost:{port}", "--num-prompts", "2", *SMALL]
+        assert main([*argv, "--tls-ca", str(authority.ca_file)]) == 0
+        assert main(argv) == 3
+    assert "--tls-ca names the authority to trust" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
