@@ -7,7 +7,9 @@ from types import ModuleType
 
 from common.errors import ConfigError
 
-_OWN_PACKAGES = ("cli", "deploy", "router", "prefill_service", "decode_service", "common", "kv_store", "planning")
+_OWN_PACKAGES = (
+    "cli", "deploy", "loadgen", "planning", "router", "prefill_service", "decode_service", "kv_store", "common",
+)  # fmt: skip
 
 
 def import_with_extra(module: str, what: str, extra: str) -> ModuleType:

@@ -78,9 +78,9 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_router(options: GenerationOptions) -> Client:
     """A client of the router that the options name. Raises as find_router does."""
-    api_key = _api_key()
+    key = api_key()
     address, tls = find_router(options.url or _default_url(), options.tls_ca)
-    return Client(address, api_key=api_key, tls=tls, tls_ca=options.tls_ca if tls else "", timeout_s=options.timeout_s)
+    return Client(address, api_key=key, tls=tls, tls_ca=options.tls_ca if tls else "", timeout_s=options.timeout_s)
 
 
 def default_model(router: Client) -> str:
@@ -102,8 +102,8 @@ def _default_url() -> str:
     return f"grpc://{cluster.grpc_address}" if cluster is not None and cluster.grpc_address else DEFAULT_URL
 
 
-def _api_key() -> str:
-    """Empty: there is none. Raises ConfigError, which does not repeat it."""
+def api_key() -> str:
+    """Returns the API key in the environment; empty: there is none. Raises ConfigError, which does not repeat it."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(f"{KEY_VARIABLE}: a key has no spaces, control characters or letters beyond ASCII")

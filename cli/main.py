@@ -30,6 +30,8 @@ COMMANDS = {
     "fetch": Command("cli.fetch", "Download a model from the hub into a directory.", "router"),
     "complete": Command("cli.complete", "Continue a prompt."),
     "chat": Command("cli.chat", "Talk to the model."),
+    "bench": Command("cli.bench", "Measure an endpoint under load, search its limit, or compare two.", "router"),
+    "run-batch": Command("cli.run_batch", "Answer the requests of a file in OpenAI's batch format.", "router"),
     "plan": Command("cli.plan", "Say how many prefill and decode pods a load needs, and why.", "router"),
     "profile-engine": Command("cli.profile_engine", "Measure the engine's steps here, for plans.", "engine"),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
@@ -38,8 +40,8 @@ COMMANDS = {
 }
 TOPICS = {
     "clusters": ("up", "status", "logs", "down", "serve", "health"),
-    "clients": ("complete", "chat"),
-    "sizing": ("plan", "profile-engine"),
+    "clients": ("complete", "chat", "run-batch"),
+    "sizing": ("bench", "plan", "profile-engine"),
     "tools": ("doctor", "fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\

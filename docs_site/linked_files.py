@@ -1,8 +1,8 @@
 """Hook of MkDocs: takes files of the repository that pages link to into the site, and rewrites the links. Fails a build
 whose pages load anything from another server.
 
-Pages in docs/ link to recorded results, .proto files and source, as paths that work in a checkout. A page of Markdown
-and an image keep their form, other files become a page with their text. What they link to comes along in turn.
+Pages in docs/ link to recorded results, .proto files and source, as paths that work in a checkout. Pages of Markdown or
+HTML and images keep their form, other files become a page with their text. What they link to comes along in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOCS = REPOSITORY / "docs"
 
 _FOREIGN = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
-_IMAGES = frozenset({".svg", ".png"})
+_AS_THEY_ARE = frozenset({".svg", ".png", ".html"})
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -76,11 +76,11 @@ def _uri(path: Path) -> str:
     uri = path.relative_to(REPOSITORY).as_posix()
     if uri == "README.md":
         return "index.md"  # the site's own front page
-    return uri if path.suffix in (".md", *_IMAGES) else f"{uri}.md"
+    return uri if path.suffix in (".md", *_AS_THEY_ARE) else f"{uri}.md"
 
 
 def _file(path: Path, config: MkDocsConfig) -> File:
     content = path.read_bytes()
-    if path.suffix not in (".md", *_IMAGES):
+    if path.suffix not in (".md", *_AS_THEY_ARE):
         content = f"# {path.name}\n\n```{path.suffix.removeprefix('.')}\n{content.decode()}\n```\n".encode()
     return File.generated(config, _uri(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import msgspec
-from msgspec import Meta
+from typing import NamedTuple
 
 from common.errors import ConfigError
+from common.recorded_trace import MAX_RECORDED_TOKENS, RECORDED_BLOCK, read_recorded
 from common.types import HASH_BYTES
 from planning.simulator.trace import Session, Trace, Turn, chain, poisson
-
-_RECORDED_BLOCK = 512  # tokens of a prompt that one of its hash_ids stands for, in Mooncake's traces
-_MOST_TOKENS = 2**24
-
-Length = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 
 
 class Request(NamedTuple):
@@ -27,7 +20,7 @@ class Request(NamedTuple):
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    prefix: tuple[int, ...] = ()  # each stands for `_RECORDED_BLOCK` tokens
+    prefix: tuple[int, ...] = ()  # each stands for `RECORDED_BLOCK` tokens
 
 
 class Workload(NamedTuple):
@@ -73,29 +66,15 @@ def synthetic(rate: float, isl: int, osl: int, num_requests: int, *, spread: flo
     return Workload(f"{isl} prompt tokens, {osl} answer tokens", requests, rate)
 
 
-class _Line(msgspec.Struct):
-    """A line of a trace in Mooncake's format; other fields are ignored."""
-
-    timestamp: Annotated[float, Meta(ge=0)]  # milliseconds
-    input_length: Length
-    output_length: Length
-    hash_ids: list[int] = []
-
-
 def read_trace(path: Path, rate: float | None, max_requests: int) -> Workload:
     """Reads a trace: JSON lines with `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`.
 
     `rate`: requests per second to which its times are scaled; None: its own. Of a longer file the first `max_requests`
     requests count. Raises ConfigError, which names the line that is wrong.
     """
-    try:
-        with path.open("rb") as lines:
-            read = _read(lines, path, max_requests)
-    except OSError as error:
-        raise ConfigError(f"--trace: cannot read {path}: {error.strerror}", param="trace") from error
+    read = read_recorded(path, max_requests, option="trace")
     if len(read) < 2:
         raise ConfigError(f"--trace: {path} has fewer than two requests", param="trace")
-    read.sort(key=lambda line: line.timestamp)
     start = read[0].timestamp
     duration_s = (read[-1].timestamp - start) / 1e3
     if not duration_s:
@@ -109,26 +88,10 @@ def read_trace(path: Path, rate: float | None, max_requests: int) -> Workload:
     return Workload(path.name, requests, rate or own_rate)
 
 
-def _read(lines: Iterable[bytes], path: Path, max_requests: int) -> list[_Line]:
-    decoder = msgspec.json.Decoder(_Line)
-    read: list[_Line] = []
-    for number, line in enumerate(lines, start=1):
-        if len(read) == max_requests:
-            break
-        if not line.strip():
-            continue
-        try:
-            read.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            problem = str(error).replace("`", "").replace(" - at $.", ": ")
-            raise ConfigError(f"--trace: {path}, line {number}: {problem}", param="trace") from error
-    return read
-
-
 def _turn(number: int, request: Request, block_size: int) -> Turn:
     """The hashes of its blocks: those of the shared beginning, then its own."""
     num_blocks = request.num_prompt_tokens // block_size
-    per_id = max(1, _RECORDED_BLOCK // block_size)
+    per_id = max(1, RECORDED_BLOCK // block_size)
     prompt = b""
     for position, prefix_id in enumerate(request.prefix):
         count = min(per_id, num_blocks - position * per_id)
@@ -144,4 +107,4 @@ def _turn(number: int, request: Request, block_size: int) -> Turn:
 def _length(choices: random.Random, mean: int, sigma: float) -> int:
     if not sigma:
         return mean
-    return min(max(1, round(choices.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))), _MOST_TOKENS)
+    return min(max(1, round(choices.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))), MAX_RECORDED_TOKENS)

@@ -92,7 +92,7 @@ LONG_TESTS = [
     "tests/fuzz/test_lying_pods.py::test_answers_are_true_whatever_pods_say",
     f"{ROUTER}/gateway/test_resume_http.py::test_the_answer_goes_on_after_any_event",
 ]
-PACKAGES = ["cli", "common", "decode_service", "deploy", "kv_store", "prefill_service", "router"]
+PACKAGES = ["cli", "common", "decode_service", "deploy", "kv_store", "loadgen", "prefill_service", "router"]
 NOISE = [
     r"\blogger\.",
     r"\w+Error\(",

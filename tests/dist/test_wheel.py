@@ -18,7 +18,9 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"baton", "cli", "common", "decode_service", "deploy", "kv_store", "planning", "prefill_service", "router"}
+PACKAGES = {
+    "baton", "cli", "common", "decode_service", "deploy", "kv_store", "loadgen", "planning", "prefill_service", "router",
+}  # fmt: skip
 OFFLINE = "from baton import LLM\nwith LLM() as llm: print(llm.generate(['The capital of France is'])[0].text)"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("router", "prefill_service", "decode_service", "kv_store", "common", "deploy", "planning", "cli")
+PACKAGES = ("router", "prefill_service", "decode_service", "kv_store", "common", "deploy", "loadgen", "planning", "cli")
 WALL_CLOCKS = {
     "time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.strftime", "time.ctime",
     "datetime.now", "datetime.utcnow", "datetime.today", "date.today",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cli import bench
 from cli.main import COMMANDS
 from common.config import build, create_parser, load_yaml, parse
 from decode_service.config import DecodeConfig
@@ -25,8 +26,19 @@ CONFIGS = {"cluster": ClusterConfig, "prefill": PrefillConfig, "decode": DecodeC
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 TEXTS = {page.name: page.read_text() for page in PAGES}
-PACKAGES = ("cli", "common", "decode_service", "deploy", "kv_store", "planning", "prefill_service", "router")
-NEW_PAGES = ("quickstart.md", "bare_processes.md", "air_gapped.md", "sizing.md", "failures.md", "observability.md")
+PACKAGES = (
+    "cli", "common", "decode_service", "deploy", "kv_store", "loadgen", "planning", "prefill_service", "router",
+)  # fmt: skip
+NEW_PAGES = (
+    "quickstart.md",
+    "bare_processes.md",
+    "air_gapped.md",
+    "sizing.md",
+    "failures.md",
+    "observability.md",
+    "bench.md",
+    "run_batch.md",
+)
 """Pages whose commands are held to what the programs accept."""
 
 
@@ -152,6 +164,8 @@ def test_the_commands(page: str) -> None:
             assert name in COMMANDS or name == "--version"
             if name == "up" and "--config" not in options:  # the file is an example of its own
                 parse_cluster(options)
+            if name == "bench":
+                bench.create_parser().parse_args(options)
 
 
 @pytest.mark.parametrize("page", ["quickstart.md", "tools.md"])

@@ -1,0 +1,1 @@
+"""What the load generator of `baton bench` itself costs, and whether its figures are those of another."""

@@ -1,0 +1,1 @@
+"""Requests from a file in OpenAI's batch format, answers to another."""
