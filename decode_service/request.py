@@ -92,6 +92,7 @@ class DecodeRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
         self._has_reported = False
+        self._first_token_at: float | None = None  # here, of its answer
         self._has_ended = False
 
     def start(self) -> None:
@@ -198,6 +199,8 @@ class DecodeRequest:
                 self._emit(self, delta)
             else:
                 self._pod.metrics.request_success.labels(output.finish_reason.label).inc()
+                if self._first_token_at is not None:
+                    self._pod.metrics.decode_time.observe(time.monotonic() - self._first_token_at)
                 self._end(delta)
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -273,6 +276,7 @@ class DecodeRequest:
         )
         if output.tokens and not self._has_reported:
             self._has_reported = True
+            self._first_token_at = time.monotonic()
             report = self._report
             delta.report.CopyFrom(
                 pods_pb2.DecodeReport(

@@ -49,6 +49,7 @@ _POD_SETTINGS = {
     "connector_path": "connector_path",
     "drain_timeout_s": "stop_grace_s",
     "log_level": "log_level",
+    "metrics_port": "metrics_port",
     **_CLUSTER_TLS_SETTINGS,
 }
 _ROUTER_SETTINGS = {
@@ -160,7 +161,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="HTTP port of the first pod's Prometheus metrics; the others take the next ones; 0: free ones; "
             "none: no metrics. The router has its own under /metrics."
         ),
-    ] = None
+    ] = 0
     models: Annotated[
         dict[str, str],
         Meta(

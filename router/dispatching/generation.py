@@ -447,6 +447,8 @@ class Generation:
         metrics.output_length.observe(num_tokens)
         self._dispatcher.estimates.answered(len(self._output))
         metrics.e2e_latency.observe(now - self.request.arrived_at)
+        if num_tokens:
+            metrics.decode_time.observe(now - self._first_token_at)
         if num_tokens > 1:
             metrics.time_per_output_token.observe((now - self._first_token_at) / (num_tokens - 1))
         self._wake()

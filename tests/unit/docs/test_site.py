@@ -75,7 +75,7 @@ def defined_metrics() -> set[str]:
     calls = (node for tree in syntax_trees() for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
     firsts = (call.args[0] for call in calls)
     values = (first.value for first in firsts if isinstance(first, ast.Constant) and isinstance(first.value, str))
-    return {value for value in values if re.fullmatch(r"baton_[a-z_]+", value)}
+    return {value for value in values if re.fullmatch(r"baton_(router|pod)_[a-z_]+", value)}
 
 
 def exposed_metrics() -> dict[str, str]:
