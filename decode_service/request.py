@@ -285,6 +285,7 @@ class DecodeRequest:
                     recompute_reason=report.recompute_reason,
                     queue_s=report.queue_s,
                     handoff_s=report.handoff_s,
+                    first_token_s=self._first_token_at - self._submitted_at,
                 )
             )
         return delta

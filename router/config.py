@@ -48,7 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_failure_policy",
         ),
         "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
-        "Process": ("shutdown_grace_s", "log_level"),
+        "Process": ("max_timelines", "shutdown_grace_s", "log_level"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -179,6 +179,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pod_health: HealthConfig = HealthConfig()
     security: SecurityConfig = SecurityConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    max_timelines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100_000,
+            description="Requests whose timelines are kept for /v1/requests, the last ones; about 3 KB each. 0: none.",
+        ),
+    ] = 1000
     shutdown_grace_s: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0

@@ -19,7 +19,7 @@ from router.placing.index import PrefixIndex
 from router.placing.index_metrics import IndexMetrics
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
@@ -122,14 +122,14 @@ class RouterMetrics:
             registry=registry,
         )
         self.inter_token_latency = LocalHistograms(
-            "baton_router_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", _GAPS_S
+            "baton_router_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", GAPS_S
         )
         registry.register(self.inter_token_latency)
         self.time_per_output_token = Histogram(
             "baton_router_time_per_output_token_seconds",
             "(End - first token) / (output tokens - 1), per request.",
             [MODEL_LABEL],
-            buckets=_GAPS_S,
+            buckets=GAPS_S,
             registry=registry,
         )
         self.decode_time = Histogram(

@@ -15,10 +15,17 @@ class LocalHistogram:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    @property
+    def num_buckets(self) -> int:
+        """One more than there are bounds."""
+        return len(self._counts)
+
+    def observe(self, value: float) -> int:
+        """Counts one value. Returns the index of its bucket."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self.sum += value
+        return bucket
 
     def buckets(self) -> list[tuple[str, float]]:
         """The current state, cumulative as Prometheus wants it."""

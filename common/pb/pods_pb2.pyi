@@ -383,6 +383,7 @@ class DecodeReport(_message.Message):
     RECOMPUTE_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     HANDOFF_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this pod's prefix cache."""
     num_external_tokens: _builtins.int
@@ -393,6 +394,8 @@ class DecodeReport(_message.Message):
     """Seconds from submission to first scheduled or reserved."""
     handoff_s: _builtins.float
     """Seconds from `delivered` to runnable."""
+    first_token_s: _builtins.float
+    """Seconds from submission to the delta that has this report."""
     def __init__(
         self,
         *,
@@ -401,10 +404,11 @@ class DecodeReport(_message.Message):
         recompute_reason: _builtins.str = ...,
         queue_s: _builtins.float = ...,
         handoff_s: _builtins.float = ...,
+        first_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_s", b"handoff_s", "num_cached_tokens", b"num_cached_tokens", "num_external_tokens", b"num_external_tokens", "queue_s", b"queue_s", "recompute_reason", b"recompute_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_s", b"first_token_s", "handoff_s", b"handoff_s", "num_cached_tokens", b"num_cached_tokens", "num_external_tokens", b"num_external_tokens", "queue_s", b"queue_s", "recompute_reason", b"recompute_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

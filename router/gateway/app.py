@@ -23,6 +23,7 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RES
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.gateway.timelines import TIMING_HEADER, TimelineEndpoints
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
@@ -72,6 +73,7 @@ def create_app(
         Route("/load", status.load, methods=["GET"]),
         Route("/v1/load", status.load, methods=["GET"]),
         *AdministrationEndpoints(service, access).routes,
+        *TimelineEndpoints(service, access).routes,
     ]
     app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
@@ -93,7 +95,7 @@ def _with_cors(app: App, origins: list[str]) -> App:
         allow_origins=origins,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, "retry-after", "x-should-retry"],
+        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, TIMING_HEADER, "retry-after", "x-should-retry"],
     )
 
 

@@ -40,6 +40,7 @@ class Exchange:
         self._send = send
         self._streaming = False
         self._added: list[tuple[bytes, bytes]] = []  # headers of a success
+        self._late: list[tuple[bytes, Callable[[], str]]] = []
         self._dialect = dialect_of(scope.get("path", ""))
         self.error_events = self._dialect.error_events  # what ends a stream with an error
         self.request_id = ""  # told in a header of every response; must be valid
@@ -63,6 +64,10 @@ class Exchange:
     def add_header(self, name: str, value: str) -> None:
         """To the response, if it is a success."""
         self._added.append((name.encode(), value.encode()))
+
+    def add_late_header(self, name: str, value: Callable[[], str]) -> None:
+        """As `add_header`, with a value that is read when the response begins."""
+        self._late.append((name.encode(), value))
 
     def settle_request_id(self, prefix: str = "") -> None:
         """The id that a header names, else a random one with this prefix. Raises InvalidRequestError for an invalid
@@ -140,7 +145,7 @@ class Exchange:
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         own += self._identification()
         if status == 200:
-            own += self._added
+            own += self._of_success()
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -149,7 +154,7 @@ class Exchange:
         if not self._streaming:
             self._streaming = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            headers += self._identification() + self._added
+            headers += self._identification() + self._of_success()
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -168,6 +173,9 @@ class Exchange:
 
     def _identification(self) -> list[tuple[bytes, bytes]]:
         return [(REQUEST_ID_HEADER.encode(), self.request_id.encode())] if self.request_id else []
+
+    def _of_success(self) -> list[tuple[bytes, bytes]]:
+        return self._added + [(name, value().encode()) for name, value in self._late]
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -96,7 +96,8 @@ def test_vllms_names_are_given_for_metrics_that_exist() -> None:
 def test_every_metric_that_a_page_names_exists() -> None:
     exposed = set(exposed_metrics())
     for name, kind in exposed_metrics().items():
-        exposed |= {f"{name}_{suffix}" for suffix in ("bucket", "sum", "count")} if kind == "histogram" else set()
+        suffixes = {"histogram": ("bucket", "sum", "count"), "summary": ("sum", "count")}.get(kind, ())
+        exposed |= {f"{name}_{suffix}" for suffix in suffixes}
     for page, text in TEXTS.items():
         assert set(re.findall(r"\bbaton_(?!llm\b)[a-z_]+[a-z]\b", text)) <= exposed, page
 
