@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.engine import describe_machine, make_100m_model
 from common.demo_model import demo_model_path
-from common.engine.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, KernelChoice, ModelConfig, SchedulerConfig
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 NUM_STEPS = 8  # that are measured at once, per side and repeat
 DECODES = [(1, 128), (8, 128), (32, 280), (1, 2048)]  # requests, tokens of context
 PREFILL = 1024
-SIDES: tuple[CpuKernels, CpuKernels] = ("auto", "reference")
+SIDES: tuple[KernelChoice, KernelChoice] = ("auto", "reference")
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def measure_model(name: str, model: Path, dtype: str, repeats: int) -> Iterator[
 class Side:
     """One worker, and the requests that it decodes."""
 
-    def __init__(self, model: Path, dtype: str, kernels: CpuKernels) -> None:
+    def __init__(self, model: Path, dtype: str, kernels: KernelChoice) -> None:
         longest = max(context for _, context in DECODES) + 1000
         num_blocks = 1 + max(n * -(-(context + 200) // BLOCK_SIZE) for n, context in DECODES)
         self.worker = Worker(

@@ -14,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-CpuKernels = Literal["auto", "reference"]
+KernelChoice = Literal["auto", "reference"]
 Kernels = Literal["fused", "attention", "torch"]  # compiled ones for whole decoders, for attention only, or none
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
 PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
@@ -38,9 +38,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),
     ] = None
     cpu_kernels: Annotated[
-        CpuKernels,
+        KernelChoice,
         Meta(description="Compiled kernels on CPU where they support the model; reference: torch's operators only."),
     ] = "auto"
+    gpu_kernels: Annotated[
+        KernelChoice,
+        Meta(description="Triton kernels on GPU where they support the model; reference: torch's operators only."),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, Meta(description="No CUDA graphs of decode steps: starts faster, and each step takes longer.")
+    ] = False
     logits_processors: Annotated[
         list[str],
         Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),

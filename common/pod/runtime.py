@@ -140,9 +140,11 @@ class PodRuntime:
     @property
     def ready_line(self) -> str:
         """The line that the process prints once it serves."""
+        spec = self.context.spec
         line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
-        if self.context.spec.num_threads:
-            line += f" threads={self.context.spec.num_threads} kernels={self.context.spec.kernels}"
+        line += f" device={spec.device} kernels={spec.kernels}"
+        if spec.num_threads:
+            line += f" threads={spec.num_threads}"
         return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
 
     async def serve(self, stop: asyncio.Event) -> int:

@@ -53,9 +53,39 @@ class AttentionArgs:
     sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and add nothing
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over the heads of queries and keys."""
+
+    query: torch.Tensor  # [head_dim] float32
+    key: torch.Tensor  # [head_dim] float32
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedArgs:
+    """Constants of a layer between its projections and its attention."""
+
+    num_heads: int
+    args: AttentionArgs
+    norms: HeadNorms | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary embedding of a step's tokens."""
+
+    cosines: torch.Tensor  # [positions, head_dim] float32
+    sines: torch.Tensor  # [positions, head_dim] float32
+    positions: torch.Tensor  # [num_tokens] int64, rows of both
+
+
 class AttentionBackend(Protocol):
     """Computes attention over one worker's paged KV cache. Built with the KV cache
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
+
+    reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then
+    is_recordable: bool  # decodes can be recorded as a CUDA graph
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """Prepare what all layers share. Called once before each forward pass."""
@@ -67,4 +97,16 @@ class AttentionBackend(Protocol):
 
         `query` is [1, num_tokens, num_heads, head_dim], `key` and `value` are [1, num_tokens, num_kv_heads, head_dim];
         the leading dimension is the modelling code's. Returns [1, num_tokens, num_heads, head_dim].
+        """
+
+
+class ProjectionAttention(AttentionBackend, Protocol):
+    """An attention backend that takes a decoder's projections as they are: norms of queries and keys, rotary embedding
+    and writing to the cache belong to the same kernels then."""
+
+    def attend_projections(
+        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values to their slots, then attend. `qkv` is [num_tokens, (num_heads + 2 *
+        num_kv_heads) * head_dim] and is overwritten. Returns [num_tokens, num_heads * head_dim].
         """

@@ -1,16 +1,10 @@
-"""Paged attention on CPU: decodes read the cache in place, by compiled kernels; chunks of prompts go through torch.
-
-A model whose decoder is fused hands over the projections as they are: norms of queries and keys, rotary embedding and
-writing to the cache belong to the same kernels then.
-"""
+"""Paged attention on CPU: decodes read the cache in place, by compiled kernels; chunks of prompts go through torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from common.engine.attention.base import AttentionArgs, AttentionMetadata, KVSpec
+from common.engine.attention.base import AttentionArgs, AttentionMetadata, HeadNorms, KVSpec, ProjectedArgs, Rotary
 from common.engine.attention.torch_backend import DecodeGroup, TorchAttention
 from common.engine.cpu_kernels.attention import (
     CacheShape,
@@ -25,35 +19,8 @@ from common.engine.cpu_kernels.language import element_type_of
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMS norms over the heads of queries and keys."""
-
-    query: torch.Tensor  # [head_dim] float32
-    key: torch.Tensor  # [head_dim] float32
-    epsilon: torch.Tensor  # one float32
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectedArgs:
-    """Constants of a layer between its projections and its attention."""
-
-    num_heads: int
-    args: AttentionArgs
-    norms: HeadNorms | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary embedding of a step's tokens."""
-
-    cosines: torch.Tensor  # [positions, head_dim] float32
-    sines: torch.Tensor  # [positions, head_dim] float32
-    positions: torch.Tensor  # [num_tokens] int64, rows of both
-
-
 class CpuAttention(TorchAttention):
-    """See AttentionBackend. For float32 and bfloat16."""
+    """See AttentionBackend and ProjectionAttention. For float32 and bfloat16."""
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         super().__init__(kv_cache)
@@ -73,8 +40,7 @@ class CpuAttention(TorchAttention):
     def attend_projections(
         self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
     ) -> torch.Tensor:
-        """Writes the tokens' keys and values to their slots, then attends. `qkv` is [num_tokens, (num_heads + 2 *
-        num_kv_heads) * head_dim] and is overwritten. Returns [num_tokens, num_heads * head_dim]."""
+        """See ProjectionAttention."""
         batch = self._batch
         assert batch is not None
         num_decodes = batch.num_decodes
@@ -185,5 +151,5 @@ def _with_norms(call: Call, norms: HeadNorms | None) -> Call:
     if norms is not None:
         call.keep("query_norm", norms.query)
         call.keep("key_norm", norms.key)
-        call.keep("epsilon", norms.epsilon)
+        call.keep("epsilon", torch.tensor(norms.epsilon))
     return call

@@ -7,13 +7,14 @@ from typing import Literal, cast
 
 import torch
 
-from common.engine.attention.base import AttentionBackend
+from common.engine.attention.base import AttentionBackend, KVSpec
 
-AttentionBackendName = Literal["torch", "cpu"]
+AttentionBackendName = Literal["torch", "cpu", "triton"]
 
 _BACKENDS: dict[AttentionBackendName, str] = {
     "torch": "common.engine.attention.torch_backend:TorchAttention",
     "cpu": "common.engine.attention.cpu_backend:CpuAttention",
+    "triton": "common.engine.attention.triton_backend:TritonAttention",
 }
 
 
@@ -22,3 +23,11 @@ def create_backend(name: AttentionBackendName, kv_cache: torch.Tensor) -> Attent
     module_name, _, class_name = _BACKENDS[name].partition(":")
     backend_class = getattr(importlib.import_module(module_name), class_name)
     return cast("AttentionBackend", backend_class(kv_cache))
+
+
+def can_attend(name: AttentionBackendName, device: torch.device, spec: KVSpec) -> bool:
+    """True if the backend works on the KV cache of a model."""
+    if name == "torch":
+        return True
+    module = importlib.import_module(_BACKENDS[name].partition(":")[0])
+    return bool(module.supports(device, spec))

@@ -64,6 +64,9 @@ class _Chunk:
 class TorchAttention:
     """See AttentionBackend. Works on any device and dtype; softmax is computed in float32."""
 
+    reads_whole_blocks = True
+    is_recordable = False
+
     def __init__(self, kv_cache: torch.Tensor) -> None:
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         self._num_kv_heads = num_kv_heads

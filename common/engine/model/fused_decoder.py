@@ -17,13 +17,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine.attention.base import AttentionArgs, AttentionMetadata, KVSpec
-from common.engine.attention.cpu_backend import CpuAttention, HeadNorms, ProjectedArgs, Rotary
-from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
-from common.engine.cpu_kernels.elementwise import add_norm_kernel, silu_mul_kernel
-from common.engine.cpu_kernels.language import element_type_of
+from common.engine.attention.base import (
+    AttentionArgs,
+    AttentionMetadata,
+    HeadNorms,
+    KVSpec,
+    ProjectedArgs,
+    ProjectionAttention,
+    Rotary,
+)
 from common.engine.model.fused_norm import RMSNorm, rms_norm_of
-from common.engine.model.packed_linear import PackedLinear
+from common.engine.model.operators import AddNorm, Operators, PerToken
 from common.engine.model.probe import ProbedModel
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -38,19 +42,20 @@ _PROBED_BLOCK = 16  # block size of the cache that the probe runs with
 class FusedDecoder:
     """A causal language model; called on one thread."""
 
-    def __init__(self, model: Any, probed: ProbedModel) -> None:
+    def __init__(self, model: Any, probed: ProbedModel, operators: Operators) -> None:
         base = model.model
+        self._operators = operators
         self._embedding: torch.Tensor = base.embed_tokens.weight
         self._dtype = self._embedding.dtype
         self._size = self._embedding.shape[1]
-        self._rotary = _RotaryTables(base.rotary_emb)
+        self._rotary = _RotaryTables(base.rotary_emb, self._embedding.device)
         parts = zip(list(base.layers), probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, (layer, args, num_heads) in enumerate(parts):
-            self._layers.append(_Layer.of(layer, args, num_heads))
+            self._layers.append(_Layer.of(layer, args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
-        self._final_norm = _AddNorm(cast("RMSNorm", rms_norm_of(base.norm)), self._dtype)
-        self._head = PackedLinear(model.lm_head)
+        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), self._dtype)
+        self._head = operators.linear(model.lm_head)
         model.lm_head = nn.Identity()
 
     @torch.inference_mode()
@@ -59,13 +64,13 @@ class FusedDecoder:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         batch: AttentionMetadata,
-        attention: CpuAttention,
+        attention: ProjectionAttention,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` ones of `num_tokens` tokens; None: of all."""
         hidden = functional.embedding(input_ids, self._embedding).float()
         rotary = self._rotary.at(positions, max(batch.seq_lens))
-        delta = torch.zeros((len(input_ids), self._size), dtype=self._dtype)
+        delta = torch.zeros((len(input_ids), self._size), dtype=self._dtype, device=input_ids.device)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.input_norm(hidden, delta))
             attended = attention.attend_projections(index, qkv, layer.projected, rotary)
@@ -78,19 +83,20 @@ class FusedDecoder:
     def probe(self, token_ids: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Logits [tokens, vocabulary] in float32 of at most 16 tokens, computed as a prompt in two chunks and two
         decodes, so that each kernel takes part."""
-        kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.dtype)
-        attention = CpuAttention(kv_cache)
+        device = token_ids.device
+        kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.dtype, device=device)
+        attention = self._operators.attention(kv_cache)
         num_tokens = len(token_ids)
         ends = [num_tokens // 2, num_tokens - 2, num_tokens - 1, num_tokens]
         logits = []
         for start, end in zip([0, *ends], ends, strict=False):
-            positions = torch.arange(start, end)
+            positions = torch.arange(start, end, device=device)
             batch = AttentionMetadata(
                 num_decodes=int(end - start == 1),
                 query_start=[0, end - start],
                 seq_lens=[end],
-                seq_lens_tensor=torch.tensor([end]),
-                block_tables=torch.ones((1, 1), dtype=torch.int64),
+                seq_lens_tensor=torch.tensor([end], device=device),
+                block_tables=torch.ones((1, 1), dtype=torch.int64, device=device),
                 slot_mapping=_PROBED_BLOCK + positions,
             )
             attention.begin_step(batch)
@@ -98,15 +104,13 @@ class FusedDecoder:
         return torch.cat(logits).float()
 
 
-def can_fuse(model: Any) -> bool:
+def can_fuse(model: Any, operators: Operators) -> bool:
     """True if the model consists of the parts that a fused decoder has."""
     base: Any = getattr(model, "model", None)
     if not _has_parts(model, {"model", "lm_head"}) or not _has_parts(base, _MODEL_PARTS):
         return False
     return (
-        model.device.type == "cpu"
-        and model.dtype in (torch.float32, torch.bfloat16)
-        and has_openmp()
+        operators.supports(model)
         and type(base.embed_tokens) is nn.Embedding
         and type(model.lm_head) is nn.Linear
         and all(_is_known_layer(layer) for layer in base.layers)
@@ -114,84 +118,47 @@ def can_fuse(model: Any) -> bool:
     )
 
 
-def fuse_decoder(model: Any, probed: ProbedModel) -> FusedDecoder:
+def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators) -> FusedDecoder:
     """Takes the layers out of a model that can be fused, and returns its fused form. Raises ModelLoadError if that
     computes something else."""
-    decoder = FusedDecoder(model, probed)
+    decoder = FusedDecoder(model, probed, operators)
     probed.check("the fused decoder", decoder.probe(probed.token_ids, probed.spec))
     return decoder
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: _AddNorm
-    qkv: PackedLinear
+    input_norm: AddNorm
+    qkv: PerToken
     projected: ProjectedArgs
-    o: PackedLinear
-    post_norm: _AddNorm
-    gate_up: PackedLinear
-    silu_mul: _SiluMul
-    down: PackedLinear
+    o: PerToken
+    post_norm: AddNorm
+    gate_up: PerToken
+    silu_mul: PerToken
+    down: PerToken
 
     @classmethod
-    def of(cls, layer: Any, args: AttentionArgs, num_heads: int) -> _Layer:
+    def of(cls, layer: Any, args: AttentionArgs, num_heads: int, operators: Operators) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         dtype = attention.q_proj.weight.dtype
         return cls(
-            input_norm=_AddNorm(cast("RMSNorm", rms_norm_of(layer.input_layernorm)), dtype),
-            qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+            input_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.input_layernorm)), dtype),
+            qkv=operators.linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
             projected=ProjectedArgs(num_heads, args, _head_norms(attention)),
-            o=PackedLinear(attention.o_proj),
-            post_norm=_AddNorm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
-            gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-            silu_mul=_SiluMul(mlp.down_proj.in_features, dtype),
-            down=PackedLinear(mlp.down_proj),
+            o=operators.linear(attention.o_proj),
+            post_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
+            gate_up=operators.linear(_joined([mlp.gate_proj, mlp.up_proj])),
+            silu_mul=operators.silu_mul(mlp.down_proj.in_features, dtype),
+            down=operators.linear(mlp.down_proj),
         )
-
-
-class _AddNorm:
-    """hidden += delta; RMS norm of hidden."""
-
-    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._size = len(norm.weight)
-        self._call = Call(add_norm_kernel(element_type_of(dtype), self._size))
-        self._call.keep("weight", norm.weight)
-        self._call.keep("epsilon", torch.tensor(norm.epsilon))
-
-    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Both [tokens, size]; hidden is float32 and changes in place."""
-        out = torch.empty(hidden.shape, dtype=self._dtype)
-        call = self._call
-        call.set("hidden", hidden.data_ptr())
-        call.set("delta", delta.data_ptr())
-        call.set("out", out.data_ptr())
-        call.run(len(hidden), threads_for(hidden.numel()))
-        return out
-
-
-class _SiluMul:
-    """silu(gate) * up."""
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self._size = size
-        self._call = Call(silu_mul_kernel(element_type_of(dtype), size))
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[tokens, 2 * size] -> [tokens, size]"""
-        out = torch.empty((len(gate_up), self._size), dtype=gate_up.dtype)
-        call = self._call
-        call.set("gate_up", gate_up.data_ptr())
-        call.set("out", out.data_ptr())
-        call.run(len(gate_up), threads_for(2 * gate_up.numel()))
-        return out
 
 
 class _RotaryTables:
     """Cosines and sines by position, as the model's own module computes them; they grow with the positions seen."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
+        self._device = device
         self._cosines = self._sines = torch.empty(0)
 
     def at(self, positions: torch.Tensor, length: int) -> Rotary:
@@ -201,8 +168,8 @@ class _RotaryTables:
         return Rotary(self._cosines, self._sines, positions)
 
     def _grow(self, length: int) -> None:
-        like = torch.empty(0, dtype=torch.float32)  # the module rounds to its type
-        cosines, sines = self._module(like, torch.arange(length)[None])
+        like = torch.empty(0, dtype=torch.float32, device=self._device)  # the module rounds to its type
+        cosines, sines = self._module(like, torch.arange(length, device=self._device)[None])
         self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
 
 
@@ -236,10 +203,10 @@ def _head_norms(attention: Any) -> HeadNorms | None:
     if not hasattr(attention, "q_norm"):
         return None
     query, key = cast("RMSNorm", rms_norm_of(attention.q_norm)), cast("RMSNorm", rms_norm_of(attention.k_norm))
-    return HeadNorms(query.weight, key.weight, torch.tensor(query.epsilon))
+    return HeadNorms(query.weight, key.weight, query.epsilon)
 
 
-def _joined(linears: Sequence[nn.Linear]) -> PackedLinear:
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear layer with the outputs of several. Their weights are given up."""
     weight = torch.cat([linear.weight for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -250,4 +217,4 @@ def _joined(linears: Sequence[nn.Linear]) -> PackedLinear:
             zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)
         ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return PackedLinear(joined)
+    return joined

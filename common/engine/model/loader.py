@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.attention.base import KVSpec
-from common.engine.attention.cpu_backend import supports
 from common.engine.attention.hook import ATTENTION_NAME
+from common.engine.attention.registry import AttentionBackendName, can_attend
 from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
+from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
+from common.engine.model.operators import Operators
 from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.errors import ConfigError, ModelLoadError
@@ -39,6 +42,7 @@ class LoadedModel:
 
     model: Any  # a transformers PreTrainedModel in eval mode; without layers if there is a `decoder`
     decoder: FusedDecoder | None  # computes the same, on kernels of our own
+    attention_backend: AttentionBackendName
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
     device: torch.device
@@ -60,18 +64,20 @@ def load_model(config: ModelConfig) -> LoadedModel:
     raw_config = _read_config(directory)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        model, probed, decoder, kernels, kernels_failed = _load_and_probe(directory, config, device)
+        found = _load_and_probe(directory, config, device)
+    model, probed, kernels = found.model, found.probed, found.kernels
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
         model=model,
-        decoder=decoder,
+        decoder=found.decoder,
+        attention_backend="torch" if kernels == "torch" else kernels_of(device),
         kernels=kernels,
-        kernels_failed=kernels_failed,
+        kernels_failed=found.kernels_failed,
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
-        attention_modules=[] if decoder else probed.attention_modules,
+        attention_modules=[] if found.decoder else probed.attention_modules,
         vocab_size=min(int(text_config.vocab_size), embedding_rows),
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -152,22 +158,37 @@ class _Probed(NamedTuple):
 
 def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> _Probed:
     model = _from_pretrained(directory, config, device)
+    backend = kernels_of(device)
+    wanted = (config.gpu_kernels if backend == "triton" else config.cpu_kernels) == "auto"
     failed = False
-    if config.cpu_kernels == "auto" and can_fuse(model):
+    if wanted and can_fuse(model, operators := _operators(backend)):
         probed = probe_model(model)
         try:
-            return _Probed(model, probed, fuse_decoder(model, probed), "fused", kernels_failed=False)
-        except (ModelLoadError, RuntimeError) as error:  # RuntimeError: LLVM did not compile a kernel
-            logger.warning("using torch's operators instead of CPU kernels: %s", _first_line(error))
+            return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
+        except Exception as error:  # noqa: BLE001  the decoder differs, or whatever a compiler raises
+            logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
             failed = True
             model = _from_pretrained(directory, config, device)
     model, probed = _probe_packed(directory, config, device, model)
-    if failed or config.cpu_kernels == "reference" or not supports(device, probed.spec):
+    if failed or not wanted or not can_attend(backend, device, probed.spec):
         return _Probed(model, probed, None, "torch", failed)
-    if kernels_agree(probed.spec, probed.num_heads, probed.attention_args):
+    if kernels_agree(backend, device, probed.spec, probed.num_heads, probed.attention_args):
         return _Probed(model, probed, None, "attention", kernels_failed=False)
-    logger.warning("using torch's operators instead of CPU kernels: their attention differs from torch's")
+    logger.warning("using torch's operators instead of compiled kernels: their attention differs from torch's")
     return _Probed(model, probed, None, "torch", kernels_failed=True)
+
+
+def kernels_of(device: torch.device) -> Literal["cpu", "triton"]:
+    """The compiled kernels for the device. Triton's interpreter, if it is on, runs those for GPUs on the CPU."""
+    return "triton" if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else "cpu"
+
+
+def _operators(backend: Literal["cpu", "triton"]) -> Operators:
+    if backend == "triton":
+        from common.engine.model.triton_operators import TritonOperators
+
+        return TritonOperators()
+    return CpuOperators()
 
 
 def _probe_packed(directory: Path, config: ModelConfig, device: torch.device, model: Any) -> tuple[Any, ProbedModel]:

@@ -243,12 +243,11 @@ def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
 def _tokens(
     token_ids: torch.Tensor, is_finite: torch.Tensor, logprobs: Sequence[Logprobs | None]
 ) -> list[SampledToken | None]:
-    tokens: list[SampledToken | None] = [
-        SampledToken(token_id, entry) for token_id, entry in zip(token_ids.tolist(), logprobs, strict=True)
+    found = torch.where(is_finite, token_ids, -1).tolist()  # one transfer from the device
+    return [
+        SampledToken(token_id, entry) if token_id >= 0 else None
+        for token_id, entry in zip(found, logprobs, strict=True)
     ]
-    if not is_finite.all():
-        tokens = [token if finite else None for token, finite in zip(tokens, is_finite.tolist(), strict=True)]
-    return tokens
 
 
 def _count_tokens(token_lists: Sequence[npt.NDArray[np.int64]], like: torch.Tensor) -> torch.Tensor:

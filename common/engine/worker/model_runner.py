@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from common.engine.attention.cpu_backend import CpuAttention
+from common.engine.attention.base import ProjectionAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.model.loader import LoadedModel
@@ -16,8 +17,11 @@ from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
 from common.engine.worker.batch import PackedBatch, pack_batch
 from common.engine.worker.constraints import TokenMask
+from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
 from common.engine.worker.request_table import RequestTable
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
@@ -42,12 +46,14 @@ class ModelRunner:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
         self._loaded = loaded
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._attention = create_backend("torch" if loaded.kernels == "torch" else "cpu", kv_cache)
+        self._attention = create_backend(loaded.attention_backend, kv_cache)
         if loaded.decoder is None:
             install(loaded.attention_modules, self._attention)
+        self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler()
         self._table = RequestTable(
             max_num_seqs,
@@ -67,9 +73,8 @@ class ModelRunner:
         """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
-        if batch.opened_blocks:
+        if batch.opened_blocks and self._attention.reads_whole_blocks:
             self._clear(batch.opened_blocks)
-        self._attention.begin_step(batch.attention)
         logits = self._forward(batch)
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
@@ -81,20 +86,45 @@ class ModelRunner:
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
+        inputs = DecodeInputs(batch.input_ids, batch.positions, batch.attention)
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
+        if keeps_all and self._graphs is not None and batch.attention.num_decodes == len(batch.input_ids):
+            logits = self._graphs.run(inputs)
+            if logits is not None:
+                return logits
+        return self._compute(inputs, None if keeps_all else batch.logits_index)
+
+    def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
+        self._attention.begin_step(inputs.attention)
         if self._loaded.decoder is not None:
-            assert isinstance(self._attention, CpuAttention)
-            wanted = None if keeps_all else batch.logits_index
-            step = batch.input_ids, batch.positions, batch.attention
-            return self._loaded.decoder(*step, self._attention, wanted)[:, : self._loaded.vocab_size]
+            attention = cast("ProjectionAttention", self._attention)
+            return self._loaded.decoder(*inputs, attention, wanted)[:, : self._loaded.vocab_size]
         output = self._loaded.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.positions[None],
             use_cache=False,
-            logits_to_keep=0 if keeps_all else batch.logits_index,  # 0 keeps all
+            logits_to_keep=0 if wanted is None else wanted,  # 0 keeps all
         )
         logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
         return logits
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Records CUDA graphs of decode steps, if the model allows it."""
+        if not self._attention.is_recordable:
+            return
+        try:
+            self._graphs = DecodeGraphs(
+                lambda inputs: self._compute(inputs, None),
+                CudaRecorder(),
+                sizes=graph_sizes(self._max_num_seqs),
+                max_model_len=self.max_model_len,
+                block_size=self._block_size,
+                device=self._loaded.device,
+            )
+        except RuntimeError as error:
+            logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
     def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> _Sampled:
         constraints = self._table.constraints

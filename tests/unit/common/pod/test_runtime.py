@@ -30,7 +30,9 @@ async def health_of(pod: RunningPod, service: str) -> int:
 async def test_serves_until_told_to_stop_and_finishes_what_runs() -> None:
     async with decode_pod({}) as pod, FakeRouter(pod) as router:
         assert await health_of(pod, "") == await health_of(pod, "baton.v1.Decode") == SERVING
-        assert pod.runtime.ready_line == f"ready role=decode address={pod.address} pod_id={pod.context.pod_id}"
+        assert pod.runtime.ready_line == (
+            f"ready role=decode address={pod.address} pod_id={pod.context.pod_id} device=cpu kernels=torch"
+        )
         pod.gate.shut()
         answer = await router.submit(engine_request("a", prompt_of(5)))
         await wait_for(lambda: len(pod.context.requests) == 1)

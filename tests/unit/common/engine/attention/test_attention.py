@@ -74,31 +74,39 @@ def packed(sequences, spans, name):
     return torch.cat([getattr(s, name)[start:end] for s, (start, end) in zip(sequences, spans, strict=True)])[None]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        AttentionArgs(scale=0.3),
-        AttentionArgs(scale=0.3, sliding_window=6),
-        AttentionArgs(scale=0.3, sliding_window=1),
-        AttentionArgs(scale=0.9, softcap=2.0),
-        AttentionArgs(scale=0.3, sinks=torch.linspace(-1, 1, NUM_HEADS)),
-        AttentionArgs(scale=0.9, softcap=2.0, sliding_window=5, sinks=torch.linspace(-1, 1, NUM_HEADS)),
-    ],
-    ids=["plain", "window", "window-1", "softcap", "sinks", "everything"],
-)
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [[(0, 9)], [(9, 10)], [(10, 11)]],
-        [[(0, 1), (0, 4), (0, 5), (0, 23)], [(1, 2), (4, 5), (5, 6), (23, 24)]],
-        [[(0, 40), (0, 30), (0, 9)], [(40, 41), (30, 31), (9, 20)], [(41, 42), (31, 32), (20, 22)]],
-        [[(0, 100), (0, 3), (0, 2)], [(100, 101), (3, 4), (2, 3)]],  # decodes of very different lengths
-        [[(0, 7)], [(7, 8)], [(8, 16)], [(16, 29)]],
-    ],
-    ids=["one", "boundaries", "mixed", "groups", "chunks"],
-)
-@pytest.mark.parametrize("name", ["torch", "cpu"])
-def test_equals_naive_attention(name, steps, args):
+ARGS = {
+    "plain": AttentionArgs(scale=0.3),
+    "window": AttentionArgs(scale=0.3, sliding_window=6),
+    "window-1": AttentionArgs(scale=0.3, sliding_window=1),
+    "softcap": AttentionArgs(scale=0.9, softcap=2.0),
+    "sinks": AttentionArgs(scale=0.3, sinks=torch.linspace(-1, 1, NUM_HEADS)),
+    "everything": AttentionArgs(scale=0.9, softcap=2.0, sliding_window=5, sinks=torch.linspace(-1, 1, NUM_HEADS)),
+}
+STEPS = {
+    "one": [[(0, 9)], [(9, 10)], [(10, 11)]],
+    "boundaries": [[(0, 1), (0, 4), (0, 5), (0, 23)], [(1, 2), (4, 5), (5, 6), (23, 24)]],
+    "mixed": [[(0, 40), (0, 30), (0, 9)], [(40, 41), (30, 31), (9, 20)], [(41, 42), (31, 32), (20, 22)]],
+    "groups": [[(0, 100), (0, 3), (0, 2)], [(100, 101), (3, 4), (2, 3)]],  # decodes of very different lengths
+    "chunks": [[(0, 7)], [(7, 8)], [(8, 16)], [(16, 29)]],
+}
+# Triton's interpreter takes a second for each: tests/unit/common/engine/triton_kernels has more.
+CASES = [
+    (backend, steps, args)
+    for backend in ("torch", "cpu", "triton")
+    for steps in STEPS
+    for args in ARGS
+    if backend != "triton" or (steps, args) in {("groups", "plain"), ("mixed", "everything")}
+]
+
+
+@pytest.mark.parametrize(("name", "steps", "args"), CASES)
+def test_equals_naive_attention(name, steps, args, monkeypatch):
+    if name == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_equals_naive(name, STEPS[steps], ARGS[args])
+
+
+def check_equals_naive(name, steps, args):
     torch.manual_seed(len(steps))
     blocks = torch.randperm(NUM_BLOCKS - 1).add(1).tolist()
     kv_cache = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -130,14 +138,14 @@ def test_equals_naive_attention(name, steps, args):
 def test_a_long_chunk_is_masked_in_parts(monkeypatch):
     monkeypatch.setattr("common.engine.attention.torch_backend._MAX_SCORES", 16 * 64)
     assert _MAX_SCORES > 16 * 64
-    test_equals_naive_attention("torch", [[(0, 30)], [(30, 64)]], AttentionArgs(scale=0.3))
+    check_equals_naive("torch", [[(0, 30)], [(30, 64)]], AttentionArgs(scale=0.3))
 
 
 def test_many_decodes_are_gathered_in_parts(monkeypatch):
     bytes_per_block = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 4
     monkeypatch.setattr("common.engine.attention.torch_backend._MAX_GATHERED_BYTES_CPU", 5 * bytes_per_block)
     prompts, decodes = [(0, 9), (0, 6), (0, 7), (0, 30)], [(9, 10), (6, 7), (7, 8), (30, 31)]
-    test_equals_naive_attention("torch", [prompts, decodes], AttentionArgs(scale=0.3))
+    check_equals_naive("torch", [prompts, decodes], AttentionArgs(scale=0.3))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 from common.engine.attention import cpu_backend
 from common.engine.config import ModelConfig
 from common.engine.cpu_kernels.attention import Scores
-from common.engine.model import fused_decoder
+from common.engine.model import cpu_operators
+from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import can_fuse
 from common.engine.model.loader import load_model
 from tests.tiny_models import TINY_MODELS, tiny_model_dir
@@ -17,16 +18,16 @@ FUSED = {"llama", "qwen3", "mistral"}
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_models_of_the_llama_kind_are_fused(name):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name))
-    assert can_fuse(model) == (name in FUSED)
+    assert can_fuse(model, CpuOperators()) == (name in FUSED)
 
 
 def test_a_model_with_a_part_of_its_own_is_not_fused():
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
     model.model.layers[1].mlp.gate = nn.Linear(4, 4)
-    assert not can_fuse(model)
+    assert not can_fuse(model, CpuOperators())
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
     model.model.layers[1].self_attn.scale = nn.Parameter(torch.ones(1))
-    assert not can_fuse(model)
+    assert not can_fuse(model, CpuOperators())
 
 
 def test_reference_kernels_leave_the_model_as_it_is():
@@ -35,11 +36,11 @@ def test_reference_kernels_leave_the_model_as_it_is():
 
 
 def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
-    class Doubled(fused_decoder._SiluMul):
+    class Doubled(cpu_operators._SiluMul):
         def __call__(self, gate_up):
             return super().__call__(gate_up) * 2
 
-    monkeypatch.setattr(fused_decoder, "_SiluMul", Doubled)
+    monkeypatch.setattr(cpu_operators, "_SiluMul", Doubled)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
     assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
     assert len(loaded.attention_modules) == 3  # loaded again, whole
@@ -60,7 +61,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(name, monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise RuntimeError("LLVM IR parsing error")
 
-    monkeypatch.setattr(fused_decoder, "silu_mul_kernel", fail)
+    monkeypatch.setattr(cpu_operators, "silu_mul_kernel", fail)
     monkeypatch.setattr(cpu_backend, "decode_kernel", fail)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir(name))))
     assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)

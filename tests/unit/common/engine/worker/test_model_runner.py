@@ -79,10 +79,27 @@ class Driver:
         return [self.outputs[r] for r in request_ids]
 
 
+SIDES = {
+    "auto": {"device": "cpu"},
+    "reference": {"device": "cpu", "cpu_kernels": "reference"},
+    "interpreted": {"device": "cpu"},  # Triton's kernels, on the CPU
+    "gpu": {"device": "cuda", "dtype": "float32"},
+    "gpu-eager": {"device": "cuda", "dtype": "float32", "enforce_eager": True},
+    "gpu-reference": {"device": "cuda", "dtype": "float32", "gpu_kernels": "reference"},
+}
+INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of heads; soft caps and windows; sinks
+
+
+def sides_of(model):
+    for side in SIDES:
+        if side != "interpreted" or model in INTERPRETED:
+            yield pytest.param((model, side), model, marks=[pytest.mark.gpu] * side.startswith("gpu"))
+
+
 @functools.lru_cache(maxsize=2)
-def worker_of(model, cpu_kernels="auto"):
+def worker_of(model, side="auto"):
     config = EngineConfig(
-        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1, cpu_kernels=cpu_kernels),
+        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1, **SIDES[side]),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
@@ -90,6 +107,8 @@ def worker_of(model, cpu_kernels="auto"):
     with pytest.MonkeyPatch.context() as patch:
         for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
             patch.setattr(packed_linear, limit, 0)  # these small layers are packed too, as those of real models are
+        if side == "interpreted":
+            patch.setenv("TRITON_INTERPRET", "1")
         worker.load_model()
     worker.initialize_kv_cache(NUM_BLOCKS)
     return worker
@@ -107,9 +126,7 @@ def reference(model, prompt, num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("driver", "model"),
-    [((name, kernels), name) for name in TINY_MODELS for kernels in ("auto", "reference")],
-    indirect=["driver"],
+    ("driver", "model"), [side for name in TINY_MODELS for side in sides_of(name)], indirect=["driver"]
 )
 def test_chunks_and_mixed_batches_equal_generate(driver, model):
     lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 22]
@@ -152,7 +169,7 @@ def test_preempted_request_resumes_where_it_was(driver):
     assert driver.run([request_id], 8) == [reference("qwen3", prompt, 8)]
 
 
-@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+@pytest.mark.parametrize("driver", ["llama", pytest.param(("llama", "gpu"), marks=pytest.mark.gpu)], indirect=True)
 def test_seeded_sampling_does_not_depend_on_the_batch(driver):
     def sampled(names, chunk):
         ids = [
@@ -173,7 +190,9 @@ def test_seeded_sampling_does_not_depend_on_the_batch(driver):
     assert len(set(map(tuple, together))) == 4
 
 
-@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    "driver", ["llama", ("llama", "interpreted"), pytest.param(("llama", "gpu"), marks=pytest.mark.gpu)], indirect=True
+)
 def test_garbage_of_an_earlier_owner_does_not_leak(driver):
     kv_cache = driver.worker._runner._kv_cache
     kv_cache[1:] = float("nan")

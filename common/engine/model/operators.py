@@ -1,0 +1,38 @@
+"""What a fused decoder is made of, on each kind of device: linear layers, and compiled kernels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from common.engine.attention.base import ProjectionAttention
+from common.engine.model.fused_norm import RMSNorm
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden, delta): hidden += delta, in place; returns the RMS norm of hidden. Both are [tokens, size], hidden is
+float32."""
+
+PerToken = Callable[[torch.Tensor], torch.Tensor]
+"""[tokens, size] -> [tokens, another size]"""
+
+
+class Operators(Protocol):
+    """Builds the operators of one kind of device. Weights and activations are of one type, sums are float32."""
+
+    def supports(self, model: Any) -> bool:
+        """True if the device and the types of a transformers model are those of these operators."""
+
+    def attention(self, kv_cache: torch.Tensor) -> ProjectionAttention:
+        """Attention over the KV cache."""
+
+    def linear(self, linear: nn.Linear) -> PerToken:
+        """The linear layer; its own weight may be given up."""
+
+    def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
+        """Residual and RMS norm."""
+
+    def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
+        """silu(gate) * up: [tokens, 2 * size] -> [tokens, size]."""
