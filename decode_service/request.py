@@ -26,6 +26,7 @@ from common.engine.messages import (
     TransferUpdate,
 )
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.pod.context import PodContext
 from common.pod.convert import error_of
@@ -124,7 +125,13 @@ class DecodeRequest:
         """Ends it with an error. Also called as an OutputSink."""
         if not self._has_ended:
             self._pod.metrics.request_failure.labels(error.code.label).inc()
-            logger.info("request %s failed: %s: %s", self.request_id, error.code.label, error.message)
+            logger.info(
+                "request %s failed: %s: %s",
+                self.request_id,
+                error.code.label,
+                error.message,
+                extra=fields(request_id=self.request_id),
+            )
             self._end(self._last_delta(FinishReason.ERROR, error_to_pb(error)))
 
     # -- Consumer ---------------------------------------------------------------------------------------------------
@@ -253,7 +260,12 @@ class DecodeRequest:
             self._pod.metrics.handoffs.labels("delivered").inc()
 
     def _note_recompute(self, reason: str) -> None:
-        logger.warning("request %s: recomputing KV that did not arrive by handoff: %s", self.request_id, reason)
+        logger.warning(
+            "request %s: recomputing KV that did not arrive by handoff: %s",
+            self.request_id,
+            reason,
+            extra=fields(request_id=self.request_id),
+        )
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_recompute.labels(reason).inc()

@@ -82,7 +82,7 @@ def plan_cluster(
     redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
-    common = ["--log-level", config.log_level]
+    common = ["--log-level", config.log_level, "--log-format", config.log_format]
     if config_file is not None:
         common += ["--config", str(config_file)]
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]

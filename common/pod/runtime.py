@@ -271,7 +271,7 @@ class PodRuntime:
 
 def run_pod(runtime: PodRuntime) -> int:
     """Runs a pod in this process until it ends. Returns the exit code. Called on the main thread."""
-    setup_logging(runtime.config.log_level, runtime.config.pod_id)
+    setup_logging(runtime.config.log_level, runtime.config.pod_id, runtime.config.log_format)
     try:
         return asyncio.run(_run(runtime))
     except ConfigError as error:

@@ -25,6 +25,7 @@ from typing import Self
 import msgspec
 
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
 from common.types import FinishReason
@@ -69,6 +70,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._metrics = dispatcher.metrics
         self._transfer_id = dispatcher.new_transfer_id(request)
+        self._fields = fields(request_id=request.request_id)  # of its log lines
         self.timeline = Timeline(request, dispatcher.model_name)
 
         self._attempts = Attempts(dispatcher.config.survival.max_attempts)
@@ -168,7 +170,9 @@ class Generation:
         if not self.is_over:
             self._error = error
             level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
-            logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
+            logger.log(
+                level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message, extra=self._fields
+            )
             self.timeline.end(time.monotonic(), error=error.code.label)
             self._close()
             self._wake()
@@ -272,7 +276,9 @@ class Generation:
             metrics.first_token_phase.labels("handoff").observe(report.handoff_s)
         if report.recompute_reason:
             metrics.recomputed.labels(report.recompute_reason).inc()
-            logger.info("%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason)
+            logger.info(
+                "%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason, extra=self._fields
+            )
 
     # --- prefill leg ---
 
@@ -322,7 +328,9 @@ class Generation:
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
-        logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message)
+        logger.warning(
+            "%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message, extra=self._fields
+        )
         self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
         if legs is self._legs and error.code is ErrorCode.INVALID_ARGUMENT and error.param == _CONSTRAINT_PARAM:
             self.fail(error)  # the decode pod would find the same, after as long a time
@@ -349,7 +357,13 @@ class Generation:
         if route is None or route.prefill is None:
             return False
         self._dispatcher.survival_metrics.prefill_retries.labels(reason).inc()
-        logger.info("%s: goes to prefill pod %s instead: %s", self._transfer_id, route.prefill.address, reason)
+        logger.info(
+            "%s: goes to prefill pod %s instead: %s",
+            self._transfer_id,
+            route.prefill.address,
+            reason,
+            extra=self._fields,
+        )
         self.timeline.event("prefill_retry", reason, route.prefill.address)
         self._close_legs()
         try:
@@ -373,7 +387,9 @@ class Generation:
         if conflict := self._accept(0, [response.first_token_id], logprobs, now):
             # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
             self._metrics.token_mismatches.inc()
-            logger.error("%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict)
+            logger.error(
+                "%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict, extra=self._fields
+            )
         elif response.finish_reason:
             self._finish(FinishReason(response.finish_reason), now)
         if self._held_end is not None:
@@ -382,7 +398,7 @@ class Generation:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: internal error", self._transfer_id, exc_info=error)
+            logger.error("%s: internal error", self._transfer_id, exc_info=error, extra=self._fields)
             self.fail(BatonError("internal error; the router's log has the details"))
 
     # --- output ---
@@ -500,7 +516,7 @@ class Generation:
         if reason == "disagreement":
             self._metrics.token_mismatches.inc()
             level = logging.ERROR
-        logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem)
+        logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem, extra=self._fields)
         self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
         self.timeline.event("redispatch", reason, self._decode_address)
         pod = self._legs.decode.pod if self._legs is not None else None
@@ -513,7 +529,7 @@ class Generation:
         if self._legs is None or not self._dispatcher.has_room_besides(pod, num_tokens):
             slot.release()
             return
-        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address)
+        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address, extra=self._fields)
         self._dispatcher.survival_metrics.redispatched.labels("drain").inc()
         self.timeline.event("redispatch", "drain", pod.address)
         self._close_legs()

@@ -52,7 +52,6 @@ from router.gateway.resume import (
 )
 from router.gateway.stream_options import UsageReports
 from router.gateway.structured import STRUCTURED, errors_of_constraint
-from router.gateway.timelines import TIMING_HEADER
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.request import Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
@@ -158,8 +157,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             with self._resumable(job, terms.tenant) as resumable, errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
-                    timeline = run.generations[0].generation.timeline
-                    exchange.add_late_header(TIMING_HEADER, lambda: timeline.server_timing(time.monotonic()))
+                    exchange.note_generation(run.generations[0].generation.timeline)
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
                         if job.is_stream:

@@ -28,7 +28,6 @@ from router.service import InferenceService
 from router.timelines.timeline import Timeline
 
 REQUESTS_PATH = "/v1/requests"
-TIMING_HEADER = "server-timing"
 
 _DEFAULT_LIMIT = 100
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
