@@ -81,7 +81,9 @@ class Batch:
         """Of those that were not dispatched. Nothing is kept of what was refused at once: its client was told why."""
         if isinstance(error, OverloadedError | UnattainableError) and not self._num_sent:
             self._timelines.drop(*self._kept)
-        code = error.code if isinstance(error, BatonError) else ErrorCode.CANCELLED
+        code = ErrorCode.INTERNAL if isinstance(error, Exception) else ErrorCode.CANCELLED
+        if isinstance(error, BatonError):
+            code = error.code
         for generation in self.generations:
             generation.timeline.end(time.monotonic(), error=code.label)
 
