@@ -227,6 +227,7 @@ class Timeline:
     def begin_attempt(self, number: int, decode: str, prefill: str, reason: str, began: float) -> None:
         """It is sent to pods, the choice of which began then. See Attempt."""
         now = time.monotonic()
+        self.end_attempt(now)  # if the decode pod was lost before it had the request
         self._dispatched_at = self._dispatched_at or began
         self._attempts.append(Attempt(number, decode, prefill, reason, now - began, now))
         if len(self._attempts) > MAX_ATTEMPTS:

@@ -69,7 +69,7 @@ async def test_connections_beyond_the_limit_are_told_so(start_cluster):
 )
 async def test_without_descriptors_nothing_is_flooded_and_it_serves_again(command, max_connections, num_lines):
     async with FakeDecodePod() as decode:
-        arguments = ["--decode", decode.address, "--port", "0", "--grpc-port", "0"]
+        arguments = ["--decode", decode.address, "--port", "0", "--grpc-port", "0", "--no-access-log"]
         arguments += [] if max_connections is None else ["--max-connections", str(max_connections)]
         limited = ["sh", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "sh", sys.executable, *command, *arguments]
         router = await asyncio.create_subprocess_exec(*limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

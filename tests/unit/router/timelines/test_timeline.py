@@ -112,10 +112,13 @@ def test_a_request_that_fails_without_end_does_not_grow_without_end(clock):
     for number in range(1, 1000):
         timeline.begin_attempt(number, "d:1", "p:1", "planned", began=clock.now)
         timeline.event("redispatch", "pod_lost", "d:1")
-        timeline.end_attempt(clock.now)
     assert len(timeline.events) == MAX_EVENTS
     assert len({phase.attempt for phase in timeline.phases(300.0)}) == MAX_ATTEMPTS + 1
     assert timeline.num_left_out == 999 - MAX_EVENTS + 999 - MAX_ATTEMPTS
+    clock.now += 5
+    timeline.begin_attempt(1000, "d:2", "", "colocated", began=clock.now)
+    lasted = [phase.duration_s for phase in timeline.phases(clock.now + 1) if phase.pod == "p:1"]
+    assert max(lasted) == pytest.approx(5)
 
 
 def run_through(book, first, stop):
