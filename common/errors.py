@@ -7,6 +7,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |   `-- PromptTooLongError      400 on HTTP as OpenAI does it
 |-- UnknownModelError           404
 |-- UnknownPodError             404
+|-- UnknownRequestError         404
 |-- UnauthenticatedError        401; no valid API key
 |-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
@@ -135,6 +136,12 @@ class UnknownModelError(BatonError):
 
 class UnknownPodError(BatonError):
     """No pod has that address."""
+
+    code = ErrorCode.NOT_FOUND
+
+
+class UnknownRequestError(BatonError):
+    """Nothing is kept of a request with that id that this key may see."""
 
     code = ErrorCode.NOT_FOUND
 

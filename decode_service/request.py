@@ -26,6 +26,7 @@ from common.engine.messages import (
     TransferUpdate,
 )
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.pod.context import PodContext
 from common.pod.convert import error_of
@@ -92,6 +93,7 @@ class DecodeRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
         self._has_reported = False
+        self._first_token_at: float | None = None  # here, of its answer
         self._has_ended = False
 
     def start(self) -> None:
@@ -123,7 +125,13 @@ class DecodeRequest:
         """Ends it with an error. Also called as an OutputSink."""
         if not self._has_ended:
             self._pod.metrics.request_failure.labels(error.code.label).inc()
-            logger.info("request %s failed: %s: %s", self.request_id, error.code.label, error.message)
+            logger.info(
+                "request %s failed: %s: %s",
+                self.request_id,
+                error.code.label,
+                error.message,
+                extra=fields(request_id=self.request_id),
+            )
             self._end(self._last_delta(FinishReason.ERROR, error_to_pb(error)))
 
     # -- Consumer ---------------------------------------------------------------------------------------------------
@@ -198,6 +206,8 @@ class DecodeRequest:
                 self._emit(self, delta)
             else:
                 self._pod.metrics.request_success.labels(output.finish_reason.label).inc()
+                if self._first_token_at is not None:
+                    self._pod.metrics.decode_time.observe(time.monotonic() - self._first_token_at)
                 self._end(delta)
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -250,7 +260,12 @@ class DecodeRequest:
             self._pod.metrics.handoffs.labels("delivered").inc()
 
     def _note_recompute(self, reason: str) -> None:
-        logger.warning("request %s: recomputing KV that did not arrive by handoff: %s", self.request_id, reason)
+        logger.warning(
+            "request %s: recomputing KV that did not arrive by handoff: %s",
+            self.request_id,
+            reason,
+            extra=fields(request_id=self.request_id),
+        )
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_recompute.labels(reason).inc()
@@ -273,6 +288,7 @@ class DecodeRequest:
         )
         if output.tokens and not self._has_reported:
             self._has_reported = True
+            self._first_token_at = time.monotonic()
             report = self._report
             delta.report.CopyFrom(
                 pods_pb2.DecodeReport(
@@ -281,6 +297,7 @@ class DecodeRequest:
                     recompute_reason=report.recompute_reason,
                     queue_s=report.queue_s,
                     handoff_s=report.handoff_s,
+                    first_token_s=self._first_token_at - self._submitted_at,
                 )
             )
         return delta

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.pod.convert import add_request_from_pb
 from common.rpc.convert import finish_reason_to_pb
@@ -84,7 +85,13 @@ class RouterSession:
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._services.pod.metrics.request_failure.labels(error.code.label).inc()
-        logger.info("request %s refused: %s: %s", request_id, error.code.label, error.message)
+        logger.info(
+            "request %s refused: %s: %s",
+            request_id,
+            error.code.label,
+            error.message,
+            extra=fields(request_id=request_id),
+        )
         delta = pods_pb2.TokenDelta(
             request_id=request_id, finish_reason=finish_reason_to_pb(FinishReason.ERROR), error=error_to_pb(error)
         )

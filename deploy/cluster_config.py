@@ -27,7 +27,7 @@ from common.config import (
 )
 from common.engine.config import EngineConfig
 from common.errors import ConfigError
-from common.observability.logging import LogLevel
+from common.observability.logging import LogFormat, LogLevel
 from decode_service.config import DecodeConfig
 from deploy.cluster_state import DEFAULT_NAME, NAME_PATTERN
 from deploy.redis_server import MIN_MEMORY_BYTES
@@ -49,6 +49,8 @@ _POD_SETTINGS = {
     "connector_path": "connector_path",
     "drain_timeout_s": "stop_grace_s",
     "log_level": "log_level",
+    "log_format": "log_format",
+    "metrics_port": "metrics_port",
     **_CLUSTER_TLS_SETTINGS,
 }
 _ROUTER_SETTINGS = {
@@ -60,6 +62,7 @@ _ROUTER_SETTINGS = {
     "models_file": "models",
     "shutdown_grace_s": "stop_grace_s",
     "log_level": "log_level",
+    "log_format": "log_format",
     "tls_cert": "",
     "tls_key": "",
     **_CLUSTER_TLS_SETTINGS,
@@ -103,7 +106,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "KV connector": ("connector", "connector_path", "connector_options", "redis_memory"),
         "Addresses": ("host", "port", "grpc_port", "metrics_port"),
         "API": ("models", "served_model_name", "generation_config", "override_generation_config"),
-        "Processes": ("mtls", "start_timeout_s", "stop_grace_s", "log_level"),
+        "Processes": ("mtls", "start_timeout_s", "stop_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -160,7 +163,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="HTTP port of the first pod's Prometheus metrics; the others take the next ones; 0: free ones; "
             "none: no metrics. The router has its own under /metrics."
         ),
-    ] = None
+    ] = 0
     models: Annotated[
         dict[str, str],
         Meta(
@@ -190,6 +193,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float, Meta(ge=0, description="Seconds that the router, then the pods, have to finish before they are killed.")
     ] = 10.0
     log_level: Annotated[LogLevel, Meta(description="Least severe level that pods and router log.")] = "warning"
+    log_format: Annotated[
+        LogFormat, Meta(description="How they log. console: lines for people; json: one object per line.")
+    ] = "console"
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:

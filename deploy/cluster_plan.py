@@ -40,6 +40,17 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     metrics_ports: dict[str, int]  # by pod, of those that have one
 
 
+def prometheus_targets(plan: ClusterPlan, router: str) -> str:
+    """The processes that have metrics, in the format of Prometheus' file_sd. `router`: host:port of its HTTP API."""
+    groups = [{"targets": [router], "labels": {"job": "baton-router"}}]
+    for role in POD_ROLES:
+        ports = [plan.metrics_ports.get(pod.name) for pod in plan.pods if pod.role == role]
+        targets = [joined(LOOPBACK, port) for port in ports if port is not None]
+        if targets:
+            groups.append({"targets": targets, "labels": {"job": f"baton-{role}"}})
+    return json.dumps(groups, indent=2) + "\n"
+
+
 class _ConnectorPlan(NamedTuple):
     """What joins the pods."""
 
@@ -71,7 +82,7 @@ def plan_cluster(
     redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
-    common = ["--log-level", config.log_level]
+    common = ["--log-level", config.log_level, "--log-format", config.log_format]
     if config_file is not None:
         common += ["--config", str(config_file)]
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]

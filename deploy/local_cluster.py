@@ -28,6 +28,7 @@ from deploy.cluster_plan import (
     make_mtls,
     operator_environment,
     plan_cluster,
+    prometheus_targets,
     public_ports,
     reachable,
     write_private,
@@ -105,6 +106,8 @@ class LocalCluster:
         plan = plan_cluster(config, port, grpc_port, scratch, command.config_file, command.passed, env)
         for file, text in plan.files.items():
             write_private(file, text)
+        self._targets_file = scratch / "prometheus-targets.json"
+        write_private(self._targets_file, prometheus_targets(plan, joined(reachable(config.host), port)))
         self._stores = [PodProcess(redis.spec, redis_probe(redis), self) for redis in plan.stores]
         tls = make_mtls(scratch) if config.mtls else None
         self._pods = [PodProcess(spec, grpc_probe(spec.address, tls), self) for spec in plan.pods]
@@ -218,6 +221,7 @@ class LocalCluster:
         self._note(lambda record: record.ready(", ".join(self._config.models) or model or ""))
         self._terminal.say(f"\nReady in {seconds:.1f} s. Try:\n")
         self._terminal.say(f"  {curl_line(self._url, model)}\n")
+        self._terminal.say(f"Metrics at {self._url}/metrics, all targets for Prometheus in {self._targets_file}\n")
 
 
 async def _all_ready(processes: Iterable[PodProcess]) -> None:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from common.engine.messages import EngineStats
-from common.observability.task_figures import TaskFigures
+from common.engine.messages import EngineSpec, EngineStats
+from common.observability.loop_figures import LoopFigures
+from common.pod.config import PodConfig
 from common.pod.metrics import PodMetrics
 from common.pod.stats import StatsBoard
 from router.admission.metrics import AdmissionMetrics
@@ -19,29 +20,48 @@ from router.dispatching.metrics import SurvivalMetrics
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
 from router.pods.health_metrics import PodHealthMetrics
+from router.pods.relayed_figures import RelayedFigures
 from router.security.metrics import SecurityMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 VLLM_NAMES = {
-    "baton_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "baton_generation_tokens_total": "vllm:generation_tokens_total",
-    "baton_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "baton_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
-    "baton_num_preemptions_total": "vllm:num_preemptions_total",
-    "baton_num_requests_running": "vllm:num_requests_running",
-    "baton_num_requests_waiting": "vllm:num_requests_waiting",
-    "baton_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
-    "baton_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
-    "baton_prompt_tokens_total": "vllm:prompt_tokens_total",
-    "baton_request_generation_tokens": "vllm:request_generation_tokens",
-    "baton_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
-    "baton_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "baton_request_queue_time_seconds": "vllm:request_queue_time_seconds",
-    "baton_request_success_total": "vllm:request_success_total",
-    "baton_tier_hits_total": "vllm:external_prefix_cache_hits_total",
-    "baton_tier_queries_total": "vllm:external_prefix_cache_queries_total",
-    "baton_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "baton_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "baton_pod_cache_config_info": "vllm:cache_config_info",
+    "baton_pod_generation_tokens_total": "vllm:generation_tokens_total",
+    "baton_pod_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "baton_pod_kv_transfer_bytes_total": "vllm:nixl_bytes_transferred",
+    "baton_pod_kv_transfer_failures_total": "vllm:nixl_num_failed_transfers",
+    "baton_pod_kv_transfer_seconds": "vllm:nixl_xfer_time_seconds",
+    "baton_pod_num_preemptions_total": "vllm:num_preemptions_total",
+    "baton_pod_num_requests_running": "vllm:num_requests_running",
+    "baton_pod_num_requests_waiting": "vllm:num_requests_waiting",
+    "baton_pod_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "baton_pod_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "baton_pod_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "baton_pod_request_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "baton_pod_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "baton_pod_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "baton_pod_request_success_total": "vllm:request_success_total",
+    "baton_pod_step_tokens": "vllm:iteration_tokens_total",
+    "baton_pod_tier_hits_total": "vllm:external_prefix_cache_hits_total",
+    "baton_pod_tier_queries_total": "vllm:external_prefix_cache_queries_total",
+    "baton_router_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "baton_router_generation_tokens_total": "vllm:generation_tokens_total",
+    "baton_router_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "baton_router_pod_generation_tokens_total": "vllm:generation_tokens_total",
+    "baton_router_pod_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "baton_router_pod_num_preemptions_total": "vllm:num_preemptions_total",
+    "baton_router_pod_num_requests_running": "vllm:num_requests_running",
+    "baton_router_pod_num_requests_waiting": "vllm:num_requests_waiting",
+    "baton_router_pod_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "baton_router_pod_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "baton_router_pod_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "baton_router_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "baton_router_request_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "baton_router_request_generation_tokens": "vllm:request_generation_tokens",
+    "baton_router_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "baton_router_request_success_total": "vllm:request_success_total",
+    "baton_router_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "baton_router_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
 }
 """Metrics of vLLM with the same meaning."""
 
@@ -51,13 +71,20 @@ _INTRODUCTION = """\
 Written by `make reference` from the code; a test holds it to that. [observability.md](observability.md) says what to
 watch.
 
-Names are those of a scrape. A histogram has `_bucket`, `_sum` and `_count` behind its name. The last column has the
-metric of vLLM that means the same, for dashboards that are to be moved.
+Names are those of a scrape. A histogram has `_bucket`, `_sum` and `_count` behind its name, a summary `_sum` and
+`_count`. The last column has the metric of vLLM that means the same, for dashboards that are to be moved.
+
+A name begins with the process that exports it: `baton_router_` or `baton_pod_`. So a sum over one name never counts
+anything twice, however many routers and pods one Prometheus scrapes.
 """
 _ROUTER = """\
 ## Router
 
 At `/metrics` of its HTTP port. With API keys, an operator's key is needed, unless `metrics_need_key` is off.
+
+`baton_router_pod_*` are figures of pods: those the router keeps itself, and those that the pods last reported to it, so
+that one scrape of a router shows its cluster. They are there while the pod is connected. Each router of several has
+them all: take `max by (role, address)` of them before a sum.
 """
 _PODS = """\
 ## Pods
@@ -91,25 +118,42 @@ def router_metrics() -> list[MetricRow]:
     metrics = RouterMetrics()
     metrics.of("model")
     metrics.watch_index(PrefixIndex(max_holdings=1))
+    metrics.registry.register(RelayedFigures(list))
     for add_to in (SurvivalMetrics, AdmissionMetrics, SecurityMetrics, DiscoveryMetrics, PodHealthMetrics):
         add_to(metrics.registry)
-    return [row for row in _rows(metrics.registry) if not row.name.startswith("process_")]
+    rows = _rows(metrics.registry, "baton_router")
+    return [row for row in rows if not row.name.startswith("process_")]
 
 
 def pod_metrics() -> list[MetricRow]:
     """Those of a pod."""
-    return list(_rows(PodMetrics(StatsBoard(EngineStats())).registry))
+    return list(_rows(sample_pod_metrics().registry, "baton_pod"))
 
 
-def _rows(registry: CollectorRegistry) -> Iterator[MetricRow]:
+def sample_pod_metrics() -> PodMetrics:
+    """The metrics of a pod that has done nothing."""
+    spec = EngineSpec(
+        fingerprint=b"",
+        block_size=16,
+        num_blocks=1,
+        max_model_len=1,
+        vocab_size=1,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        device="cpu",
+        dtype="float32",
+        bytes_per_block=1,
+    )
+    return PodMetrics(StatsBoard(EngineStats()), spec, PodConfig())
+
+
+def _rows(registry: CollectorRegistry, prefix: str) -> Iterator[MetricRow]:
     loop = asyncio.new_event_loop()
     try:
-        registry.register(TaskFigures(loop))
+        registry.register(LoopFigures(prefix, loop))
         for family in sorted(registry.collect(), key=lambda family: family.name):
             collector = registry._names_to_collectors.get(family.name)  # noqa: SLF001  (nothing else has the labels)
-            labels = getattr(collector, "_labelnames", None) or {
-                label: None for sample in family.samples for label in sample.labels if label != "le"
-            }
+            labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             suffix = "_total" if family.type == "counter" else ""
             yield MetricRow(family.name + suffix, family.type, tuple(labels), family.documentation)
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from common.errors import BatonError, IncompatiblePeerError, InvalidRequestError, RequestCancelledError
+from common.observability.logging import fields
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
 from common.pod.convert import add_request_from_pb
@@ -46,7 +47,13 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
                 first = await self._prefill(request)
             except BatonError as error:
                 self._pod.metrics.request_failure.labels(error.code.label).inc()
-                logger.info("request %s failed: %s: %s", request.request.request_id, error.code.label, error.message)
+                logger.info(
+                    "request %s failed: %s: %s",
+                    request.request.request_id,
+                    error.code.label,
+                    error.message,
+                    extra=fields(request_id=request.request.request_id),
+                )
                 raise
             self._count(first)
         return await _response(first)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Runs the router.",
             examples=("baton serve router --host 0.0.0.0 --prefill 10.0.0.1:7001 --decode 10.0.0.2:7002",),
         )
-        setup_logging(config.log_level, "router")
+        setup_logging(config.log_level, "router", config.log_format)
         uvloop.run(_serve(config))
     except ConfigError as error:
         return report_config_error(error)

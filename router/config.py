@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from common.observability.logging import LogFormat, LogLevel
 from common.rpc.tls import ClusterTlsConfig
 from router.admission.config import AdmissionConfig
 from router.discovery.config import DiscoveryConfig
@@ -20,7 +21,6 @@ from router.security.config import LimitsConfig, SecurityConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
 KVFailurePolicy = Literal["recompute", "fail"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_failure_policy",
         ),
         "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
-        "Process": ("shutdown_grace_s", "log_level"),
+        "Process": ("max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -179,10 +179,25 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pod_health: HealthConfig = HealthConfig()
     security: SecurityConfig = SecurityConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    max_timelines: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100_000,
+            description="Requests whose timelines are kept for /v1/requests, the last ones; about 3 KB each. 0: none.",
+        ),
+    ] = 1000
     shutdown_grace_s: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
+    access_log: Annotated[
+        bool,
+        Meta(description="Log a line for each request that has ended, at level info; probes and scrapes have none."),
+    ] = True
     log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="console: lines for people; json: one object per line.")] = (
+        "console"
+    )
 
     @property
     def may_have_prefill_pods(self) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -15,33 +12,15 @@ from prometheus_client.registry import Collector
 
 from common.errors import ErrorCode
 from common.observability.bounded_labels import BoundedLabels
+from common.observability.build_info import BuildInfo
+from common.observability.local_histogram import LocalHistogram
+from common.observability.model_label import MODEL_LABEL, OfModel
 from router.placing.index import PrefixIndex
 from router.placing.index_metrics import IndexMetrics
 
-MODEL_LABEL = "model_name"  # the first name of a served model: there are no others, whatever clients and pods say
-
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-
-
-class LocalHistogram:
-    """A histogram without locks, for one thread that observes often: 0.2 us instead of 2 us. One of LocalHistograms."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)  # upper ends, included
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """The current state, cumulative as Prometheus wants it."""
-        names = (*map(str, map(float, self._bounds)), "+Inf")
-        return list(zip(names, accumulate(self._counts), strict=True))
 
 
 class LocalHistograms(Collector):
@@ -89,21 +68,6 @@ def _series_of(family: MetricWrapperBase, model_name: str) -> set[tuple[str, ...
     }
 
 
-_Family = TypeVar("_Family", bound=MetricWrapperBase)
-
-
-class OfModel(Generic[_Family]):
-    """A family of which one label, the first, is the model's name."""
-
-    def __init__(self, family: _Family, model_name: str) -> None:
-        self._family = family
-        self._model_name = model_name
-
-    def labels(self, *values: str) -> _Family:
-        """The metric with these values of the other labels."""
-        return self._family.labels(self._model_name, *values)
-
-
 class RouterMetrics:
     """Everything the router counts. Names follow the field's: a dashboard needs only another prefix."""
 
@@ -111,40 +75,46 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         registry = self.registry
         ProcessCollector(registry=registry)
+        registry.register(BuildInfo("baton_router"))
 
-        self.inflight = Gauge("baton_num_requests_inflight", "Generations under way.", [MODEL_LABEL], registry=registry)
-        self.success = Counter(
-            "baton_request_success", "Generations that ended well.", [MODEL_LABEL, "finished_reason"], registry=registry
+        self.inflight = Gauge(
+            "baton_router_num_requests_inflight", "Generations under way.", [MODEL_LABEL], registry=registry
         )
-        self.errors = Counter("baton_request_errors", "Requests that failed.", ["code"], registry=registry)
+        self.success = Counter(
+            "baton_router_request_success",
+            "Generations that ended well.",
+            [MODEL_LABEL, "finished_reason"],
+            registry=registry,
+        )
+        self.errors = Counter("baton_router_request_errors", "Requests that failed.", ["code"], registry=registry)
         self.prompt_tokens = Counter(
-            "baton_prompt_tokens", "Prompt tokens of accepted requests.", [MODEL_LABEL], registry=registry
+            "baton_router_prompt_tokens", "Prompt tokens of accepted requests.", [MODEL_LABEL], registry=registry
         )
         self.generation_tokens = Counter(
-            "baton_generation_tokens", "Output tokens received.", [MODEL_LABEL], registry=registry
+            "baton_router_generation_tokens", "Output tokens received.", [MODEL_LABEL], registry=registry
         )
         self.cached_tokens = Counter(
-            "baton_prefix_cached_tokens",
+            "baton_router_prefix_cached_tokens",
             "Prompt tokens served by a pod's prefix cache.",
             [MODEL_LABEL],
             registry=registry,
         )
         self.external_tokens = Counter(
-            "baton_external_tokens",
+            "baton_router_external_tokens",
             "Prompt tokens whose KV came through the connector.",
             [MODEL_LABEL],
             registry=registry,
         )
 
         self.time_to_first_token = Histogram(
-            "baton_time_to_first_token_seconds",
+            "baton_router_time_to_first_token_seconds",
             "Arrival at the router to first token.",
             [MODEL_LABEL],
             buckets=_LATENCIES_S,
             registry=registry,
         )
         self.first_token_phase = Histogram(
-            "baton_first_token_phase_seconds",
+            "baton_router_first_token_phase_seconds",
             "Parts of the time to first token: tokenize; queue and prefill (on the pod that prefilled); "
             "handoff and decode_queue (of the decode leg, which the first token does not wait for).",
             [MODEL_LABEL, "phase"],
@@ -152,32 +122,39 @@ class RouterMetrics:
             registry=registry,
         )
         self.inter_token_latency = LocalHistograms(
-            "baton_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", _GAPS_S
+            "baton_router_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", GAPS_S
         )
         registry.register(self.inter_token_latency)
         self.time_per_output_token = Histogram(
-            "baton_time_per_output_token_seconds",
+            "baton_router_time_per_output_token_seconds",
             "(End - first token) / (output tokens - 1), per request.",
             [MODEL_LABEL],
-            buckets=_GAPS_S,
+            buckets=GAPS_S,
+            registry=registry,
+        )
+        self.decode_time = Histogram(
+            "baton_router_request_decode_time_seconds",
+            "First token to last token.",
+            [MODEL_LABEL],
+            buckets=_LATENCIES_S,
             registry=registry,
         )
         self.e2e_latency = Histogram(
-            "baton_e2e_request_latency_seconds",
+            "baton_router_e2e_request_latency_seconds",
             "Arrival to last token.",
             [MODEL_LABEL],
             buckets=_LATENCIES_S,
             registry=registry,
         )
         self.prompt_length = Histogram(
-            "baton_request_prompt_tokens",
+            "baton_router_request_prompt_tokens",
             "Prompt tokens per request.",
             [MODEL_LABEL],
             buckets=_LENGTHS,
             registry=registry,
         )
         self.output_length = Histogram(
-            "baton_request_generation_tokens",
+            "baton_router_request_generation_tokens",
             "Output tokens per request.",
             [MODEL_LABEL],
             buckets=_LENGTHS,
@@ -185,29 +162,31 @@ class RouterMetrics:
         )
 
         self.dispatched = Counter(
-            "baton_dispatch",
+            "baton_router_dispatch",
             "Dispatches by where the prompt was sent to be prefilled, and why there.",
             [MODEL_LABEL, "prefill", "reason"],
             registry=registry,
         )
         self.recomputed = Counter(
-            "baton_recompute",
+            "baton_router_recompute",
             "Prompts that decode pods computed although a prefill pod was to.",
             [MODEL_LABEL, "reason"],
             registry=registry,
         )
         self.recompute_reasons = BoundedLabels()  # as pods give them
         self.prefill_failures = Counter(
-            "baton_prefill_failures", "Prefill legs that failed.", ["code"], registry=registry
+            "baton_router_prefill_failures", "Prefill legs that failed.", ["code"], registry=registry
         )
         self.token_mismatches = Counter(
-            "baton_token_mismatch", "Prefill and decode pod chose different tokens for one index.", registry=registry
+            "baton_router_token_mismatch",
+            "Prefill and decode pod chose different tokens for one index.",
+            registry=registry,
         )
         self.model_failures = Counter(
-            "baton_model_failures", "Models of the models file that could not be served.", registry=registry
+            "baton_router_model_failures", "Models of the models file that could not be served.", registry=registry
         )
         self.pod_ready = Gauge(
-            "baton_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
+            "baton_router_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
         )
 
         for code in ErrorCode:  # so that each rate starts at 0 and not at nothing
@@ -236,6 +215,7 @@ class ModelMetrics:
         self.first_token_phase = OfModel(router.first_token_phase, model_name)
         self.inter_token_latency = router.inter_token_latency.labels(model_name)
         self.time_per_output_token = router.time_per_output_token.labels(model_name)
+        self.decode_time = router.decode_time.labels(model_name)
         self.e2e_latency = router.e2e_latency.labels(model_name)
         self.prompt_length = router.prompt_length.labels(model_name)
         self.output_length = router.output_length.labels(model_name)

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import ConfigError
-from common.observability.task_figures import TaskFigures
+from common.observability.loop_figures import LoopFigures
 from common.pb import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from common.registry import RedisRegistry
 from common.rpc.channel import open_channel
@@ -106,7 +106,10 @@ class Router:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if a port cannot be had. `stop` undoes a partial start, too."""
-        self.metrics.registry.register(TaskFigures(asyncio.get_running_loop()))
+        loop_figures = LoopFigures("baton_router", asyncio.get_running_loop())
+        self.metrics.registry.register(loop_figures)
+        loop_figures.start()
+        self._stack.callback(loop_figures.stop)
         self._stack.callback(self.service.close)
         if self._registry is not None:
             self._stack.push_async_callback(self._registry.close)

@@ -31,6 +31,7 @@ from router.requests.preprocess import choice_id
 from router.requests.request import GenerationRequest
 from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
+from router.timelines.book import TimelineBook
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class InferenceService:
             max_bytes=config.survival.max_kept_bytes,
             metrics=survival_metrics,
         )
+        self.timelines = TimelineBook(config.max_timelines)
         self._running: dict[_RunningId, Generation] = {}  # those that wait included
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)
@@ -186,7 +188,8 @@ class InferenceService:
         model = self.model_of(requests[0])
         ticket, outlook, plan = _appraise(requests, model)
         generations = [Generation(request, model.dispatcher) for request in requests]
-        with Batch(generations, ticket, self.metrics, self._admission_metrics) as batch, self._registered(batch):
+        batch = Batch(generations, ticket, self.metrics, self._admission_metrics, self.timelines)
+        with batch, self._registered(batch):
             if len(generations) == 1 and model.gate.passes(ticket):
                 generations[0].plan = plan  # it is dispatched before anything changes
             async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:

@@ -179,7 +179,12 @@ class RunningPod:
         return self.runtime.context
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.context.metrics.registry.get_sample_value(name, labels) or 0.0
+        registry = self.context.metrics.registry
+        value = registry.get_sample_value(name, labels)
+        if value is None:
+            of_model = {"model_name": self.context.config.model_name, **labels}
+            value = registry.get_sample_value(name, of_model)
+        return value or 0.0
 
     async def occupy(self) -> None:
         """Shut the gate on a step that computes a chunk for somebody else: what comes now waits for its turn."""

@@ -245,7 +245,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
         stats = msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
-        return stats if self._port is None else self._port.figures(stats)
+        return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""

@@ -191,7 +191,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
-    setup_logging(launch.log_level, launch.name)
+    setup_logging(launch.log_level, launch.name, launch.log_format)
     directory = Path(launch.replies_path.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(directory,), name="parent-watch", daemon=True).start()
     return EngineCoreProc(launch).run()

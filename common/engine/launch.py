@@ -22,6 +22,7 @@ from common.engine.config import EngineConfig
 from common.engine.executor.base import Executor
 from common.engine.messages import CallResult, EngineCoreOutputs, EngineSpec
 from common.errors import BatonError, ConfigError, EngineDeadError, ModelLoadError
+from common.observability.logging import LogFormat
 
 ExecutorFactory = Callable[[EngineConfig], Executor]
 
@@ -42,6 +43,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     replies_path: str  # the parent binds here and pulls EngineProcReplies
     name: str = ""  # of the pod; starts each log line
     log_level: int = logging.INFO
+    log_format: LogFormat = "console"
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

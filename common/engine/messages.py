@@ -141,6 +141,23 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: list[Logprobs] = []  # if asked for, of prompt tokens but the first; before the first token
 
 
+class StepFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Steps of one kind since the start."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # scheduled
+    seconds: float = 0.0
+
+
+class TransferFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Transfers in one direction since the start, as the connector settled them."""
+
+    num_transfers: int = 0
+    num_failed: int = 0  # those that did not move all their blocks
+    num_blocks: int = 0  # moved
+    seconds: float = 0.0  # from start to settled
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot after a step."""
 
@@ -162,6 +179,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_offloaded_blocks: int = 0
     num_offload_failures: int = 0  # blocks that were offered and not saved
     num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
+    prefill_steps: StepFigures = StepFigures()  # that computed prompts only
+    decode_steps: StepFigures = StepFigures()  # that computed no prompt
+    mixed_steps: StepFigures = StepFigures()
+    saves: TransferFigures = TransferFigures()  # of prefilled prompts, for decode pods
+    loads: TransferFigures = TransferFigures()  # of prompts that a prefill pod has computed
+    offloads: TransferFigures = TransferFigures()  # to the tiers below the device
+    restores: TransferFigures = TransferFigures()  # from them
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,43 +1,90 @@
-"""Plain log lines on stderr: "[prefill-0] 2026-01-31 12:00:00.123 INFO prefill_service.servicer: ready"."""
+"""Log lines on stderr, for people or for programs. Times are UTC.
+
+    [prefill-0] 2026-01-31T12:00:00.123Z INFO prefill_service.servicer: ready
+    {"time":"2026-01-31T12:00:00.123Z","level":"info","process":"prefill-0","logger":"...","message":"ready"}
+
+Each record is one line: line breaks within it are indented, or escaped by JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from common.observability.repeats import RepeatFilter
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 
 _CHATTY = ("asyncio", "httpcore", "httpx", "filelock", "huggingface_hub", "urllib3")  # INFO lines at level debug only
 _NO_DESCRIPTORS = "socket.accept() out of system resource"  # logged by asyncio, up to thousands of times a second
+_FIELDS = "baton_fields"  # attribute of a record
+
+
+def fields(**values: object) -> dict[str, Any]:
+    """What a record has beside its message, as `extra` of a logger's methods: members of its JSON object. A `message`
+    replaces its own there."""
+    return {_FIELDS: values}
 
 
 class LineFormatter(logging.Formatter):
     """One line per record, tracebacks indented below it; starts with the name of the pod in brackets if it has one."""
 
-    default_msec_format = "%s.%03d"
-
     def __init__(self, pod_id: str = "") -> None:
         prefix = f"[{pod_id}] ".replace("%", "%%") if pod_id else ""
         super().__init__(f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self.converter = time.gmtime
+        self._second = (-1, "")  # the last one, and its text
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  (logging's name)
+        """The record's time in UTC."""
+        seconds = int(record.created)
+        if seconds != self._second[0]:
+            self._second = seconds, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+        return f"{self._second[1]}.{int(record.msecs):03d}Z"
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text; a line break in it cannot fake another record."""
-        return super().format(record).rstrip("\n").replace("\n", "\n    ")
+        lines = super().format(record).rstrip().splitlines()
+        return "\n    ".join(lines)
 
 
-def setup_logging(level: LogLevel | int = "info", pod_id: str = "", *, stream: TextIO | None = None) -> None:
+class JsonFormatter(LineFormatter):
+    """One JSON object per record, with the members that `fields` gave it."""
+
+    def __init__(self, pod_id: str = "") -> None:
+        super().__init__(pod_id)
+        self._pod_id = pod_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON in ASCII, which has no line break."""
+        members: dict[str, object] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "process": self._pod_id,
+            "logger": record.name,
+        }
+        given: dict[str, object] = getattr(record, _FIELDS, {})
+        if "message" not in given:
+            members["message"] = record.getMessage()
+        members.update(given)
+        if record.exc_info:
+            members["exception"] = self.formatException(record.exc_info)
+        return json.dumps(members, default=str, separators=(",", ":"))
+
+
+def setup_logging(
+    level: LogLevel | int = "info", pod_id: str = "", log_format: LogFormat = "console", *, stream: TextIO | None = None
+) -> None:
     """Sends the process's logs to `stream` (stderr), each line with `pod_id`. A later call replaces an earlier one.
 
     `level` is a name, or a number of the `logging` module.
     """
     threshold = level if isinstance(level, int) else logging.getLevelNamesMapping()[level.upper()]
     output = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    output.setFormatter(LineFormatter(pod_id))
+    output.setFormatter(LineFormatter(pod_id) if log_format == "console" else JsonFormatter(pod_id))
     root = logging.getLogger()
     for old in root.handlers[:]:
         if isinstance(old.formatter, LineFormatter):
@@ -49,6 +96,12 @@ def setup_logging(level: LogLevel | int = "info", pod_id: str = "", *, stream: T
     _sum_up(logging.getLogger("asyncio"), _NO_DESCRIPTORS)
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)  # its DEBUG is a line per loop turn
     logging.captureWarnings(capture=True)
+
+
+def log_format_in_use() -> LogFormat:
+    """The format of this process's log, for processes that it starts."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return "json" if any(isinstance(each, JsonFormatter) for each in formatters) else "console"
 
 
 def _sum_up(logger: logging.Logger, start: str) -> None:

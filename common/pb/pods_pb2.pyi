@@ -383,6 +383,7 @@ class DecodeReport(_message.Message):
     RECOMPUTE_REASON_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     HANDOFF_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this pod's prefix cache."""
     num_external_tokens: _builtins.int
@@ -393,6 +394,8 @@ class DecodeReport(_message.Message):
     """Seconds from submission to first scheduled or reserved."""
     handoff_s: _builtins.float
     """Seconds from `delivered` to runnable."""
+    first_token_s: _builtins.float
+    """Seconds from submission to the delta that has this report."""
     def __init__(
         self,
         *,
@@ -401,10 +404,11 @@ class DecodeReport(_message.Message):
         recompute_reason: _builtins.str = ...,
         queue_s: _builtins.float = ...,
         handoff_s: _builtins.float = ...,
+        first_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_s", b"handoff_s", "num_cached_tokens", b"num_cached_tokens", "num_external_tokens", b"num_external_tokens", "queue_s", b"queue_s", "recompute_reason", b"recompute_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_s", b"first_token_s", "handoff_s", b"handoff_s", "num_cached_tokens", b"num_cached_tokens", "num_external_tokens", b"num_external_tokens", "queue_s", b"queue_s", "recompute_reason", b"recompute_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -872,6 +876,12 @@ class PodStats(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_SAVED_FIELD_NUMBER: _builtins.int
+    KV_BYTES_LOADED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -892,6 +902,18 @@ class PodStats(_message.Message):
     """Since start."""
     draining: _builtins.bool
     """True: takes no new work."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens computed, since start; so are those below."""
+    num_generation_tokens: _builtins.int
+    """Tokens generated."""
+    prefix_cache_queries: _builtins.int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: _builtins.int
+    """Prompt tokens found in it."""
+    kv_bytes_saved: _builtins.int
+    """Bytes of KV that went into the connector for other pods."""
+    kv_bytes_loaded: _builtins.int
+    """Bytes of KV of other pods that came out of it."""
     @_builtins.property
     def kv_events(self) -> Global___KVEvents:
         """If asked for, and something changed."""
@@ -910,10 +932,16 @@ class PodStats(_message.Message):
         num_preemptions: _builtins.int = ...,
         draining: _builtins.bool = ...,
         kv_events: Global___KVEvents | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_generation_tokens: _builtins.int = ...,
+        prefix_cache_queries: _builtins.int = ...,
+        prefix_cache_hits: _builtins.int = ...,
+        kv_bytes_saved: _builtins.int = ...,
+        kv_bytes_loaded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from common.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from common.observability.logging import LogLevel
+from common.observability.logging import LogFormat, LogLevel
 from common.pod.announce import AnnounceConfig
 from common.rpc.tls import ClusterTlsConfig
 
@@ -31,7 +31,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Other settings."""
 
     TOPICS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "Process": ("host", "port", "pod_id", "metrics_port", "drain_timeout_s", "log_level"),
+        "Process": ("host", "port", "pod_id", "metrics_port", "drain_timeout_s", "log_level", "log_format"),
         "Model": ("served_model_name",),
         "KV connector": ("connector", "connector_path", "connector_options"),
     }
@@ -82,6 +82,9 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
     log_level: Annotated[LogLevel, Meta(description="Least severe level that is logged.")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="console: lines for people; json: one object per line.")] = (
+        "console"
+    )
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -139,4 +139,10 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             num_preemptions=stats.num_preemptions,
             draining=self._pod.admission.draining,
             kv_events=events,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_generation_tokens=stats.num_generation_tokens,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+            kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_block,
+            kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_block,
         )

@@ -1,119 +1,226 @@
-"""A pod's Prometheus metrics. The engine's figures are read at each scrape, so that they cost a step nothing."""
+"""A pod's Prometheus metrics. The engine's figures are read at each scrape, so that they cost a step nothing.
+
+All names begin with `baton_pod_`, those of a router with `baton_router_`: no sum counts anything twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from common.engine.messages import EngineSpec
+from common.observability.build_info import BuildInfo
+from common.observability.model_label import MODEL_LABEL, OfModel
+from common.pod.config import PodConfig
 from common.pod.stats import StatsBoard
 
+PREFIX = "baton_pod"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_DECODE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
 class PodMetrics:
     """All metrics of one pod, in a registry of their own."""
 
-    def __init__(self, stats: StatsBoard) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineFigures(stats))
-        self.request_success = Counter(
-            "baton_request_success",
-            "Requests that finished without an error.",
-            ["finished_reason"],
-            registry=self.registry,
+    def __init__(self, stats: StatsBoard, spec: EngineSpec, config: PodConfig) -> None:
+        """`spec` and `config` are those of the pod; what of them is a metric never changes."""
+        self.registry = registry = CollectorRegistry()
+        self._model_name = config.model_name
+        registry.register(BuildInfo(PREFIX))
+        registry.register(_CacheConfig(spec, config))
+        registry.register(_EngineFigures(stats, spec, config))
+        self.request_success = self._counter(
+            "baton_pod_request_success", "Requests that finished without an error.", ["finished_reason"]
         )
-        self.request_failure = Counter(
-            "baton_request_failure", "Requests that ended with an error.", ["code"], registry=self.registry
+        self.request_failure = self._counter(
+            "baton_pod_request_failure", "Requests that ended with an error.", ["code"]
         )
         self.internal_errors = Counter(
-            "baton_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=self.registry
+            "baton_pod_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=registry
         )
         self.kernel_fallbacks = Counter(
-            "baton_kernel_fallbacks",
+            "baton_pod_kernel_fallbacks",
             "CPU kernels that computed something else than torch at start, so that torch's operators are used.",
-            registry=self.registry,
+            registry=registry,
         )
-        self.queue_time = Histogram(
-            "baton_request_queue_time_seconds",
-            "From arrival at the pod to first scheduled or reserved.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.queue_time = self._histogram(
+            "baton_pod_request_queue_time_seconds", "From arrival at the pod to first scheduled or reserved."
         )
-        self.prefill_time = Histogram(
-            "baton_request_prefill_time_seconds",
-            "From first scheduled to first token, on a prefill pod.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.prefill_time = self._histogram(
+            "baton_pod_request_prefill_time_seconds", "From first scheduled to first token, on a prefill pod."
         )
-        self.handoff_time = Histogram(
-            "baton_handoff_seconds",
-            "From `delivered` to runnable on the decode pod.",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.decode_time = self._histogram(
+            "baton_pod_request_decode_time_seconds",
+            "From the first token that the decode pod has to the last, of requests that finished.",
+            _DECODE_SECONDS,
         )
-        self.handoffs = Counter(
-            "baton_handoff", "Handoffs that ended, by outcome as seen by this pod.", ["outcome"], registry=self.registry
+        self.handoff_time = self._histogram(
+            "baton_pod_handoff_seconds", "From `delivered` to runnable on the decode pod."
         )
-        self.handoff_tokens = Counter(
-            "baton_handoff_external_tokens", "Prompt tokens whose KV arrived by handoff.", registry=self.registry
+        self.handoffs = self._counter(
+            "baton_pod_handoff", "Handoffs that ended, by outcome as seen by this pod.", ["outcome"]
         )
-        self.kv_recompute = Counter(
-            "baton_kv_recompute",
-            "Requests whose KV was computed here instead of arriving by handoff.",
-            ["reason"],
-            registry=self.registry,
+        self.handoff_tokens = self._counter(
+            "baton_pod_handoff_external_tokens", "Prompt tokens whose KV arrived by handoff."
+        ).labels()
+        self.kv_recompute = self._counter(
+            "baton_pod_kv_recompute", "Requests whose KV was computed here instead of arriving by handoff.", ["reason"]
         )
-        self.kv_failures = Counter(
-            "baton_kv_failure",
+        self.kv_failures = self._counter(
+            "baton_pod_kv_failure",
             "Requests whose KV did not arrive by handoff, by outcome: recomputed, or failed if that is their policy.",
             ["reason", "outcome"],
-            registry=self.registry,
         )
+
+    def _counter(self, name: str, documentation: str, labels: Iterable[str] = ()) -> OfModel[Counter]:
+        family = Counter(name, documentation, [MODEL_LABEL, *labels], registry=self.registry)
+        return OfModel(family, self._model_name)
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        family = Histogram(name, documentation, [MODEL_LABEL], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+
+class _CacheConfig(Collector):
+    """The KV cache as it was configured, and what computes on it."""
+
+    def __init__(self, spec: EngineSpec, config: PodConfig) -> None:
+        self._labels = {
+            MODEL_LABEL: config.model_name,
+            "block_size": str(spec.block_size),
+            "num_blocks": str(spec.num_blocks),
+            "bytes_per_block": str(spec.bytes_per_block),
+            "enable_prefix_caching": str(config.cache.enable_prefix_caching).lower(),
+            "connector": config.connector or "none",
+            "dtype": spec.dtype,
+            "device": spec.device,
+            "kernels": spec.kernels,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """See Collector."""
+        family = GaugeMetricFamily(
+            "baton_pod_cache_config_info", "The KV cache and the device; always 1.", labels=list(self._labels)
+        )
+        family.add_metric(list(self._labels.values()), 1)
+        yield family
 
 
 class _EngineFigures(Collector):
-    def __init__(self, stats: StatsBoard) -> None:
+    def __init__(self, stats: StatsBoard, spec: EngineSpec, config: PodConfig) -> None:
         self._stats = stats
+        self._model_name = config.model_name
+        self._connector = config.connector or "none"
+        self._bytes_per_block = spec.bytes_per_block
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """See Collector."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._steps()
+        yield from self._transfers()
+
+    def _gauges(self) -> Iterator[Metric]:
         stats = self._stats.latest
         used = stats.num_blocks - stats.num_free_blocks
-        gauges: tuple[tuple[str, str, float], ...] = (
-            ("num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Requests queued.", stats.num_waiting),
+        figures: tuple[tuple[str, str, float], ...] = (
+            ("baton_pod_num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("baton_pod_num_requests_waiting", "Requests queued.", stats.num_waiting),
             (
-                "num_requests_waiting_for_remote_kv",
+                "baton_pod_num_requests_waiting_for_remote_kv",
                 "Requests whose KV is in flight.",
                 stats.num_waiting_for_remote_kv,
             ),
-            ("kv_cache_usage_perc", "Used KV blocks / all blocks; 1 is full.", used / max(1, stats.num_blocks)),
-            ("queued_tokens", "Tokens not yet computed.", stats.num_queued_tokens),
-            ("last_step_seconds", "Duration of the last step.", stats.last_step_s),
-        )
-        counters: tuple[tuple[str, str, int], ...] = (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
-            ("tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
-            ("num_offloaded_blocks", "Blocks saved to the tiers below the device.", stats.num_offloaded_blocks),
             (
-                "num_offload_failures",
+                "baton_pod_kv_cache_usage_perc",
+                "Used KV blocks / all blocks; 1 is full.",
+                used / max(1, stats.num_blocks),
+            ),
+            ("baton_pod_queued_tokens", "Tokens not yet computed.", stats.num_queued_tokens),
+            ("baton_pod_last_step_seconds", "Duration of the last step.", stats.last_step_s),
+        )
+        for name, documentation, value in figures:
+            family = GaugeMetricFamily(name, documentation, labels=[MODEL_LABEL])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._stats.latest
+        figures: tuple[tuple[str, str, int], ...] = (
+            (
+                "baton_pod_prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            ("baton_pod_prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("baton_pod_tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
+            ("baton_pod_tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
+            (
+                "baton_pod_num_offloaded_blocks",
+                "Blocks saved to the tiers below the device.",
+                stats.num_offloaded_blocks,
+            ),
+            (
+                "baton_pod_num_offload_failures",
                 "Blocks that could not be saved to the tiers below the device.",
                 stats.num_offload_failures,
             ),
             (
-                "num_offloads_skipped",
+                "baton_pod_num_offloads_skipped",
                 "Blocks not offered to the tiers below the device because too many offloads were in flight.",
                 stats.num_offloads_skipped,
             ),
-            ("prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
-            ("generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
-            ("num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
+            ("baton_pod_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
+            ("baton_pod_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
+            ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
         )
-        for name, documentation, value in gauges:
-            yield GaugeMetricFamily(f"baton_{name}", documentation, value)
-        for name, documentation, value in counters:
-            yield CounterMetricFamily(f"baton_{name}", documentation, value)
+        for name, documentation, value in figures:
+            family = CounterMetricFamily(name, documentation, labels=[MODEL_LABEL])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _steps(self) -> Iterator[Metric]:
+        stats = self._stats.latest
+        labels = [MODEL_LABEL, "kind"]
+        kinds = (("prefill", stats.prefill_steps), ("decode", stats.decode_steps), ("mixed", stats.mixed_steps))
+        seconds = SummaryMetricFamily(
+            "baton_pod_step_seconds",
+            "Duration of steps that computed prompts (prefill), tokens of running requests (decode), or both (mixed).",
+            labels=labels,
+        )
+        tokens = SummaryMetricFamily("baton_pod_step_tokens", "Tokens per step, by the same kinds.", labels=labels)
+        for kind, steps in kinds:
+            seconds.add_metric([self._model_name, kind], steps.num_steps, steps.seconds)
+            tokens.add_metric([self._model_name, kind], steps.num_steps, steps.num_tokens)
+        yield seconds
+        yield tokens
+
+    def _transfers(self) -> Iterator[Metric]:
+        stats = self._stats.latest
+        labels = [MODEL_LABEL, "connector", "direction"]
+        directions = (
+            ("save", stats.saves),
+            ("load", stats.loads),
+            ("offload", stats.offloads),
+            ("restore", stats.restores),
+        )
+        seconds = SummaryMetricFamily(
+            "baton_pod_kv_transfer_seconds",
+            "Duration of KV transfers: save and load of handoffs, offload and restore of tiers.",
+            labels=labels,
+        )
+        moved = CounterMetricFamily("baton_pod_kv_transfer_bytes", "Bytes of KV that they moved.", labels=labels)
+        failed = CounterMetricFamily(
+            "baton_pod_kv_transfer_failures", "Those that did not move all their blocks.", labels=labels
+        )
+        for direction, transfers in directions:
+            values = [self._model_name, self._connector, direction]
+            seconds.add_metric(values, transfers.num_transfers, transfers.seconds)
+            moved.add_metric(values, transfers.num_blocks * self._bytes_per_block)
+            failed.add_metric(values, transfers.num_failed)
+        yield seconds
+        yield moved
+        yield failed

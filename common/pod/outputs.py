@@ -15,6 +15,7 @@ import msgspec
 from common.engine.client.base import EngineClient
 from common.engine.messages import AddRequest, RequestOutput, TransferQuiesced, TransferTarget, TransferUpdate
 from common.errors import BatonError, EngineDeadError
+from common.observability.logging import fields
 from common.pod.cache_view import CacheView
 from common.pod.stats import StatsBoard
 from common.types import RequestId
@@ -110,7 +111,11 @@ class EngineRequests:
         try:
             sink.take_output(output)
         except Exception:  # an error of one request must not affect others
-            logger.exception("request %s: cannot process the engine's output", output.request_id)
+            logger.exception(
+                "request %s: cannot process the engine's output",
+                output.request_id,
+                extra=fields(request_id=output.request_id),
+            )
             self.abort(output.request_id)
             sink.fail(BatonError("internal error; see the pod's log"))
 

@@ -26,8 +26,8 @@ from common.config import report_config_error
 from common.engine.client.base import EngineClient
 from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
 from common.observability.logging import setup_logging
+from common.observability.loop_figures import LoopFigures
 from common.observability.metrics_server import MetricsServer
-from common.observability.task_figures import TaskFigures
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
 from common.pod.announce import Announcer, open_registry
@@ -35,6 +35,7 @@ from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
 from common.pod.context import PodContext, Role
 from common.pod.control import OpenWork, PodServicer
+from common.pod.metrics import PREFIX as METRICS_PREFIX
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
@@ -117,7 +118,10 @@ class PodRuntime:
             stack.push_async_callback(self.server.stop)
             stack.push_async_callback(front.close)
             if self.config.metrics_port is not None:
-                context.metrics.registry.register(TaskFigures(asyncio.get_running_loop()))
+                loop_figures = LoopFigures(METRICS_PREFIX, asyncio.get_running_loop())
+                context.metrics.registry.register(loop_figures)
+                loop_figures.start()
+                stack.callback(loop_figures.stop)
                 metrics = MetricsServer(self.config.host, self.config.metrics_port, context.metrics.registry)
                 self.metrics_port = stack.enter_context(metrics).port
             await self.server.start()
@@ -194,7 +198,7 @@ class PodRuntime:
     async def _start_engine(self) -> PodContext:
         spec = await self._engine.start()
         stats, cache = StatsBoard(await self._engine.stats()), CacheView()
-        metrics = PodMetrics(stats)
+        metrics = PodMetrics(stats, spec, self.config)
         metrics.kernel_fallbacks.inc(spec.kernels_failed)
         return PodContext(
             role=self._role,
@@ -267,7 +271,7 @@ class PodRuntime:
 
 def run_pod(runtime: PodRuntime) -> int:
     """Runs a pod in this process until it ends. Returns the exit code. Called on the main thread."""
-    setup_logging(runtime.config.log_level, runtime.config.pod_id)
+    setup_logging(runtime.config.log_level, runtime.config.pod_id, runtime.config.log_format)
     try:
         return asyncio.run(_run(runtime))
     except ConfigError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from router.metrics import MODEL_LABEL, OfModel
+from common.observability.model_label import MODEL_LABEL, OfModel
 
 _WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -24,27 +24,27 @@ class AdmissionMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.queued = Gauge(
-            "baton_num_requests_queued",
+            "baton_router_num_requests_queued",
             "Generations that wait in the router to be dispatched.",
             [MODEL_LABEL, "priority"],
             registry=registry,
         )
         self.queue_wait = Histogram(
-            "baton_request_queue_seconds",
+            "baton_router_request_queue_seconds",
             "Time in the router's queue of requests that were dispatched.",
             [MODEL_LABEL, "priority"],
             buckets=_WAITS_S,
             registry=registry,
         )
         self.refused = Counter(
-            "baton_request_refusals",
+            "baton_router_request_refusals",
             "Requests that were refused at once: no place in the queue (queue_full, tenant_share), or a limit that "
             "they name would be broken.",
             [MODEL_LABEL, "reason"],
             registry=registry,
         )
         self.limits = Counter(
-            "baton_request_limits",
+            "baton_router_request_limits",
             "Limits of time that requests named (the deadline: that every one has), by whether they were kept.",
             ["limit", "outcome"],
             registry=registry,

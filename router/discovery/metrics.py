@@ -10,16 +10,16 @@ class DiscoveryMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pods = Gauge(
-            "baton_discovery_pods", "Pods that a source names, as last heard.", ["source"], registry=registry
+            "baton_router_discovery_pods", "Pods that a source names, as last heard.", ["source"], registry=registry
         )
         self.failures = Counter(
-            "baton_discovery_failures",
+            "baton_router_discovery_failures",
             "Lookups that failed; the pods that were known stay.",
             ["source"],
             registry=registry,
         )
         self.ignored_records = Counter(
-            "baton_discovery_ignored_records",
+            "baton_router_discovery_ignored_records",
             "Records of the registry that make no sense, each counted once for as long as it is there.",
             registry=registry,
         )

@@ -6,17 +6,19 @@ A generation takes half a millisecond to dispatch, so they are dispatched a few 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from common.errors import DeadlineExceededError, ErrorCode
+from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnattainableError
 from router.admission.fair_queue import Ticket
 from router.admission.goodput import OVERDUE, Timing, kept_limits
 from router.admission.metrics import AdmissionMetrics
 from router.dispatching.generation import Generation
 from router.metrics import RouterMetrics
+from router.timelines.book import TimelineBook
 
 _AT_ONCE = 16
 
@@ -30,11 +32,15 @@ class Batch:
         ticket: Ticket,
         metrics: RouterMetrics,
         admission_metrics: AdmissionMetrics,
+        timelines: TimelineBook,
     ) -> None:
+        """Keeps the timelines of the generations in `timelines`, but for parts of a larger search."""
         self.generations = generations
         self.ticket = ticket
         self._metrics = metrics
         self._admission_metrics = admission_metrics
+        self._timelines = timelines
+        self._kept = [timelines.keep(each.timeline) for each in generations if not each.request.is_part]
         self._stack = ExitStack()
         self._num_sent = 0
 
@@ -63,12 +69,23 @@ class Batch:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.__exit__(exc_type, exc, traceback)
+        self._end_timelines(exc)
         if self._num_sent:
             self._count_limits([generation.timing for generation in self.generations])
         elif isinstance(exc, DeadlineExceededError):
             self._count_limits([OVERDUE] * len(self.generations))
         elif exc_type is not None and issubclass(exc_type, asyncio.CancelledError):
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc(len(self.generations))
+
+    def _end_timelines(self, error: BaseException | None) -> None:
+        """Of those that were not dispatched. Nothing is kept of what was refused at once: its client was told why."""
+        if isinstance(error, OverloadedError | UnattainableError) and not self._num_sent:
+            self._timelines.drop(*self._kept)
+        code = ErrorCode.INTERNAL if isinstance(error, Exception) else ErrorCode.CANCELLED
+        if isinstance(error, BatonError):
+            code = error.code
+        for generation in self.generations:
+            generation.timeline.end(time.monotonic(), error=code.label)
 
     def _count_limits(self, timings: Sequence[Timing]) -> None:
         for generation, timing in zip(self.generations, timings, strict=True):

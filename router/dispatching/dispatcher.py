@@ -51,6 +51,7 @@ class Route(NamedTuple):
     decode_claim: PodClaim
     prefill: Pod | None  # None: the decode pod prefills
     prefill_claim: PodClaim | None
+    reason: str  # why it goes there
 
     def release(self, now: float) -> None:
         """Give both claims back."""
@@ -85,6 +86,11 @@ class Dispatcher:
         self._lacks_prefill = False  # when it was last looked for one
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
+
+    @property
+    def model_name(self) -> str:
+        """The first name of the model."""
+        return next(iter(self.pods.names), "")
 
     @property
     def unavailable_reason(self) -> str:
@@ -178,8 +184,9 @@ class Dispatcher:
         self._note_lack(plan)
         decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
         if plan.prefill is None:
-            return Route(decode, decode_claim, None, None)
-        return Route(decode, decode_claim, *self._claim(plan.prefill, request, computes=True))
+            return Route(decode, decode_claim, None, None, plan.reason)
+        prefill, prefill_claim = self._claim(plan.prefill, request, computes=True)
+        return Route(decode, decode_claim, prefill, prefill_claim, plan.reason)
 
     def _note_lack(self, plan: Plan) -> None:
         """Log changes only; requests are counted."""

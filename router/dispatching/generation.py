@@ -25,6 +25,7 @@ from typing import Self
 import msgspec
 
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
 from common.types import FinishReason
@@ -45,6 +46,7 @@ from router.dispatching.validity import (
 from router.placing.planner import Plan
 from router.pods import Pod
 from router.requests.request import GenerationRequest
+from router.timelines.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Generation:
         self._dispatcher = dispatcher
         self._metrics = dispatcher.metrics
         self._transfer_id = dispatcher.new_transfer_id(request)
+        self._fields = fields(request_id=request.request_id)  # of its log lines
+        self.timeline = Timeline(request, dispatcher.model_name)
 
         self._attempts = Attempts(dispatcher.config.survival.max_attempts)
         self._backoff = Backoff()
@@ -116,6 +120,7 @@ class Generation:
         self._metrics.inflight.dec()
         if not self.is_over:
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
+            self.timeline.end(time.monotonic(), error=ErrorCode.CANCELLED.label)
 
     def __aiter__(self) -> Self:
         return self
@@ -165,7 +170,10 @@ class Generation:
         if not self.is_over:
             self._error = error
             level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
-            logger.log(level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message)
+            logger.log(
+                level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message, extra=self._fields
+            )
+            self.timeline.end(time.monotonic(), error=error.code.label)
             self._close()
             self._wake()
 
@@ -191,8 +199,8 @@ class Generation:
             return
         if delta.prompt_logprobs:
             self._take_prompt_logprobs(delta.prompt_start, delta.prompt_logprobs)
-        if not self._reported and delta.HasField("report"):
-            self._note(checked_report(delta.report, len(self.request.prompt_token_ids)))
+        if not self.timeline.has_report and delta.HasField("report"):
+            self._note(checked_report(delta.report, len(self.request.prompt_token_ids)), now)
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
             self._on_disagreement(conflict, is_invalid=is_invalid)
             return
@@ -248,10 +256,18 @@ class Generation:
         else:
             self._finish(reason, now)
 
-    def _note(self, report: pods_pb2.DecodeReport) -> None:
-        self._reported = True
+    def _note(self, report: pods_pb2.DecodeReport, now: float) -> None:
+        """Takes what the decode pod of this attempt reports. The first report of all is counted."""
         metrics = self._metrics
+        if report.recompute_reason:
+            report.recompute_reason = metrics.recompute_reasons.value_of(report.recompute_reason)
+            self.timeline.event("recompute", report.recompute_reason, self._decode_address)
+        self.timeline.reported(report, now)
+        if self._reported:
+            return
+        self._reported = True
         self.num_cached_tokens = max(self.num_cached_tokens, report.num_cached_tokens)
+        self.timeline.num_cached_tokens = self.num_cached_tokens
         metrics.cached_tokens.inc(report.num_cached_tokens)
         metrics.external_tokens.inc(report.num_external_tokens)
         metrics.first_token_phase.labels("decode_queue").observe(report.queue_s)
@@ -259,8 +275,10 @@ class Generation:
             self._dispatcher.estimates.handed_over(report.handoff_s, report.num_external_tokens)
             metrics.first_token_phase.labels("handoff").observe(report.handoff_s)
         if report.recompute_reason:
-            metrics.recomputed.labels(metrics.recompute_reasons.value_of(report.recompute_reason)).inc()
-            logger.info("%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason)
+            metrics.recomputed.labels(report.recompute_reason).inc()
+            logger.info(
+                "%s: the prompt was recomputed: %s", self._transfer_id, report.recompute_reason, extra=self._fields
+            )
 
     # --- prefill leg ---
 
@@ -310,7 +328,10 @@ class Generation:
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
-        logger.warning("%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message)
+        logger.warning(
+            "%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message, extra=self._fields
+        )
+        self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
         if legs is self._legs and error.code is ErrorCode.INVALID_ARGUMENT and error.param == _CONSTRAINT_PARAM:
             self.fail(error)  # the decode pod would find the same, after as long a time
             return
@@ -331,14 +352,22 @@ class Generation:
         if legs.prefill is None or self._known.token_ids or self._attempts.exhausted:
             return False
         self._failed_prefill_pods.add(legs.prefill.pod.address)
+        began = time.monotonic()
         route = self._dispatcher.reroute(self.request, legs.decode.pod, self._failed_prefill_pods)
         if route is None or route.prefill is None:
             return False
         self._dispatcher.survival_metrics.prefill_retries.labels(reason).inc()
-        logger.info("%s: goes to prefill pod %s instead: %s", self._transfer_id, route.prefill.address, reason)
+        logger.info(
+            "%s: goes to prefill pod %s instead: %s",
+            self._transfer_id,
+            route.prefill.address,
+            reason,
+            extra=self._fields,
+        )
+        self.timeline.event("prefill_retry", reason, route.prefill.address)
         self._close_legs()
         try:
-            self._open(route)
+            self._open(route, began)
         except UnavailableError as error:  # the decode pod was lost in this moment
             self._recover_from(error, None)
         return True
@@ -347,15 +376,20 @@ class Generation:
         now = time.monotonic()
         num_cached = min(response.num_cached_tokens, len(self.request.prompt_token_ids))
         self.num_cached_tokens = max(self.num_cached_tokens, num_cached)
+        self.timeline.num_cached_tokens = self.num_cached_tokens
         self._metrics.cached_tokens.inc(num_cached)
-        self._metrics.first_token_phase.labels("queue").observe(checked_seconds(response.timing.queue_s))
-        self._metrics.first_token_phase.labels("prefill").observe(checked_seconds(response.timing.compute_s))
+        queue_s, compute_s = checked_seconds(response.timing.queue_s), checked_seconds(response.timing.compute_s)
+        self._metrics.first_token_phase.labels("queue").observe(queue_s)
+        self._metrics.first_token_phase.labels("prefill").observe(compute_s)
+        self.timeline.prefilled(queue_s, compute_s, now)
         self._take_prompt_logprobs(1, response.prompt_logprobs)
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         if conflict := self._accept(0, [response.first_token_id], logprobs, now):
             # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
             self._metrics.token_mismatches.inc()
-            logger.error("%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict)
+            logger.error(
+                "%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict, extra=self._fields
+            )
         elif response.finish_reason:
             self._finish(FinishReason(response.finish_reason), now)
         if self._held_end is not None:
@@ -364,7 +398,7 @@ class Generation:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: internal error", self._transfer_id, exc_info=error)
+            logger.error("%s: internal error", self._transfer_id, exc_info=error, extra=self._fields)
             self.fail(BatonError("internal error; the router's log has the details"))
 
     # --- output ---
@@ -412,18 +446,22 @@ class Generation:
         num_before = len(self._output)
         conflict = self._output.accept(start, token_ids, logprobs)
         if len(self._output) > num_before:
-            self._progress(now)
+            self._progress(num_before, now)
         return conflict
 
-    def _progress(self, now: float) -> None:
+    def _progress(self, index: int, now: float) -> None:
+        """Tokens came, from output index `index` on."""
         if self._first_token_at:
-            self._metrics.inter_token_latency.observe(now - self._last_token_at)
+            gaps = self._metrics.inter_token_latency
+            self.timeline.gap(gaps.observe(now - self._last_token_at), gaps.num_buckets, index, now)
         else:
             self._first_token_at = now
+            self.timeline.first_token(now)
             self._metrics.time_to_first_token.observe(now - self.request.arrived_at)
             if self._legs is not None:
                 self._legs.decode.claim.prefilled(now)
         self._last_token_at = now
+        self.timeline.num_output_tokens = len(self._output) - self._num_known
         self._attempts.progressed()
         if self._slot is not None:
             self._release_slot()
@@ -440,6 +478,7 @@ class Generation:
             self._held_end = reason
             return
         self._finish_reason = reason
+        self.timeline.end(now, finish_reason=reason.label)
         self._close()
         metrics, num_tokens = self._metrics, len(self._output) - self._num_known
         metrics.success.labels(reason.label).inc()
@@ -447,6 +486,8 @@ class Generation:
         metrics.output_length.observe(num_tokens)
         self._dispatcher.estimates.answered(len(self._output))
         metrics.e2e_latency.observe(now - self.request.arrived_at)
+        if num_tokens:
+            metrics.decode_time.observe(now - self._first_token_at)
         if num_tokens > 1:
             metrics.time_per_output_token.observe((now - self._first_token_at) / (num_tokens - 1))
         self._wake()
@@ -456,11 +497,14 @@ class Generation:
     def _dispatch(self, avoid: Pod | None = None) -> None:
         plan, self.plan = self.plan, None
         resumed = bool(self._known.token_ids)
-        self._open(self._dispatcher.route(self.request, plan, resumed=resumed, avoid=avoid))
+        began = time.monotonic()
+        self._open(self._dispatcher.route(self.request, plan, resumed=resumed, avoid=avoid), began)
 
-    def _open(self, route: Route) -> None:
-        """Open both legs at once."""
+    def _open(self, route: Route, began: float) -> None:
+        """Open both legs at once. `began`: when the choice of their pods did."""
         epoch = self._attempts.start()
+        prefill = "" if route.prefill is None else route.prefill.address
+        self.timeline.begin_attempt(epoch, route.decode.address, prefill, route.reason, began)
         self._legs = open_legs(self.request, self._known, route, self._transfer_id, epoch, self)
         self._legs.run_prefill(self._run_prefill, self._on_task_done)
 
@@ -472,8 +516,9 @@ class Generation:
         if reason == "disagreement":
             self._metrics.token_mismatches.inc()
             level = logging.ERROR
-        logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem)
+        logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem, extra=self._fields)
         self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
+        self.timeline.event("redispatch", reason, self._decode_address)
         pod = self._legs.decode.pod if self._legs is not None else None
         self._close_legs()  # now: nothing more of it may be accepted
         self._recover_from(error, pod)
@@ -484,8 +529,9 @@ class Generation:
         if self._legs is None or not self._dispatcher.has_room_besides(pod, num_tokens):
             slot.release()
             return
-        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address)
+        logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address, extra=self._fields)
         self._dispatcher.survival_metrics.redispatched.labels("drain").inc()
+        self.timeline.event("redispatch", "drain", pod.address)
         self._close_legs()
         self._slot, self._was_admitted = slot, True
         try:
@@ -544,6 +590,7 @@ class Generation:
         legs, self._legs = self._legs, None
         if legs is not None:
             legs.close()
+            self.timeline.end_attempt(time.monotonic())
         self._release_slot()
 
     def _release_slot(self) -> None:

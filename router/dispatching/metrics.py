@@ -10,28 +10,28 @@ class SurvivalMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.redispatched = Counter(
-            "baton_redispatch", "Running requests moved to another decode pod.", ["reason"], registry=registry
+            "baton_router_redispatch", "Running requests moved to another decode pod.", ["reason"], registry=registry
         )
         self.prefill_retries = Counter(
-            "baton_prefill_retries",
+            "baton_router_prefill_retries",
             "Prompts that were given to another prefill pod, by what was wrong with the first.",
             ["reason"],
             registry=registry,
         )
         self.migrations_waiting = Gauge(
-            "baton_num_migrations_waiting", "Requests in line to be computed again elsewhere.", registry=registry
+            "baton_router_num_migrations_waiting", "Requests in line to be computed again elsewhere.", registry=registry
         )
         self.migrations_running = Gauge(
-            "baton_num_migrations_running",
+            "baton_router_num_migrations_running",
             "Requests that are being computed again elsewhere, until their next token.",
             registry=registry,
         )
         self.resumed = Counter(
-            "baton_stream_resume",
+            "baton_router_stream_resume",
             "Streams that clients resumed: from what was kept of them, or computed again from the beginning.",
             ["source"],
             registry=registry,
         )
         self.streams_kept = Gauge(
-            "baton_num_streams_kept", "Broken streams that are kept to be resumed.", registry=registry
+            "baton_router_num_streams_kept", "Broken streams that are kept to be resumed.", registry=registry
         )

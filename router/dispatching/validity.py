@@ -84,6 +84,7 @@ def checked_report(report: pods_pb2.DecodeReport, num_prompt_tokens: int) -> pod
         recompute_reason=report.recompute_reason,
         queue_s=checked_seconds(report.queue_s),
         handoff_s=checked_seconds(report.handoff_s),
+        first_token_s=checked_seconds(report.first_token_s),
     )
 
 

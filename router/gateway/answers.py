@@ -441,3 +441,76 @@ class Version(_Answer):
 
     version: str
     grpc_port: int  # of the same host
+
+
+class RequestSummary(_Answer):
+    """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
+    milliseconds; `pods` are for operators."""
+
+    id: str
+    model: str
+    tenant: str
+    status: str
+    finish_reason: str | None
+    error: str | None
+    started_at: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    ttft_ms: float | None
+    duration_ms: float
+    longest_gap_ms: float | None
+    prefill_pod: str | None
+    decode_pod: str | None
+    num_events: int
+
+
+class RequestList(_Answer):
+    """Answer of GET /v1/requests; the newest first, of at most `max_kept`."""
+
+    object: Literal["list"]
+    max_kept: int
+    data: list[RequestSummary]
+
+
+class RequestPhase(_Answer):
+    """A part of a request's time. `start_ms`: since its arrival; `attempt`: absent for phases of all attempts."""
+
+    name: str
+    where: Literal["router", "prefill", "decode"]
+    start_ms: float
+    duration_ms: float
+    pod: str | None
+    attempt: int | None
+    reason: str | None
+
+
+class RequestEvent(_Answer):
+    """Something that went otherwise than planned: prefill_failed, prefill_retry, recompute, redispatch."""
+
+    at_ms: float
+    event: str
+    reason: str
+    pod: str | None
+
+
+class RequestGaps(_Answer):
+    """Gaps between deliveries of tokens. `counts` has one more entry than `upper_ms`: those above all bounds. The
+    longest began `longest_at_ms` after arrival and ended with the output token of index `longest_before_token`."""
+
+    upper_ms: list[float]
+    counts: list[int]
+    longest_ms: float
+    longest_at_ms: float
+    longest_before_token: int
+
+
+class RequestTimeline(_Answer):
+    """Answer of GET /v1/requests/{id}. `num_left_out`: attempts and events beyond what is kept of one request."""
+
+    object: Literal["request"]
+    request: RequestSummary
+    phases: list[RequestPhase]
+    events: list[RequestEvent]
+    gaps: RequestGaps | None
+    num_left_out: int

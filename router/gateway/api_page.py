@@ -162,6 +162,14 @@ _OPERATION_ROWS = (
         ),
     ),
     (
+        "`GET /v1/requests`, `GET /v1/requests/ID`",
+        (
+            "The last requests, and where the time of one went: [Why was this request slow](observability.md"
+            "#why-was-this-request-slow). Not for operators only: any key sees its own requests, without pods' "
+            "addresses. `limit` of the first is the most that it answers with. HTTP only."
+        ),
+    ),
+    (
         "`POST /reset_prefix_cache`",
         (
             "All pods empty their prefix caches, but for blocks that requests use. Tiers and stores keep theirs; "

@@ -18,16 +18,18 @@ from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
+from router.gateway.access_log import ACCESS, AccessRecord
 from router.gateway.administration import AdministrationEndpoints
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
-from router.gateway.exchange import Receive, Scope, Send
+from router.gateway.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.gateway.timelines import TimelineEndpoints
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
-from router.security.http_guard import OPEN_PATHS, ApiKeyGuard
+from router.security.http_guard import OPEN_PATHS, PROBE_PATHS, ApiKeyGuard
 from router.served_model import ServedModel
 from router.service import InferenceService
 
@@ -35,6 +37,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
 _JSON = "application/json"
+_NOT_LOGGED = PROBE_PATHS | {"/metrics"}  # what programs ask every few seconds
 
 
 def create_app(
@@ -72,6 +75,7 @@ def create_app(
         Route("/load", status.load, methods=["GET"]),
         Route("/v1/load", status.load, methods=["GET"]),
         *AdministrationEndpoints(service, access).routes,
+        *TimelineEndpoints(service, access).routes,
     ]
     app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)
@@ -80,7 +84,7 @@ def create_app(
     guarded: dict[str, App] = {
         path: ApiKeyGuard(endpoint, access, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
-    shortcut = _Shortcut(guarded, app)
+    shortcut = _Shortcut(guarded, app, has_access_log=service.config.access_log)
     origins = service.config.security.allowed_origins
     return _with_cors(shortcut, origins) if origins else shortcut
 
@@ -93,7 +97,7 @@ def _with_cors(app: App, origins: list[str]) -> App:
         allow_origins=origins,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, "retry-after", "x-should-retry"],
+        expose_headers=[REQUEST_ID_HEADER, QUEUED_HEADER, TIMING_HEADER, "retry-after", "x-should-retry"],
     )
 
 
@@ -101,14 +105,25 @@ class _Shortcut:
     """Takes requests with a body past FastAPI, which adds nothing: the endpoints answer every error themselves. Its
     layers cost a stream 5 KB for as long as it is open."""
 
-    def __init__(self, endpoints: Mapping[str, App], app: App) -> None:
+    def __init__(self, endpoints: Mapping[str, App], app: App, *, has_access_log: bool) -> None:
         self._endpoints = endpoints
         self._app = app
+        self._has_access_log = has_access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         app = self._endpoints.get(scope["path"], self._app) if is_post else self._app
-        await app(scope, receive, send)
+        if scope["type"] != "http" or not self._has_access_log or scope["path"] in _NOT_LOGGED:
+            await app(scope, receive, send)
+            return
+        client = scope.get("client")
+        record = scope[ACCESS] = AccessRecord(scope["method"], scope["path"], client[0] if client else "")
+        try:
+            await app(scope, receive, record.watching(send) if app is self._app else send)
+        finally:
+            tenant = scope.get(TENANT)
+            record.tenant_name = "" if tenant is None else tenant.name
+            record.write()
 
 
 class _Status:

@@ -158,6 +158,7 @@ def _step_of(request: GenerationRequest, beam: Beam, step: int, index: int, sear
         ),
         stops=(),
         resumption=Resumption(step, 0, beam.token_ids) if step else None,
+        is_part=True,
     )
 
 

@@ -157,6 +157,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             with self._resumable(job, terms.tenant) as resumable, errors_of_constraint(job.constraint_name):
                 async with self._service.run(job.choices) as run:
                     exchange.add_header(QUEUED_HEADER, f"{run.queued_s * 1000:.0f}")
+                    exchange.note_generation(run.generations[0].generation.timeline)
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
                         if job.is_stream:

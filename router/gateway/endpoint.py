@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from common.errors import BatonError, ErrorCode, RequestCancelledError
+from common.observability.logging import fields
 from router.gateway.decoding import check_fields_are_unique, check_num_values
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
@@ -51,11 +52,15 @@ class JsonEndpoint(ABC, Generic[Body]):
             pass  # the client is gone; its generation counted it
         except TimeoutError:
             self._service.metrics.errors.labels(ErrorCode.DEADLINE_EXCEEDED.label).inc()
-            logger.warning("%s: the client stopped reading its answer; its connection is closed", exchange.request_id)
+            logger.warning(
+                "%s: the client stopped reading its answer; its connection is closed",
+                exchange.request_id,
+                extra=fields(request_id=exchange.request_id),
+            )
         except BatonError as error:
             await self._refuse(exchange, error)
         except Exception:
-            logger.exception("%s: internal error", exchange.request_id)
+            logger.exception("%s: internal error", exchange.request_id, extra=fields(request_id=exchange.request_id))
             await self._refuse(exchange, BatonError(_INTERNAL))
 
     @abstractmethod

@@ -7,6 +7,7 @@ cost as much per chunk as all the rest.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
@@ -18,15 +19,18 @@ from common.errors import (
     RequestCancelledError,
     quoted,
 )
+from router.gateway.access_log import ACCESS, AccessRecord
 from router.gateway.errors import dialect_of, error_headers
 from router.requests.ids import REQUEST_ID_HEADER, check_request_id, new_request_id
 from router.requests.terms import Tenant
+from router.timelines.timeline import Timeline
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+TIMING_HEADER = "server-timing"
 TENANT = "baton.tenant"  # key of a scope under which the guard puts whose request it is
 
 
@@ -40,9 +44,29 @@ class Exchange:
         self._send = send
         self._streaming = False
         self._added: list[tuple[bytes, bytes]] = []  # headers of a success
+        self._late: list[tuple[bytes, Callable[[], str]]] = []
         self._dialect = dialect_of(scope.get("path", ""))
         self.error_events = self._dialect.error_events  # what ends a stream with an error
+        self._access: AccessRecord | None = scope.get(ACCESS)
         self.request_id = ""  # told in a header of every response; must be valid
+
+    @property
+    def request_id(self) -> str:
+        """Told in a header of every response."""
+        return self._request_id
+
+    @request_id.setter
+    def request_id(self, request_id: str) -> None:
+        """It must be valid."""
+        self._request_id = request_id
+        if self._access is not None:
+            self._access.request_id = request_id
+
+    def note_generation(self, timeline: Timeline) -> None:
+        """For the access log, and the header of the answer that tells its times."""
+        if self._access is not None:
+            self._access.timeline = timeline
+        self.add_late_header(TIMING_HEADER, lambda: timeline.server_timing(time.monotonic()))
 
     @property
     def tenant(self) -> Tenant:
@@ -63,6 +87,10 @@ class Exchange:
     def add_header(self, name: str, value: str) -> None:
         """To the response, if it is a success."""
         self._added.append((name.encode(), value.encode()))
+
+    def add_late_header(self, name: str, value: Callable[[], str]) -> None:
+        """As `add_header`, with a value that is read when the response begins."""
+        self._late.append((name.encode(), value))
 
     def settle_request_id(self, prefix: str = "") -> None:
         """The id that a header names, else a random one with this prefix. Raises InvalidRequestError for an invalid
@@ -140,7 +168,8 @@ class Exchange:
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         own += self._identification()
         if status == 200:
-            own += self._added
+            own += self._of_success()
+        self._note_status(status)
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -149,7 +178,8 @@ class Exchange:
         if not self._streaming:
             self._streaming = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            headers += self._identification() + self._added
+            headers += self._identification() + self._of_success()
+            self._note_status(200)
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -160,6 +190,8 @@ class Exchange:
 
     async def send_error(self, error: BatonError) -> None:
         """As status and body while nothing was sent, else as the stream's last event."""
+        if self._access is not None:
+            self._access.error = error.code.label
         if self._streaming:
             await self.end_events(self.error_events(error))
         else:
@@ -168,6 +200,13 @@ class Exchange:
 
     def _identification(self) -> list[tuple[bytes, bytes]]:
         return [(REQUEST_ID_HEADER.encode(), self.request_id.encode())] if self.request_id else []
+
+    def _note_status(self, status: int) -> None:
+        if self._access is not None:
+            self._access.status = status
+
+    def _of_success(self) -> list[tuple[bytes, bytes]]:
+        return self._added + [(name, value().encode()) for name, value in self._late]
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

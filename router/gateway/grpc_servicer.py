@@ -19,6 +19,7 @@ from common.rpc.errors import rpc_errors
 from common.types import FinishReason
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
+from router.gateway.access_log import AccessRecord
 from router.gateway.beams import Found, search_beams, spelled
 from router.gateway.choices import (
     best_of,
@@ -40,6 +41,7 @@ from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
 
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -92,9 +94,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """Whole answers."""
         if request.use_beam_search:
-            async with self._errors(context):
-                return await self._search(request, _terms(context))
-        async with self._errors(context), self._run(request, context, is_stream=False) as job:
+            async with self._errors(context, "Generate") as record:
+                return await self._search(request, _terms(context), record)
+        async with (
+            self._errors(context, "Generate") as record,
+            self._run(request, context, record, is_stream=False) as job,
+        ):
             answers = zip(job.generations, job.parsers, strict=True)
             choices = _chosen(request, await together([_choice(*each) for each in answers]))
             return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
@@ -103,7 +108,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _StreamContext
     ) -> None:
         """Answers piece by piece."""
-        async with self._errors(context), self._run(request, context, is_stream=True) as job:
+        async with (
+            self._errors(context, "GenerateStream") as record,
+            self._run(request, context, record, is_stream=True) as job,
+        ):
             due = job.generations[0].generation.request.deadline + _LAST_CHUNK_S
             writing = asyncio.Lock()  # one message at a time
 
@@ -152,7 +160,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a prompt."""
         account = self._access.account(tenant_of_call())
-        async with self._errors(context):
+        async with self._errors(context, "Tokenize"):
             with account.admit(1):
                 prompt, param = prompt_of(request)
                 model = self._service.model(request.model)
@@ -167,7 +175,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
         account = self._access.account(tenant_of_call())
-        async with self._errors(context):
+        async with self._errors(context, "Detokenize"):
             with account.admit(1):
                 token_ids = list(request.token_ids)
                 text = await self._service.model(request.model).preprocessor.detokenize(token_ids, "token_ids")
@@ -180,7 +188,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.ExplainResponse],
     ) -> inference_pb2.ExplainResponse:
         """Where the request would go."""
-        async with self._errors(context):
+        async with self._errors(context, "Explain"):
             terms = _terms(context)
             self._access.check_operator(terms.tenant)
             account = self._access.account(terms.tenant)
@@ -192,21 +200,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 return inference_pb2.ExplainResponse(json=route.decode())
 
     @asynccontextmanager
-    async def _errors(self, context: _AnyContext) -> AsyncIterator[None]:
-        """Errors become statuses, and are counted."""
-        async with rpc_errors(context), self._service.counted_errors():
-            with GRPC_NAMES.in_errors():
-                yield
+    async def _errors(self, context: _AnyContext, method: str) -> AsyncIterator[AccessRecord]:
+        """Errors become statuses, and are counted. Logs the call when it has ended."""
+        record = AccessRecord("gRPC", f"/{_SERVICE}/{method}", context.peer())
+        record.status = "CANCELLED"
+        record.tenant_name = tenant_of_call().name
+        try:
+            async with rpc_errors(context), self._service.counted_errors(), record.noting_errors():
+                with GRPC_NAMES.in_errors():
+                    yield record
+        finally:
+            if self._service.config.access_log:
+                record.write()
 
     @asynccontextmanager
     async def _run(
-        self, message: inference_pb2.GenerateRequest, context: _AnyContext, *, is_stream: bool
+        self, message: inference_pb2.GenerateRequest, context: _AnyContext, record: AccessRecord, *, is_stream: bool
     ) -> AsyncIterator[_Job]:
         terms = _terms(context)
         account = self._access.account(terms.tenant)
         with account.admit(self._num_choices(message)):
             prepared = await self._prepare(message, terms, is_stream=is_stream)
             choices, event_ids = prepared.choices, prepared.event_ids
+            record.request_id = prepared.request_id
             account.spend(len(choices[0].prompt_token_ids))
             self._service.count_prompts(choices[:1])
             with (
@@ -215,11 +231,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ):
                 async with self._service.run(choices) as run:
                     await context.send_initial_metadata(((QUEUED_HEADER, f"{run.queued_s * 1000:.0f}"),))
+                    record.timeline = run.generations[0].generation.timeline
                     resumable.generations = [each.generation for each in run.generations]
                     with account.spending(run.generations):
                         yield _Job(prepared.request_id, run.generations, prepared.parsers, event_ids)
 
-    async def _search(self, message: inference_pb2.GenerateRequest, terms: Terms) -> inference_pb2.GenerateResponse:
+    async def _search(
+        self, message: inference_pb2.GenerateRequest, terms: Terms, record: AccessRecord
+    ) -> inference_pb2.GenerateResponse:
         """The n best of its beams. Raises InvalidRequestError."""
         account = self._access.account(terms.tenant)
         with account.admit(self._num_choices(message)):
@@ -227,6 +246,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             beams = beams_of(message)
             assert beams is not None
             draft = draft_of(message, terms)
+            record.request_id = draft.request_id
             request = await self._valid(draft, reply_options(message, draft.prompt))
             account.spend(len(request.prompt_token_ids))
             self._service.count_prompts([request])

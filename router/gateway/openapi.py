@@ -15,6 +15,7 @@ from router.gateway.completion_bodies import CompletionBody
 from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.resume import RESUMABLE_HEADER
+from router.gateway.timelines import REQUESTS_PATH
 from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
@@ -54,6 +55,8 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Undrained,
     answers.StepTimesOfModels,
     answers.PrefixCachesReset,
+    answers.RequestList,
+    answers.RequestTimeline,
     answers.Liveness,
     answers.Version,
 )
@@ -118,6 +121,12 @@ def _paths() -> dict[str, Any]:
     explained["responses"]["200"]["content"] = _json(answers.RouteList)
     explained["parameters"] = header_parameters(resumes=False)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    limit = {
+        "name": "limit",
+        "in": "query",
+        "description": "Most requests in the answer; default 100.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 999999},
+    }
     unauthenticated = (ErrorCode.UNAUTHENTICATED,)
     return {
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
@@ -154,6 +163,26 @@ def _paths() -> dict[str, Any]:
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
         f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
         STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
+        REQUESTS_PATH: {
+            "get": {
+                **_page(
+                    "The last requests, the newest first.",
+                    _json(answers.RequestList),
+                    (*unauthenticated, ErrorCode.INVALID_ARGUMENT),
+                ),
+                "parameters": [limit],
+            }
+        },
+        f"{REQUESTS_PATH}/{{request_id}}": {
+            "get": {
+                **_page(
+                    "Where the time of one request went.",
+                    _json(answers.RequestTimeline),
+                    (*unauthenticated, ErrorCode.NOT_FOUND),
+                ),
+                "parameters": [{**name, "name": "request_id"}],
+            }
+        },
         RESET_PATH: {
             "post": _operators(
                 "All pods have emptied their prefix caches.",

@@ -20,7 +20,7 @@ class IndexMetrics(Collector):
         """See Collector."""
         size = self._index.size
         blocks = GaugeMetricFamily(
-            "baton_prefix_index_blocks",
+            "baton_router_prefix_index_blocks",
             "Blocks that pods are known to hold: pairs of block and pod, remembered or beyond max_index_blocks.",
             labels=["state"],
         )
@@ -28,7 +28,7 @@ class IndexMetrics(Collector):
         blocks.add_metric(["beyond"], size.num_unindexed)
         yield blocks
         yield CounterMetricFamily(
-            "baton_prefix_index_gaps",
+            "baton_router_prefix_index_gaps",
             "KV events that did not follow on the last ones of their pod, which was asked for a snapshot.",
             value=self._index.num_gaps,
         )

@@ -29,6 +29,7 @@ from router.pods.health import Outcome, Reason
 from router.pods.health_metrics import PodHealthMetrics
 from router.pods.model_pods import ModelFacts, ModelPods
 from router.pods.pod import Pod, PodState
+from router.pods.relayed_figures import RelayedFigures
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Cluster:
         self._needs_prefill_pods = needs_prefill_pods
         self._metrics = metrics
         self._health_metrics = PodHealthMetrics(metrics.registry)
+        metrics.registry.register(RelayedFigures(lambda: self.pods))
         self._watched: dict[Pod, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one

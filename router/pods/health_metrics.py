@@ -14,13 +14,13 @@ class PodHealthMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ejections = Counter(
-            "baton_pod_ejections",
+            "baton_router_pod_ejections",
             "Ejections of pods by what the last failure was.",
             ["role", "address", "reason"],
             registry=registry,
         )
         self.canaries = Counter(
-            "baton_canary_requests",
+            "baton_router_canary_requests",
             "Canary requests by how they ended.",
             ["role", "address", "outcome"],
             registry=registry,

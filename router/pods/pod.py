@@ -152,6 +152,11 @@ class Pod:
             return self.health.detail
         return "waiting for a decode pod to say which model is served" if self.fits is None else self.refusal
 
+    @property
+    def stats(self) -> pods_pb2.PodStats | None:
+        """Its last report; None while there is none of this connection."""
+        return self._stats
+
     def facts(self) -> PodFacts:
         """What policies see of it that does not change. Only for a ready pod."""
         assert self.info is not None

@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol
 import grpc
 
 from common.errors import BatonError, ErrorCode, UnavailableError
+from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.errors import from_rpc_error
 from router.pods.suspicion import Cause
@@ -112,7 +113,9 @@ class DecodeSession:
         try:
             sink.on_delta(delta, now)
         except Exception:  # one request's fault must not take its neighbours along
-            logger.exception("request %s cannot take its news", delta.request_id)
+            logger.exception(
+                "request %s cannot take its news", delta.request_id, extra=fields(request_id=delta.request_id)
+            )
             sink.on_lost(BatonError("internal error; the router's log has the details"))
 
     def _send(self, command: pods_pb2.DecodeCommand) -> None:

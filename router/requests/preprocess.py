@@ -102,7 +102,8 @@ class Preprocessor:
             validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
         cache_salt = _salt(draft)
         hashes = await self._hash(token_ids, model.block_size, cache_salt)
-        self._metrics.first_token_phase.labels("tokenize").observe(time.monotonic() - started)
+        tokenize_s = time.monotonic() - started
+        self._metrics.first_token_phase.labels("tokenize").observe(tokenize_s)
         return GenerationRequest(
             request_id=draft.request_id,
             model_id=self._model_id,
@@ -118,6 +119,8 @@ class Preprocessor:
             continues_prompt=not isinstance(draft.prompt, ChatPrompt) or draft.prompt.continue_final_message,
             has_no_output=has_no_output,
             arrived_at=draft.arrived_at,
+            tokenize_at=started,
+            tokenize_s=tokenize_s,
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
 

@@ -109,9 +109,12 @@ class GenerationRequest:
     continues_prompt: bool  # the answer goes on where the prompt's text ends, as opposed to a chat's
     has_no_output: bool = False  # max_tokens was 0: the one token that pods compute is dropped
     arrived_at: float  # time.monotonic()
+    tokenize_at: float = 0.0  # when that began; time.monotonic()
+    tokenize_s: float = 0.0  # how long it took
     deadline: float  # time.monotonic()
     resumption: Resumption | None = None  # None: it begins at the beginning
     spelled_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    is_part: bool = False  # of what a client asked for: one token of a beam search
 
     @property
     def tenant_name(self) -> str:

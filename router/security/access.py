@@ -64,10 +64,14 @@ class AccessControl:
 
     def check_operator(self, tenant: Tenant) -> None:
         """Raises PermissionDeniedError unless this tenant may see what concerns all tenants."""
-        if self._keys is not None and tenant.name not in self._operators:
+        if not self.is_operator(tenant):
             raise PermissionDeniedError(
                 "this is for operators: the API key needs `operator: true` where it is configured"
             )
+
+    def is_operator(self, tenant: Tenant) -> bool:
+        """Whether this tenant may see what concerns all tenants; true where there are no keys."""
+        return self._keys is None or tenant.name in self._operators
 
     def is_operators(self, header: Callable[[str], str]) -> bool:
         """Whether a request that needs no key has an operator's; true where there are no keys."""

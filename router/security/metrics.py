@@ -13,17 +13,19 @@ class SecurityMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.unauthenticated = Counter(
-            "baton_unauthenticated", "Requests without a valid API key.", ["reason"], registry=registry
+            "baton_router_unauthenticated", "Requests without a valid API key.", ["reason"], registry=registry
         )
         self.refused = Counter(
-            "baton_tenant_refused", "Requests over a limit of their key.", ["tenant", "limit"], registry=registry
+            "baton_router_tenant_refused", "Requests over a limit of their key.", ["tenant", "limit"], registry=registry
         )
-        self.tokens = Counter("baton_tenant_tokens", "Prompt and output tokens, by key.", ["tenant"], registry=registry)
+        self.tokens = Counter(
+            "baton_router_tenant_tokens", "Prompt and output tokens, by key.", ["tenant"], registry=registry
+        )
         self.http_refused = Counter(
-            "baton_http_refused", "HTTP connections that were closed, by reason.", ["reason"], registry=registry
+            "baton_router_http_refused", "HTTP connections that were closed, by reason.", ["reason"], registry=registry
         )
         self.unfinished_body_bytes = Gauge(
-            "baton_http_unfinished_body_bytes", "Bytes of request bodies that have not ended.", registry=registry
+            "baton_router_http_unfinished_body_bytes", "Bytes of request bodies that have not ended.", registry=registry
         )
         for reason in ("missing", "unknown"):
             self.unauthenticated.labels(reason)

@@ -172,9 +172,9 @@ class Scenario:
 
 def check_handoffs(running: Project, record: Record) -> None:
     """Prompts went through the connector, not only to decode pods."""
-    expression = 'sum(baton_dispatch_total{prefill="remote"})'
+    expression = 'sum(baton_router_dispatch_total{prefill="remote"})'
     wait(lambda: sum(running.query(expression)) > 0, "Prometheus has remote prefills", running.logs)
-    delivered = 'sum(baton_handoff_total{job="decode",outcome="delivered"})'
+    delivered = 'sum(baton_pod_handoff_total{job="decode",outcome="delivered"})'
     wait(lambda: sum(running.query(delivered)) > 0, "Prometheus has handoffs", running.logs)
     record.step(
         running.profile, "handoffs delivered since the pods' last restart", f"{sum(running.query(delivered)):.0f}"

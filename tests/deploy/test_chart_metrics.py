@@ -12,10 +12,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from common.engine.messages import EngineStats
 from common.errors import ErrorCode
-from common.pod.metrics import PodMetrics
-from common.pod.stats import StatsBoard
+from docs_site.metrics_page import sample_pod_metrics
 from router.config import RouterConfig
 from router.runtime import Router
 from tests.deploy.chart import NAMESPACE, RELEASE, Rendered, nested, render
@@ -38,7 +36,7 @@ def rendered() -> Rendered:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, dict[str, set[str]]]:
     """Labels of each series, by component and name."""
-    pod = PodMetrics(StatsBoard(EngineStats()))
+    pod = sample_pod_metrics()
     return {
         "router": asyncio.run(series_of_a_router()),
         "prefill": series_of(pod.registry),
@@ -109,14 +107,14 @@ def test_what_autoscalers_see(tmp_path: Path) -> None:
     asked = dict.fromkeys(query for name, query in queries(rendered) if name.startswith(RELEASE))
     labels = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}",app_kubernetes_io_component='
     series = {
-        f'baton_queued_tokens{{{labels}"prefill",pod="p1"}}': "3000x10",
-        f'baton_queued_tokens{{{labels}"prefill",pod="p2"}}': "5000x10",
-        f'baton_queued_tokens{{{labels}"decode",pod="d1"}}': "70x10",
-        f'baton_kv_cache_usage_perc{{{labels}"decode",pod="d1"}}': "0.5x10",
-        f'baton_kv_cache_usage_perc{{{labels}"decode",pod="d2"}}': "0.75x10",
+        f'baton_pod_queued_tokens{{{labels}"prefill",pod="p1"}}': "3000x10",
+        f'baton_pod_queued_tokens{{{labels}"prefill",pod="p2"}}': "5000x10",
+        f'baton_pod_queued_tokens{{{labels}"decode",pod="d1"}}': "70x10",
+        f'baton_pod_kv_cache_usage_perc{{{labels}"decode",pod="d1"}}': "0.5x10",
+        f'baton_pod_kv_cache_usage_perc{{{labels}"decode",pod="d2"}}': "0.75x10",
         **{
             f'{name}_bucket{{{labels}"router",le="{bound}"}}': "60x10"
-            for name in ("baton_time_to_first_token_seconds", "baton_inter_token_latency_seconds")
+            for name in ("baton_router_time_to_first_token_seconds", "baton_router_inter_token_latency_seconds")
             for bound in ("0.5", "1.0", "+Inf")
         },
     }

@@ -17,15 +17,17 @@ _MODEL = re.compile(r'\{model_name="[^"]*"\}')
 class Metrics:
     """Figures of one process, read when asked for."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        self._url = url
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, *, kind: str = "router") -> None:
+        """`kind`: of the process, "router" or "pod"."""
+        self._prefix = f"baton_{kind}_"
+        self.url = url
         self._headers = headers
 
     def __getitem__(self, name: str) -> float:
-        """The counter or gauge baton_<name>."""
-        for line in httpx.get(self._url, headers=self._headers).raise_for_status().text.splitlines():
+        """The counter or gauge baton_<kind>_<name>."""
+        for line in httpx.get(self.url, headers=self._headers).raise_for_status().text.splitlines():
             figure = _MODEL.sub("", line)
-            if figure.startswith((f"baton_{name} ", f"baton_{name}_total ")):
+            if figure.startswith((f"{self._prefix}{name} ", f"{self._prefix}{name}_total ")):
                 return float(line.rpartition(" ")[2])
         raise KeyError(name)
 
@@ -42,4 +44,4 @@ def pod_metrics(cluster: Cluster, name: str) -> Metrics:
     listening = [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     grpc_port = int(cluster.addresses[name].rpartition(":")[2])
     (port,) = [port for port in listening if port != grpc_port]
-    return Metrics(f"http://127.0.0.1:{port}/metrics")
+    return Metrics(f"http://127.0.0.1:{port}/metrics", kind="pod")

@@ -12,8 +12,8 @@ import openai
 import psutil
 
 from common.demo_model import DEMO_MODEL_NAME
-from deploy.ports import pick_ports
 from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
+from tests.e2e.metrics import pod_metrics
 from tests.e2e.reference import PROMPTS, greedy_completion
 
 NUM_STREAMS = 20
@@ -95,28 +95,26 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         engine.suspend()
         try:
             assert await streams.answers() == expected
-            assert _metric(f"{cluster.url}/metrics", "baton_pod_ejections_total", "stall") == 1
+            assert _metric(f"{cluster.url}/metrics", "baton_router_pod_ejections_total", "stall") == 1
         finally:
             engine.resume()
         cluster.check_integrity()
 
 
 async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
-    (metrics_port,) = pick_ports("127.0.0.1", 1)
     config = tmp_path / "baton.yaml"
     # The decode pod must fetch the second request's blocks again: its own prefix cache is off.
-    decode = f"{{enable_prefix_caching: false, metrics_port: {metrics_port}}}"
-    config.write_text(f"router: {{remote_prefill: prefer}}\ndecode: {decode}\n")
+    config.write_text("router: {remote_prefill: prefer}\ndecode: {enable_prefix_caching: false}\n")
     prompt = PROMPTS[-1]
     expected = greedy_completion(prompt, MAX_TOKENS, ignore_eos=True)
     with running_cluster("--config", str(config)) as cluster:
         assert await Streams(cluster, [prompt]).answers() == [expected]
-        assert _recomputes(metrics_port) == 0
+        assert _recomputes(cluster) == 0
         damaged = _damage_every_block(cluster)
         assert damaged > 0
         assert await Streams(cluster, [prompt]).answers() == [expected]
         async with asyncio.timeout(SETTLE_DEADLINE_S):
-            while _recomputes(metrics_port) == 0:  # noqa: ASYNC110
+            while _recomputes(cluster) == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         cluster.check_integrity()
 
@@ -135,8 +133,8 @@ def _damage_every_block(cluster: Cluster) -> int:
     return damaged
 
 
-def _recomputes(metrics_port: int) -> float:
-    return _metric(f"http://127.0.0.1:{metrics_port}/metrics", "baton_kv_recompute_total", "block_corrupt")
+def _recomputes(cluster: Cluster) -> float:
+    return _metric(pod_metrics(cluster, "decode-0").url, "baton_pod_kv_recompute_total", "block_corrupt")
 
 
 def _metric(url: str, name: str, label: str) -> float:

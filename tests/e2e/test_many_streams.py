@@ -58,7 +58,7 @@ async def test_two_hundred_requests_are_answered_as_if_colocated(connector: str,
         assert await answers(cluster, jobs) == [job.text for job in jobs]
         metrics = router_metrics(cluster)
         assert f',prefill="remote",reason="planned"}} {NUM_REQUESTS}.0' in metrics
-        assert "baton_recompute_total{" not in metrics, "some KV did not come through the connector"
+        assert "baton_router_recompute_total{" not in metrics, "some KV did not come through the connector"
         cluster.check_integrity()
 
 
@@ -113,4 +113,6 @@ def router_metrics(cluster: Cluster) -> str:
 def external_tokens(cluster: Cluster) -> float:
     """Prompt tokens whose KV came through the connector so far."""
     lines = router_metrics(cluster).splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("baton_external_tokens_total{"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("baton_router_external_tokens_total{")
+    )

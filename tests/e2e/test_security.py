@@ -39,7 +39,7 @@ def test_only_who_has_a_key_or_a_certificate_gets_an_answer(tmp_path: Path) -> N
         assert "an API key is required" in unknown.stderr
         metrics = httpx.get(f"{cluster.url}/metrics", headers={"x-api-key": KEY}).text
         assert 'prefill="remote"' in metrics
-        assert "baton_recompute_total{" not in metrics
+        assert "baton_router_recompute_total{" not in metrics
         for address in cluster.addresses.values():
             with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
                 health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)

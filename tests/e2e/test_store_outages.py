@@ -59,4 +59,6 @@ def outages(cluster: Cluster, server: RedisServer) -> list[str]:
 def external_tokens(cluster: Cluster) -> float:
     """Prompt tokens whose KV came through the connector so far."""
     lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("baton_external_tokens_total{"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("baton_router_external_tokens_total{")
+    )

@@ -24,12 +24,9 @@ MAX_CHAT_TOKENS = 160
 
 
 def config_file(directory: Path, decode: str = "") -> str:
-    """A file by which the pods have metrics, every prompt goes to a prefill pod, and the decode pod has further
-    settings."""
+    """A file by which every prompt goes to a prefill pod, and the decode pod has further settings."""
     file = directory / "baton.yaml"
-    file.write_text(
-        f"router: {{remote_prefill: always}}\nprefill: {{metrics_port: 0}}\ndecode: {{metrics_port: 0, {decode}}}\n"
-    )
+    file.write_text(f"router: {{remote_prefill: always}}\ndecode: {{{decode}}}\n")
     return str(file)
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import grpc
@@ -18,9 +19,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from common.demo_model import DEMO_MODEL_NAME
 from common.pb import inference_pb2_grpc
-from tests.e2e.cluster import ROOT, Cluster, running_cluster, wait_gone
+from docs_site import metrics_page
+from tests.compose.dashboards import expressions, metric_names
+from tests.e2e.cluster import ROOT, SETTLE_DEADLINE_S, Cluster, running_cluster, wait_gone
+from tests.e2e.metrics import pod_metrics
 from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
 
+_TYPE = re.compile(r"^# TYPE (baton_\w+) ", re.MULTILINE)  # of a scrape
 GET_WEATHER = {
     "type": "function",
     "function": {
@@ -157,9 +162,9 @@ def test_the_kv_comes_from_the_prefill_pod(cluster: Cluster, client: openai.Open
     after = _metrics(cluster)
     assert usage is not None
     model = f'model_name="{DEMO_MODEL_NAME}"'
-    remote = f'baton_dispatch_total{{{model},prefill="remote",reason="planned"}}'
+    remote = f'baton_router_dispatch_total{{{model},prefill="remote",reason="planned"}}'
     assert after[remote] == before.get(remote, 0) + 1
-    external = f"baton_external_tokens_total{{{model}}}"
+    external = f"baton_router_external_tokens_total{{{model}}}"
     assert after[external] - before[external] == usage.prompt_tokens
 
 
@@ -171,7 +176,28 @@ def _metrics(cluster: Cluster) -> dict[str, float]:
 
 def test_health_and_metrics(cluster: Cluster) -> None:
     assert httpx.get(f"{cluster.url}/health").status_code == 200
-    assert "baton_" in httpx.get(f"{cluster.url}/metrics").text
+    router, *pods = [
+        {name for name in _TYPE.findall(httpx.get(url).text) if not name.endswith("_created")}
+        for url in (f"{cluster.url}/metrics", *(pod_metrics(cluster, name).url for name in cluster.addresses))
+    ]
+    assert router == {row.name for row in metrics_page.router_metrics()}, "what is documented and what is exported"
+    assert all(pod == {row.name for row in metrics_page.pod_metrics()} for pod in pods)
+    assert {name for expression in expressions() for name in metric_names(expression)} <= router.union(*pods)
+    assert router.isdisjoint(pods[0]), "one name would be counted twice"
+
+
+def test_the_router_shows_what_pods_have_done(cluster: Cluster, client: openai.OpenAI) -> None:
+    client.completions.create(model=DEMO_MODEL_NAME, prompt="Something to prefill", max_tokens=4)
+    for name, address in cluster.addresses.items():
+        role = name.partition("-")[0]
+        labels = f'{{address="{address}",model_name="{DEMO_MODEL_NAME}",role="{role}"}}'
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        for figure in ("prompt_tokens", "generation_tokens", "prefix_cache_queries"):
+            metrics = pod_metrics(cluster, name)
+            while _metrics(cluster)[f"baton_router_pod_{figure}_total{labels}"] != metrics[figure]:
+                assert time.monotonic() < deadline, figure
+        moved = f"baton_router_pod_kv_{'saved' if role == 'prefill' else 'loaded'}_bytes_total{labels}"
+        assert _metrics(cluster)[moved] > 0
 
 
 def test_grpc_reflection_lists_the_services(cluster: Cluster) -> None:

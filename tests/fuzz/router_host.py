@@ -50,9 +50,9 @@ def check_quiet(host: Host[RouterCluster]) -> None:
     service = cluster.router.service
     host.wait_for(lambda: not service._running and not service._batches)
     host.run(cluster.until_quiet())
-    assert cluster.metric("baton_requests_inflight") == 0
+    assert cluster.metric("baton_router_num_requests_inflight") == 0
     assert cluster.router.cluster.index.check_integrity() == []
-    assert cluster.metric("baton_request_errors_total", code="internal") == 0
+    assert cluster.metric("baton_router_request_errors_total", code="internal") == 0
 
 
 def budget(host: Host[RouterCluster], sent: bytes = _SMALL) -> Budget:

@@ -93,7 +93,7 @@ def check_metrics(cluster: RouterCluster) -> None:
     """No figure is poisoned, and no pod's words have become labels."""
     samples = [sample for family in cluster.router.metrics.registry.collect() for sample in family.samples]
     assert all(math.isfinite(sample.value) for sample in samples), samples
-    assert {sample.labels["reason"] for sample in samples if sample.name == "baton_recompute_total"} <= {"other"}
+    assert {sample.labels["reason"] for sample in samples if sample.name == "baton_router_recompute_total"} <= {"other"}
 
 
 @sizes(200, 20_000)

@@ -74,7 +74,7 @@ class Cluster:
             sample.value
             for pod in self.decode
             for metric in pod.context.metrics.registry.collect()
-            if metric.name == "baton_kv_recompute"
+            if metric.name == "baton_pod_kv_recompute"
             for sample in metric.samples
             if sample.name.endswith("_total")
         )

@@ -37,7 +37,7 @@ class Cluster:
     def aborted(self) -> list[float]:
         """Requests that each pod has ended because they were not wanted any more."""
         pods = (self.prefill, self.decode)
-        return [pod.metric("baton_request_success_total", finished_reason="abort") for pod in pods]
+        return [pod.metric("baton_pod_request_success_total", finished_reason="abort") for pod in pods]
 
 
 @pytest.fixture
@@ -137,5 +137,7 @@ async def test_both_pods_are_rid_of_it_at_once(cluster, stage, ask):
         await cluster.prefill.other_work
     await cluster.prefill.wait_clean()
     await cluster.decode.wait_clean()
-    errors = cluster.router.metrics.registry.get_sample_value("baton_request_errors_total", {"code": "cancelled"})
+    errors = cluster.router.metrics.registry.get_sample_value(
+        "baton_router_request_errors_total", {"code": "cancelled"}
+    )
     assert errors == 1

@@ -84,7 +84,9 @@ async def test_no_seam_in_any_option(tmp_path, num_prefill):
             assert len(stream.logprobs) == len(right.logprobs)
             for got, wanted in zip(stream.logprobs, right.logprobs, strict=True):
                 assert got == pytest.approx(wanted, abs=1e-3)
-        moved = cluster.router.metrics.registry.get_sample_value("baton_redispatch_total", {"reason": "unavailable"})
+        moved = cluster.router.metrics.registry.get_sample_value(
+            "baton_router_redispatch_total", {"reason": "unavailable"}
+        )
         assert moved >= 2
 
 

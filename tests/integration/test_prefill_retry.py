@@ -77,8 +77,8 @@ async def test_a_prefill_pod_dies_while_it_computes(cluster, policy, num_chunks)
     whole = (await cluster.ask())["choices"][0]  # with nothing in its way
     assert (got["text"], got["finish_reason"]) == (whole["text"], "length")
     assert (
-        cluster.metric("baton_prefill_retries_total", reason="unavailable")
-        + cluster.metric("baton_prefill_retries_total", reason="kv_failed")
+        cluster.metric("baton_router_prefill_retries_total", reason="unavailable")
+        + cluster.metric("baton_router_prefill_retries_total", reason="kv_failed")
         == 1
     )
     assert other.context.stats.latest.num_prompt_tokens > 0

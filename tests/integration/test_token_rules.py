@@ -122,7 +122,7 @@ async def test_a_budget_of_reasoning_holds_through_handoff_migration_and_preempt
             sample.value
             for metric in cluster.decode[0].context.metrics.registry.collect()
             for sample in metric.samples
-            if sample.name == "baton_num_preemptions_total"
+            if sample.name == "baton_pod_num_preemptions_total"
         )
         assert preempted
 

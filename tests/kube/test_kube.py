@@ -22,7 +22,7 @@ from tests.kube.release import Pod, Release
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(3600)]
 
-DELIVERED = re.compile(r'^baton_handoff_total\{.*outcome="delivered".*\} (\S+)$', re.MULTILINE)
+DELIVERED = re.compile(r'^baton_pod_handoff_total\{.*outcome="delivered".*\} (\S+)$', re.MULTILINE)
 VALUES = {
     "router.replicas": 1,  # so that it alone has all streams
     "prefill.replicas": 2,

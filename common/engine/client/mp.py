@@ -25,6 +25,7 @@ from common.engine.launch import (
 )
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError, EngineDeadError
+from common.observability.logging import log_format_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class AsyncMPClient(AsyncClientBase):
             replies_path=f"ipc://{directory}/replies",
             name=self._name,
             log_level=logging.getLogger().getEffectiveLevel(),
+            log_format=log_format_in_use(),
         )
         if len(launch.commands_path.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
             raise ConfigError(f"TMPDIR: {directory} is too long for a socket path", param="TMPDIR")

@@ -392,7 +392,8 @@ class Scheduler:
         for request, block_ids in plan.new_block_ids.items():
             if request.is_in_batch:
                 step.new_block_ids[request.request_id] = block_ids
-        num_scheduled_tokens = step.num_scheduled_tokens
+        num_scheduled_tokens, totals = step.num_scheduled_tokens, self._lifecycle.totals
+        num_prompt_tokens_before = totals.num_prompt_tokens
         for request, num_tokens in plan.scheduled.items():
             if not request.is_in_batch:
                 step.new_requests.append(self._introduce(request))
@@ -400,7 +401,8 @@ class Scheduler:
             start = request.num_computed_tokens
             request.num_computed_tokens = start + num_tokens
             if start < request.num_prompt_tokens:
-                self._lifecycle.totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+                totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+        totals.last_step_prompt_tokens = totals.num_prompt_tokens - num_prompt_tokens_before
         return step
 
     def _introduce(self, request: Request) -> NewRequest:
@@ -424,6 +426,7 @@ class Scheduler:
         """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
+        self._lifecycle.totals.count_step(step.total_num_scheduled_tokens, step_s)
         self._lifecycle.step_ended(step.num_scheduled_tokens, result)
         return self._lifecycle.take_news()
 
@@ -473,6 +476,9 @@ class Scheduler:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_generation_tokens=totals.num_generation_tokens,
             tier_hits=totals.tier_hits,
+            prefill_steps=totals.prefill_steps.figures,
+            decode_steps=totals.decode_steps.figures,
+            mixed_steps=totals.mixed_steps.figures,
         )
 
     def reset_prefix_cache(self) -> None:

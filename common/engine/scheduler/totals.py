@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from common.engine.messages import StepFigures
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Counters of the steps of one kind."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def figures(self) -> StepFigures:
+        """The current values."""
+        return StepFigures(self.num_steps, self.num_tokens, self.seconds)
 
 
 @dataclass(slots=True)
@@ -18,3 +34,19 @@ class Totals:
     num_prompt_tokens: int = 0  # computed here
     num_generation_tokens: int = 0
     tier_hits: int = 0  # tokens restored from tiers below
+    last_step_prompt_tokens: int = 0  # of the step scheduled last
+    prefill_steps: StepTotals = field(default_factory=StepTotals)
+    decode_steps: StepTotals = field(default_factory=StepTotals)
+    mixed_steps: StepTotals = field(default_factory=StepTotals)
+
+    def count_step(self, num_tokens: int, step_s: float) -> None:
+        """Counts a step that has computed `num_tokens`, `last_step_prompt_tokens` of them of prompts."""
+        if not num_tokens:
+            return
+        if not self.last_step_prompt_tokens:
+            steps = self.decode_steps
+        else:
+            steps = self.prefill_steps if self.last_step_prompt_tokens == num_tokens else self.mixed_steps
+        steps.num_steps += 1
+        steps.num_tokens += num_tokens
+        steps.seconds += step_s

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
-from common.engine.messages import RequestOutput
+from common.engine.messages import EngineStats, RequestOutput
+from common.engine.transfers.measured import MeasuredConnector
 from common.engine.transfers.messages import Message, Note
 from common.engine.transfers.mover import Mover
 
@@ -54,6 +55,7 @@ class TransferActor:
         self._notes: deque[Note] = deque()
         self._is_settled = False  # the inbox holds a _Settled
         self._mover: Mover | None = None
+        self._measured: MeasuredConnector | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -63,9 +65,14 @@ class TransferActor:
 
     def start(self, connector: WorkerConnector, facts: ConnectorFacts, block_size: int) -> None:
         """Begin to serve. The connector is called on the actor's thread from now on."""
-        self._mover = mover = Mover(connector, facts, block_size, time.monotonic)
-        self._thread = threading.Thread(target=self._run, args=(connector, mover), name="kv-transfers", daemon=True)
+        self._measured = measured = MeasuredConnector(connector, time.monotonic)
+        self._mover = mover = Mover(measured, facts, block_size, time.monotonic)
+        self._thread = threading.Thread(target=self._run, args=(measured, mover), name="kv-transfers", daemon=True)
         self._thread.start()
+
+    def figures(self, stats: EngineStats) -> EngineStats:
+        """`stats` with what is known of transfers here."""
+        return stats if self._measured is None else self._measured.figures(stats)
 
     def put(self, message: Message) -> None:
         """Deliver a message; those of one thread stay in order."""
@@ -90,14 +97,14 @@ class TransferActor:
             self._inbox.put(_STOP)
             self._thread.join(_STOP_TIMEOUT_S)
 
-    def _run(self, connector: WorkerConnector, mover: Mover) -> None:
+    def _run(self, connector: MeasuredConnector, mover: Mover) -> None:
         try:
             while self._serve(connector, mover):
                 pass
         except Exception as error:  # noqa: BLE001  whatever it is ends the engine, which tells its client
             self._on_failure(error)
 
-    def _serve(self, connector: WorkerConnector, mover: Mover) -> bool:
+    def _serve(self, connector: MeasuredConnector, mover: Mover) -> bool:
         """Handle one message. False: stop."""
         message = self._inbox.get()
         if isinstance(message, _Stop):

@@ -43,7 +43,7 @@ SETTINGS: Settings = {
     },
     "router": ROUTER_SETTINGS,
 }
-_RECOVERIES = ("baton_redispatch_total", "baton_recompute_total", "baton_prefill_retries_total")
+_RECOVERIES = ("baton_router_redispatch_total", "baton_router_recompute_total", "baton_router_prefill_retries_total")
 
 
 class Round:

@@ -179,13 +179,13 @@ class Fleet:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _reaches_all(self, router: ServerProcess) -> bool:
-        return self.metric(router, "baton_pod_ready") == len(self.pods)
+        return self.metric(router, "baton_router_pod_ready") == len(self.pods)
 
     def _unready(self, router: ServerProcess) -> str:
         return f"{router.name} does not reach every pod\n{self.output}"
 
     def _serves_none(self, router: ServerProcess) -> bool:
-        return self.metric(router, "baton_num_requests_inflight") == 0
+        return self.metric(router, "baton_router_num_requests_inflight") == 0
 
     def _is_idle(self, pod: ServerProcess) -> bool:
         with grpc.insecure_channel(self.target(pod)) as channel:

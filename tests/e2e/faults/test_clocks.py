@@ -25,6 +25,7 @@ ALLOWED = {
     "kv_store/shared_storage.py": "age of files, by the file system's clock; at worst one is written again",
     "router/gateway/app.py": "`created` in answers",
     "router/gateway/completions.py": "`created` in answers",
+    "router/timelines/timeline.py": "when a request came, shown to a person",
 }
 
 

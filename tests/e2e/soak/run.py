@@ -130,9 +130,8 @@ def soak_cluster(connector: str, directory: Path) -> Iterator[Cluster]:
     ]
     keys.write_text(yaml.safe_dump(entries))
     settings = directory / "baton.yaml"
-    metrics = {"metrics_port": 0}
     router = {"remote_prefill": "prefer", "api_keys_file": str(keys)}
-    settings.write_text(yaml.safe_dump({"router": router, "prefill": metrics, "decode": metrics}))
+    settings.write_text(yaml.safe_dump({"router": router}))
     options = ("--decode", "2", "--connector", connector, "--num-blocks", str(NUM_BLOCKS), "--config", str(settings))
     with running_cluster(*options) as cluster:
         yield cluster

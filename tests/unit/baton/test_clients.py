@@ -179,7 +179,7 @@ async def test_errors_say_what_is_wrong_and_are_not_repeated(cluster, kind):
         cluster.decode[0].allowed = 0
         with pytest.raises(DeadlineExceededError):
             await client.generate("Hello", timeout_s=0.2)
-    assert cluster.metric("baton_request_errors_total", code="invalid_argument") == 2
+    assert cluster.metric("baton_router_request_errors_total", code="invalid_argument") == 2
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,7 @@ class Pod:
             stats=stats,
             cache=cache,
             admission=Admission(config.max_open),
-            metrics=PodMetrics(stats),
+            metrics=PodMetrics(stats, spec, config),
         )
         self.tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(self._hear())]
 

@@ -40,7 +40,7 @@ async def test_answers_are_right_for_many_at_once(pod: RunningPod, router: FakeR
         assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
         assert answer.report is not None
         assert not answer.report.recompute_reason
-    assert pod.metric("baton_request_success_total", finished_reason="length") == len(prompts)
+    assert pod.metric("baton_pod_request_success_total", finished_reason="length") == len(prompts)
 
 
 async def test_one_message_carries_a_step_of_all_requests(pod: RunningPod, router: FakeRouter) -> None:
@@ -124,7 +124,7 @@ async def test_abort_ends_a_running_request_and_ignores_unknown_ones(pod: Runnin
     await router.prefill_failed("nobody")
     await router.abort("a")
     assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_ABORT
-    assert pod.metric("baton_request_success_total", finished_reason="abort") == 1
+    assert pod.metric("baton_pod_request_success_total", finished_reason="abort") == 1
     await pod.wait_clean()
 
 
@@ -133,7 +133,7 @@ async def test_overdue_request_ends_with_deadline_exceeded(pod: RunningPod, rout
     answer = await (await router.submit(engine_request("a", prompt_of(5)), timeout_s=0.05)).wait_finished()
     assert answer.error is not None
     assert answer.error.code == common_pb2.ERROR_CODE_DEADLINE_EXCEEDED
-    assert pod.metric("baton_request_failure_total", code="deadline_exceeded") == 1
+    assert pod.metric("baton_pod_request_failure_total", code="deadline_exceeded") == 1
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close"])
@@ -185,7 +185,7 @@ async def test_draining_pod_refuses_new_work_and_finishes_the_old(pod: RunningPo
     new = await (await router.submit(engine_request("new", prompt_of(5)))).wait_finished()
     assert new.error is not None
     assert new.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
-    assert pod.metric("baton_request_failure_total", code="unavailable") == 1
+    assert pod.metric("baton_pod_request_failure_total", code="unavailable") == 1
     pod.gate.open()
     assert (await old.wait_finished()).tokens == expected_tokens(prompt_of(5), 8)
     assert (await drained).num_unfinished == 0

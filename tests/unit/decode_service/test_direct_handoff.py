@@ -39,7 +39,7 @@ class Cluster:
     connector: SlowConnector  # of the prefill pod
 
     def recomputed(self, reason: str) -> float:
-        return self.decode.metric("baton_kv_recompute_total", reason=reason)
+        return self.decode.metric("baton_pod_kv_recompute_total", reason=reason)
 
     async def submit(self, name: str = "a", prompt: list[int] = PROMPT, **options):
         return await self.router.submit(engine_request(name, prompt), prefill_address=self.prefill.address, **options)
@@ -79,8 +79,8 @@ async def test_handoff_brings_all_kv_and_the_first_token(cluster: Cluster) -> No
     assert answer.report.num_external_tokens == len(PROMPT)
     assert not answer.report.recompute_reason
     assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
-    assert cluster.decode.metric("baton_handoff_total", outcome="delivered") == 1
-    await wait_for(lambda: cluster.prefill.metric("baton_handoff_total", outcome="delivered") == 1)
+    assert cluster.decode.metric("baton_pod_handoff_total", outcome="delivered") == 1
+    await wait_for(lambda: cluster.prefill.metric("baton_pod_handoff_total", outcome="delivered") == 1)
 
 
 async def test_either_leg_may_come_first_and_many_run_at_once(cluster: Cluster) -> None:

@@ -41,7 +41,7 @@ class Cluster:
     router: FakeRouter
 
     def recomputed(self, reason: str) -> float:
-        return self.decode.metric("baton_kv_recompute_total", reason=reason)
+        return self.decode.metric("baton_pod_kv_recompute_total", reason=reason)
 
     async def submit(self, name: str = "a", prompt: list[int] = PROMPT, **options):
         return await self.router.submit(engine_request(name, prompt), prefill_address=self.prefill.address, **options)
@@ -80,8 +80,8 @@ async def test_handoff_brings_all_kv_and_the_first_token(cluster: Cluster) -> No
     assert answer.report.num_external_tokens == len(PROMPT)
     assert not answer.report.recompute_reason
     assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
-    assert cluster.decode.metric("baton_handoff_total", outcome="delivered") == 1
-    await wait_for(lambda: cluster.prefill.metric("baton_handoff_total", outcome="delivered") == 1)
+    assert cluster.decode.metric("baton_pod_handoff_total", outcome="delivered") == 1
+    await wait_for(lambda: cluster.prefill.metric("baton_pod_handoff_total", outcome="delivered") == 1)
 
 
 async def test_either_leg_may_come_first_and_many_run_at_once(cluster: Cluster) -> None:
@@ -156,8 +156,8 @@ async def test_prefill_pod_dies(cluster: Cluster, stage: str) -> None:
     assert answer.report.recompute_reason == "handoff_broken"
     assert answer.report.num_external_tokens == (CHUNK if stage == "reserved" else 0)
     assert cluster.recomputed("handoff_broken") == 1
-    assert cluster.decode.metric("baton_kv_failure_total", reason="handoff_broken", outcome="recomputed") == 1
-    assert cluster.decode.metric("baton_handoff_total", outcome="failed") == 1
+    assert cluster.decode.metric("baton_pod_kv_failure_total", reason="handoff_broken", outcome="recomputed") == 1
+    assert cluster.decode.metric("baton_pod_handoff_total", outcome="failed") == 1
 
 
 async def test_prefill_pod_is_not_there(cluster: Cluster) -> None:
@@ -281,7 +281,7 @@ async def test_models_that_differ_are_not_mixed() -> None:
         vars(prefill.context)["spec"] = msgspec.structs.replace(prefill.context.spec, fingerprint=b"another model")
         answer = await router.submit(engine_request("a", PROMPT), prefill_address=prefill.address)
         assert (await answer.wait_finished()).tokens == EXPECTED
-        assert decode.metric("baton_kv_recompute_total", reason="incompatible") == 1
+        assert decode.metric("baton_pod_kv_recompute_total", reason="incompatible") == 1
 
 
 async def test_decode_pod_without_connector_computes_by_itself() -> None:
@@ -310,7 +310,7 @@ async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None
             prefill.gate.allow(2)
         await answer.wait_finished()
         assert answer.tokens == EXPECTED
-        assert decode.metric("baton_kv_recompute_total", reason="handoff_timeout") == 1
+        assert decode.metric("baton_pod_kv_recompute_total", reason="handoff_timeout") == 1
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 
@@ -371,8 +371,8 @@ async def test_request_may_rather_fail_than_be_computed_here(cluster: Cluster, s
         message="the KV did not arrive: prefill_failed",
         param="kv_failure_policy",
     )
-    assert cluster.decode.metric("baton_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
-    assert cluster.decode.metric("baton_handoff_total", outcome="failed") == 1
+    assert cluster.decode.metric("baton_pod_kv_failure_total", reason="prefill_failed", outcome="failed") == 1
+    assert cluster.decode.metric("baton_pod_handoff_total", outcome="failed") == 1
     assert cluster.recomputed("prefill_failed") == 0
     with suppress(grpc.aio.AioRpcError):
         await call

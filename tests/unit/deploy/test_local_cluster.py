@@ -26,6 +26,7 @@ from deploy.cluster_plan import (
     operator_environment,
     plan_cluster,
     pod_environment,
+    prometheus_targets,
     write_private,
 )
 from deploy.local_cluster import has_api_keys, main
@@ -83,7 +84,7 @@ def pod_configs(planned: ClusterPlan, directory: Path) -> list[PodConfig]:
 
 def test_connector_options_reach_every_pod_and_no_command_line(tmp_path: Path) -> None:
     user_file = tmp_path / "baton.yaml"
-    user_file.write_text("decode: {connector_options: {threads: 7}, metrics_port: 0}\n")
+    user_file.write_text("decode: {connector_options: {threads: 7}}\n")
     options: dict[str, str | int | float | bool] = {"url": "redis://:secret@10.0.0.9", "threads": 3}
     planned = plan_cluster(
         ClusterConfig(prefill=2, connector="redis", connector_options=options), 8000, 9000, tmp_path, user_file
@@ -91,7 +92,6 @@ def test_connector_options_reach_every_pod_and_no_command_line(tmp_path: Path) -
     *prefill, decode = pod_configs(planned, tmp_path)
     assert [pod.connector_options for pod in prefill] == [options, options]
     assert decode.connector_options == {**options, "threads": 7}
-    assert decode.metrics_port == 0
     assert not planned.stores
     assert not [word for pod in (*planned.pods, planned.router) for word in pod.command if "secret" in word]
     assert {file.stat().st_mode & 0o777 for file in planned.files} == {0o600}
@@ -369,10 +369,26 @@ def test_a_setting_in_the_wrong_section_is_told_where_it_belongs(tmp_path: Path)
 
 def test_pods_have_metrics_ports_in_a_row() -> None:
     first, *_ = pick_ports("127.0.0.1", 1)
-    planned = plan(ClusterConfig(prefill=1, decode=1, metrics_port=0))
+    planned = plan(ClusterConfig(prefill=1, decode=1))
     assert len({*planned.metrics_ports.values()}) == 2
+    assert plan(ClusterConfig(metrics_port=None)).metrics_ports == {}
     with socket.create_server(("127.0.0.1", first)), pytest.raises(ConfigError, match="--metrics-port: cannot listen"):
         plan(ClusterConfig(metrics_port=first - 1))
+
+
+def test_prometheus_is_told_of_every_process_that_has_metrics() -> None:
+    planned = plan(ClusterConfig(prefill=1, decode=2, metrics_port=0))
+    ports = planned.metrics_ports
+    assert json.loads(prometheus_targets(planned, "127.0.0.1:8000")) == [
+        {"targets": ["127.0.0.1:8000"], "labels": {"job": "baton-router"}},
+        {"targets": [f"127.0.0.1:{ports['prefill-0']}"], "labels": {"job": "baton-prefill"}},
+        {
+            "targets": [f"127.0.0.1:{ports['decode-0']}", f"127.0.0.1:{ports['decode-1']}"],
+            "labels": {"job": "baton-decode"},
+        },
+    ]
+    bare = plan(ClusterConfig(metrics_port=None))
+    assert [group["labels"]["job"] for group in json.loads(prometheus_targets(bare, "[::1]:1"))] == ["baton-router"]
 
 
 def test_a_model_is_fetched_once_however_many_processes_load_it(tmp_path: Path) -> None:

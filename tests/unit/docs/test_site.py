@@ -87,7 +87,7 @@ def defined_metrics() -> set[str]:
     calls = (node for tree in syntax_trees() for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
     firsts = (call.args[0] for call in calls)
     values = (first.value for first in firsts if isinstance(first, ast.Constant) and isinstance(first.value, str))
-    return {value for value in values if re.fullmatch(r"baton_[a-z_]+", value)}
+    return {value for value in values if re.fullmatch(r"baton_(router|pod)_[a-z_]+", value)}
 
 
 def exposed_metrics() -> dict[str, str]:
@@ -108,7 +108,8 @@ def test_vllms_names_are_given_for_metrics_that_exist() -> None:
 def test_every_metric_that_a_page_names_exists() -> None:
     exposed = set(exposed_metrics())
     for name, kind in exposed_metrics().items():
-        exposed |= {f"{name}_{suffix}" for suffix in ("bucket", "sum", "count")} if kind == "histogram" else set()
+        suffixes = {"histogram": ("bucket", "sum", "count"), "summary": ("sum", "count")}.get(kind, ())
+        exposed |= {f"{name}_{suffix}" for suffix in suffixes}
     for page, text in TEXTS.items():
         assert set(re.findall(r"\bbaton_(?!llm\b)[a-z_]+[a-z]\b", text)) <= exposed, page
 

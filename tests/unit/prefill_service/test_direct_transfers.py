@@ -138,7 +138,7 @@ async def test_held_prefix_is_neither_written_nor_digested(pod: RunningPod) -> N
 
 
 def num_aborted(pod: RunningPod) -> float:
-    return pod.metric("baton_request_success_total", finished_reason="abort")
+    return pod.metric("baton_pod_request_success_total", finished_reason="abort")
 
 
 @pytest.mark.parametrize("how", ["cancel", "router"])
@@ -171,7 +171,7 @@ async def test_break_of_the_stream_ends_the_writes(pod: RunningPod) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert from_rpc_error(caught.value).code.label == "unavailable"
-    assert pod.metric("baton_handoff_total", outcome="broken") == 1
+    assert pod.metric("baton_pod_handoff_total", outcome="broken") == 1
     pod.gate.open()
     connector_of(pod).let_go()
     await pod.wait_clean()

@@ -65,7 +65,7 @@ async def test_prefill_returns_the_first_token_and_delivers_the_kv(pod: RunningP
     assert kinds(events)[0] == "computing"
     assert events[0].computing.incarnation == pod.context.incarnation
     assert events[0].computing.lease_s == pod.context.config.transfer_lease_s
-    assert pod.metric("baton_request_success_total", finished_reason="handoff") == 1
+    assert pod.metric("baton_pod_request_success_total", finished_reason="handoff") == 1
     ready = [event.progress.num_ready_tokens for event in events[1:-1]]
     assert ready == sorted(set(ready))
     assert events[-1].delivered == pods_pb2.HandoffDelivered(
@@ -180,7 +180,7 @@ async def test_handoff_must_begin_with_start(pod: RunningPod, monkeypatch: pytes
 async def test_bad_and_duplicate_prefills_are_refused(pod: RunningPod) -> None:
     error = await failure_of(start_prefill(pod, engine_request("a", [])))
     assert from_rpc_error(error).param == "prompt_token_ids"
-    assert pod.metric("baton_request_failure_total", code="invalid_argument") == 1
+    assert pod.metric("baton_pod_request_failure_total", code="invalid_argument") == 1
     pod.gate.shut()
     first = start_prefill(pod, engine_request("b", prompt_of(20)))
     await wait_for(lambda: len(pod.context.requests) == 1)
@@ -226,7 +226,7 @@ async def test_decode_pod_cancels_a_running_prefill(pod: RunningPod) -> None:
         error = from_rpc_error(await failure_of(call))
         assert (error.code.label, error.message) == ("cancelled", "the decode pod cancelled: test")
         assert kinds(await stream.events())[-1] == "failed"
-    assert pod.metric("baton_handoff_total", outcome="cancelled") == 1
+    assert pod.metric("baton_pod_handoff_total", outcome="cancelled") == 1
 
 
 async def test_cancellation_that_overtakes_the_prefill_refuses_it(pod: RunningPod) -> None:
@@ -245,7 +245,7 @@ async def test_break_of_the_stream_does_not_end_the_prefill(pod: RunningPod) -> 
         pod.gate.allow(1)
         assert await stream.event()
         stream.call.cancel()
-        await wait_for(lambda: pod.metric("baton_handoff_total", outcome="broken") == 1)
+        await wait_for(lambda: pod.metric("baton_pod_handoff_total", outcome="broken") == 1)
     pod.gate.open()
     assert (await call).first_token_id == expected_tokens(prompt_of(2 * CHUNK), 1)[0]
 
@@ -254,7 +254,7 @@ async def test_start_without_prefill_fails_after_the_lease() -> None:
     async with prefill_pod({}, transfer_lease_s=0.05) as pod, HandoffStream(pod, "t-a") as stream:
         (failed,) = await stream.events()
         assert failed.failed.error.code == common_pb2.ERROR_CODE_DEADLINE_EXCEEDED
-        await wait_for(lambda: pod.metric("baton_handoff_total", outcome="failed") == 1)
+        await wait_for(lambda: pod.metric("baton_pod_handoff_total", outcome="failed") == 1)
 
 
 @pytest.mark.parametrize("is_delivered", [True, False])

@@ -130,7 +130,7 @@ async def test_a_model_is_replaced_while_its_streams_go_on(models_file, director
 async def test_a_file_or_a_model_that_cannot_be_read_changes_nothing(models_file, directories, caplog, tmp_path):
     cluster, serves = models_file.cluster, models_file.serves
     absent = str(tmp_path / "absent")
-    failed = lambda number: lambda: cluster.metric("baton_model_failures_total") == number  # noqa: E731
+    failed = lambda number: lambda: cluster.metric("baton_router_model_failures_total") == number  # noqa: E731
     models_file.write(alpha=absent, gamma=absent)
     cluster.router.reload()
     while not failed(1)():  # noqa: ASYNC110
@@ -167,7 +167,7 @@ async def test_requests_of_a_removed_model_end_with_their_deadlines(models_file,
     service._forget(beta)
     metrics = await metrics_of(cluster)
     assert 'model_name="beta"' not in metrics
-    assert cluster.metric("baton_request_success_total", model_name="alpha", finished_reason="length") == 1
+    assert cluster.metric("baton_router_request_success_total", model_name="alpha", finished_reason="length") == 1
     assert not beta.pods.can_serve
     pod = cluster.router.cluster.by_address[cluster.decode[1].address]
     assert "it serves the model 'beta', and this router serves alpha" in pod.detail
@@ -183,7 +183,7 @@ async def test_the_metrics_of_a_model_stay_if_it_was_replaced(models_file, direc
     await ask(cluster, "alpha")
     service._removals[before.model_id].cancel()
     service._forget(before)
-    assert cluster.metric("baton_request_success_total", model_name="alpha", finished_reason="length") == 1
+    assert cluster.metric("baton_router_request_success_total", model_name="alpha", finished_reason="length") == 1
 
 
 async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shutdown(
@@ -200,7 +200,7 @@ async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shut
     monkeypatch.setattr("router.model_roster._READ_TIMEOUT_S", 0.1)
     models_file.write(alpha=directories["alpha"], tiny="acme/tiny")
     cluster.router.reload()
-    while cluster.metric("baton_model_failures_total") != 1:
+    while cluster.metric("baton_router_model_failures_total") != 1:
         assert (await ask(cluster, "alpha")).status_code == 200
     ((model, thread),) = reading
     was_alive = thread.is_alive()

@@ -169,10 +169,10 @@ async def test_figures_are_of_each_model(cluster):
     metrics = (await cluster.client.get("/metrics")).text
     for model, count in (("alpha", 2), ("beta", 1)):
         label = f'model_name="{model}"'
-        assert f'baton_request_success_total{{finished_reason="length",{label}}} {count}.0' in metrics
-        assert f"baton_inter_token_latency_seconds_count{{{label}}}" in metrics
-        assert f'baton_request_queue_seconds_count{{{label},priority="normal"}} {count}.0' in metrics
-        assert f"baton_prompt_tokens_total{{{label}}}" in metrics
+        assert f'baton_router_request_success_total{{finished_reason="length",{label}}} {count}.0' in metrics
+        assert f"baton_router_inter_token_latency_seconds_count{{{label}}}" in metrics
+        assert f'baton_router_request_queue_seconds_count{{{label},priority="normal"}} {count}.0' in metrics
+        assert f"baton_router_prompt_tokens_total{{{label}}}" in metrics
     for stranger in ("a", "gamma"):
         assert f'model_name="{stranger}"' not in metrics
 
@@ -183,7 +183,7 @@ async def test_a_full_model_holds_up_no_other(start_cluster, models):
     cluster = await start_cluster([], decode, models=models, admission=AdmissionConfig(max_inflight=1))
     asked = [asyncio.create_task(ask(cluster, "alpha")) for _ in range(2)]
     await decode[0].until(lambda: decode[0].submits)
-    while cluster.metric("baton_num_requests_queued", priority="normal") != 1:
+    while cluster.metric("baton_router_num_requests_queued", priority="normal") != 1:
         assert (await ask(cluster, "beta")).status_code == 200
     assert (await ask(cluster, "beta")).status_code == 200
     assert len(decode[0].submits) == 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from common.observability.logging import LineFormatter, setup_logging
+from common.observability.logging import LineFormatter, fields, log_format_in_use, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def test_lines_carry_pod_level_and_origin() -> None:
     logging.getLogger("some.module").debug("not shown")
     logging.getLogger("httpx").info("not shown either")
     assert re.fullmatch(
-        r"\[prefill-0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO some\.module: took 3 blocks\n", stream.getvalue()
+        r"\[prefill-0\] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO some\.module: took 3 blocks\n", stream.getvalue()
     )
 
 
@@ -49,3 +51,42 @@ def test_a_line_break_cannot_fake_a_record() -> None:
     setup_logging("info", "decode-0", stream=stream)
     logging.getLogger("x").info("prompt: %s", "a\n[decode-1] forged")
     assert "\n    [decode-1] forged" in stream.getvalue()
+
+
+def test_times_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "hello", (), None)
+    record.created, record.msecs = 1_800_000_000.25, 250.0
+    try:
+        assert LineFormatter().format(record) == "2027-01-15T08:00:00.250Z INFO x: hello"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+HOSTILE = 'a"b\n{"level":"error"}\r\x85\u2028\ud800 \x1b[31m'
+
+
+def test_a_json_record_is_one_line_with_its_fields() -> None:
+    stream = io.StringIO()
+    setup_logging("info", "router", "json", stream=stream)
+    assert log_format_in_use() == "json"
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("x").exception("failed: %s", HOSTILE, extra=fields(request_id=HOSTILE, total_ms=1.5))
+    (line,) = stream.getvalue().splitlines()
+    assert line.isascii()
+    assert line.isprintable()
+    record = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
+    assert "Traceback" in record.pop("exception")
+    assert record == {
+        "level": "error",
+        "process": "router",
+        "logger": "x",
+        "message": f"failed: {HOSTILE}",
+        "request_id": HOSTILE,
+        "total_ms": 1.5,
+    }

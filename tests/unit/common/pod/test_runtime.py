@@ -87,12 +87,15 @@ async def test_metrics_are_served_over_http() -> None:
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     figures = dict(lines)
     assert len(figures) == len(lines), "a metric is exported twice"
-    assert float(figures["baton_tier_queries_total"]) == 0
-    assert float(figures["baton_prompt_tokens_total"]) == 20
-    assert float(figures["baton_generation_tokens_total"]) == 3
-    assert float(figures["baton_num_requests_running"]) == 0
-    assert float(figures["baton_num_asyncio_tasks"]) > 0
-    assert float(figures['baton_request_success_total{finished_reason="length"}']) == 1
+    assert float(figures['baton_pod_tier_queries_total{model_name="baton-demo"}']) == 0
+    assert float(figures['baton_pod_prompt_tokens_total{model_name="baton-demo"}']) == 20
+    assert float(figures['baton_pod_generation_tokens_total{model_name="baton-demo"}']) == 3
+    assert float(figures['baton_pod_num_requests_running{model_name="baton-demo"}']) == 0
+    assert float(figures["baton_pod_num_asyncio_tasks"]) > 0
+    assert float(figures['baton_pod_request_success_total{finished_reason="length",model_name="baton-demo"}']) == 1
+    assert float(figures['baton_pod_request_decode_time_seconds_count{model_name="baton-demo"}']) == 1
+    assert float(figures['baton_pod_step_tokens_sum{kind="prefill",model_name="baton-demo"}']) == 20
+    assert float(figures['baton_pod_step_tokens_count{kind="decode",model_name="baton-demo"}']) == 2
 
 
 async def test_taken_port_leaves_nothing_running() -> None:

@@ -27,7 +27,9 @@ async def until(condition):
 
 
 def num_waiting(cluster):
-    return sum(cluster.metric("baton_num_requests_queued", priority=label) for label in ("high", "normal", "low"))
+    return sum(
+        cluster.metric("baton_router_num_requests_queued", priority=label) for label in ("high", "normal", "low")
+    )
 
 
 @pytest.fixture
@@ -66,14 +68,14 @@ async def test_by_priority_then_in_order(busy):
         await queued(busy, request_id="second"),
         await queued(busy, request_id="high", priority=-1),
     ]
-    assert busy.metric("baton_num_requests_queued", priority="normal") == 2
+    assert busy.metric("baton_router_num_requests_queued", priority="normal") == 2
     assert busy.decode[0].submits[1:] == []
     await busy.decode[0].allow(None)
     answers = await asyncio.gather(*waiting)
     assert {answer.status_code for answer in answers} == {200}
     assert all(int(answer.headers["x-baton-queue-ms"]) >= 0 for answer in answers)
     assert submitted(busy) == ["high", "first", "second", "low"]
-    assert busy.metric("baton_request_queue_seconds_count", priority="normal") == 3
+    assert busy.metric("baton_router_request_queue_seconds_count", priority="normal") == 3
 
 
 async def test_a_client_that_goes_leaves_the_queue(busy):
@@ -83,14 +85,14 @@ async def test_a_client_that_goes_leaves_the_queue(busy):
     await busy.decode[0].allow(None)
     assert (await stays).status_code == 200
     assert submitted(busy) == ["stays"]
-    assert busy.metric("baton_request_errors_total", code="cancelled") == 1
+    assert busy.metric("baton_router_request_errors_total", code="cancelled") == 1
 
 
 async def test_the_deadline_passes_in_the_queue(busy):
     waiting = await queued(busy, request_id="late")
     late = await busy.client.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "50"})
     assert late.status_code == 504
-    assert busy.metric("baton_request_limits_total", limit="deadline", outcome="missed") == 1
+    assert busy.metric("baton_router_request_limits_total", limit="deadline", outcome="missed") == 1
     assert num_waiting(busy) == 1
     await busy.decode[0].allow(None)
     assert (await waiting).status_code == 200
@@ -191,10 +193,10 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     assert never.json()["error"]["param"] == "x-slo-ttft-ms"
     assert "retry-after" not in never.headers
     assert never.headers["x-should-retry"] == "false"
-    assert cluster.metric("baton_request_refusals_total", reason="ttft") == 1
+    assert cluster.metric("baton_router_request_refusals_total", reason="ttft") == 1
     assert (await ask(ttft=60_000, itl=60_000)).status_code == 200
-    assert cluster.metric("baton_request_limits_total", limit="ttft", outcome="met") == 1
-    assert cluster.metric("baton_request_limits_total", limit="itl", outcome="met") == 1
+    assert cluster.metric("baton_router_request_limits_total", limit="ttft", outcome="met") == 1
+    assert cluster.metric("baton_router_request_limits_total", limit="itl", outcome="met") == 1
     await decode.set_stats(
         pods_pb2.PodStats(num_queued_tokens=2000, num_running=1, num_free_blocks=100, num_blocks=100)
     )

@@ -46,7 +46,7 @@ async def test_pods_join_serve_and_leave_without_a_restart():
             await registry.announce(record_of(prefill, "prefill"))
             await cluster.until(lambda: router.ready_prefill())
             await cluster.complete(prompt="Hello", max_tokens=2)
-            assert cluster.metric("baton_dispatch_total", prefill="remote", reason="planned") == 1
+            assert cluster.metric("baton_router_dispatch_total", prefill="remote", reason="planned") == 1
             await registry.announce(record_of(second, "decode"))
             await cluster.until(lambda: len(router.ready_decode()) == 2)
             await registry.withdraw(record_of(prefill, "prefill"))

@@ -46,7 +46,9 @@ async def test_each_figure_of_an_answer_is_counted_once(start_cluster):
     elapsed = time.monotonic() - before
 
     def phase(name):
-        return tuple(cluster.metric(f"baton_first_token_phase_seconds_{of}", phase=name) for of in ("count", "sum"))
+        return tuple(
+            cluster.metric(f"baton_router_first_token_phase_seconds_{of}", phase=name) for of in ("count", "sum")
+        )
 
     assert {name: phase(name) for name in ("queue", "prefill", "handoff", "decode_queue")} == {
         "queue": (1, 1.0),
@@ -54,25 +56,25 @@ async def test_each_figure_of_an_answer_is_counted_once(start_cluster):
         "handoff": (1, 0.5),
         "decode_queue": (1, 0.25),
     }
-    assert cluster.metric("baton_prefix_cached_tokens_total") == 2  # one on each pod
-    assert cluster.metric("baton_external_tokens_total") == 2
-    assert cluster.metric("baton_recompute_total", reason="block_missing") == 1
-    assert cluster.metric("baton_request_success_total", finished_reason="length") == 1
-    assert cluster.metric("baton_generation_tokens_total") == 8
-    assert cluster.metric("baton_request_generation_tokens_sum") == 8
-    assert cluster.metric("baton_inter_token_latency_seconds_count") == 7
-    assert 0 < cluster.metric("baton_time_to_first_token_seconds_sum") < elapsed
-    assert 0 < cluster.metric("baton_e2e_request_latency_seconds_sum") < elapsed
-    gaps = cluster.metric("baton_inter_token_latency_seconds_sum")
+    assert cluster.metric("baton_router_prefix_cached_tokens_total") == 2  # one on each pod
+    assert cluster.metric("baton_router_external_tokens_total") == 2
+    assert cluster.metric("baton_router_recompute_total", reason="block_missing") == 1
+    assert cluster.metric("baton_router_request_success_total", finished_reason="length") == 1
+    assert cluster.metric("baton_router_generation_tokens_total") == 8
+    assert cluster.metric("baton_router_request_generation_tokens_sum") == 8
+    assert cluster.metric("baton_router_inter_token_latency_seconds_count") == 7
+    assert 0 < cluster.metric("baton_router_time_to_first_token_seconds_sum") < elapsed
+    assert 0 < cluster.metric("baton_router_e2e_request_latency_seconds_sum") < elapsed
+    gaps = cluster.metric("baton_router_inter_token_latency_seconds_sum")
     assert 0 < gaps < elapsed
-    assert cluster.metric("baton_time_per_output_token_seconds_sum") * 7 == pytest.approx(gaps)
+    assert cluster.metric("baton_router_time_per_output_token_seconds_sum") * 7 == pytest.approx(gaps)
 
 
 async def test_two_tokens_have_one_gap(start_cluster):
     cluster = await start_cluster()
     usage = (await cluster.complete(**{**BODY, "max_tokens": 2}))["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert cluster.metric("baton_time_per_output_token_seconds_count") == 1
+    assert cluster.metric("baton_router_time_per_output_token_seconds_count") == 1
 
 
 async def test_the_prefill_call_has_the_deadline_of_the_request(start_cluster):
@@ -122,7 +124,7 @@ async def test_a_decode_pod_with_two_invalid_answers_is_ejected(start_cluster, t
         body = await cluster.complete(prompt=[number, *PROMPT[1:]], max_tokens=8)
         assert body["choices"][0]["text"] == text()
     labels = {"role": "decode", "address": bad.address}
-    assert cluster.metric("baton_pod_ejections_total", reason="invalid", **labels) == 1
+    assert cluster.metric("baton_router_pod_ejections_total", reason="invalid", **labels) == 1
 
 
 async def test_the_only_pod_is_asked_once_if_it_is_full(start_cluster):
@@ -167,11 +169,11 @@ async def test_what_has_no_token_stays_on_a_pod_that_drains(start_cluster):
 async def test_a_moved_stream_holds_its_place_in_line_until_it_has_a_token(start_cluster, text):  # noqa: F811
     cluster, stream, _, other = await on_a_draining_pod(start_cluster, SurvivalConfig(migrate_on_drain_s=0))
     await other.until(lambda: other.submits)
-    assert cluster.metric("baton_num_migrations_running") == 1
+    assert cluster.metric("baton_router_num_migrations_running") == 1
     await other.allow(4)
     while stream.text != text(4):
         await stream.next()
-    assert cluster.metric("baton_num_migrations_running") == 0
+    assert cluster.metric("baton_router_num_migrations_running") == 0
     await other.allow(None)
     await stream.rest()
     await stream.__aexit__(None, None, None)
@@ -190,7 +192,7 @@ async def test_a_moved_stream_that_finds_no_room_stands_in_line_again(start_clus
         (generation,) = cluster.router.service._running.values()
         generation.leave(cluster.router.cluster.by_address[origin.address])
         await until(lambda: len(origin.submits) + len(other.submits) == 3)  # refused by the other one
-        assert cluster.metric("baton_num_migrations_running") == 1
+        assert cluster.metric("baton_router_num_migrations_running") == 1
         other.failure = None
         for decode in cluster.decode:
             await decode.allow(None)

@@ -70,5 +70,5 @@ async def test_the_line_is_served_in_order_and_survives_those_who_leave_it(line,
     slot.release()  # once more changes nothing
     await asyncio.gather(*waiting, return_exceptions=True)
     assert served == [0, 2, 3]
-    assert registry.get_sample_value("baton_num_migrations_waiting") == 0
-    assert registry.get_sample_value("baton_num_migrations_running") == 0
+    assert registry.get_sample_value("baton_router_num_migrations_waiting") == 0
+    assert registry.get_sample_value("baton_router_num_migrations_running") == 0

@@ -175,7 +175,9 @@ async def test_a_broken_stream_is_kept_once_and_for_its_own(streams, registry):
     assert await known(streams, KEY) == [[1, 2]]
     assert await known(streams, KEY) is None
     assert streams.num_bytes == 0
-    resumed = {each: registry.get_sample_value("baton_stream_resume_total", {"source": each}) for each in SOURCES}
+    resumed = {
+        each: registry.get_sample_value("baton_router_stream_resume_total", {"source": each}) for each in SOURCES
+    }
     assert resumed == {"kept": 1, "computed_again": 3}
 
 

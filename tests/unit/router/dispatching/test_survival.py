@@ -48,7 +48,7 @@ async def test_another_prefill_pod_takes_over(start_cluster, text, failure, poli
     assert [submit.remote_prefill.prefill_address for submit in decode.submits] == [failing.address, other.address]
     assert decode.aborts[0] == decode.submits[0].request.request_id != decode.submits[1].request.request_id
     assert not decode.prefill_failures
-    assert cluster.metric("baton_prefill_retries_total", reason=failure.code.label) == 1
+    assert cluster.metric("baton_router_prefill_retries_total", reason=failure.code.label) == 1
     await cluster.until_quiet()
 
 
@@ -121,7 +121,7 @@ async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(sta
     await decode.allow(None)
     assert (await answer)["choices"][0]["text"] == text()
     await failing.until(lambda: failing.num_cancelled == 1)
-    assert cluster.metric("baton_prefill_retries_total", reason="kv_failed") == 1
+    assert cluster.metric("baton_router_prefill_retries_total", reason="kv_failed") == 1
     await cluster.until_quiet()
 
 
@@ -149,12 +149,18 @@ async def test_a_lost_pod_floods_nobody(start_cluster, text):  # noqa: F811
     decode.submits.clear()
     await decode.start()  # those that come back get no token yet
     await until(
-        lambda: len(decode.submits) == cluster.metric("baton_num_migrations_running") == MAX_CONCURRENT_MIGRATIONS
+        lambda: (
+            len(decode.submits) == cluster.metric("baton_router_num_migrations_running") == MAX_CONCURRENT_MIGRATIONS
+        )
     )
-    assert cluster.metric("baton_num_migrations_waiting") == 5
+    assert cluster.metric("baton_router_num_migrations_waiting") == 5
     await decode.allow(None)
     assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
-    assert cluster.metric("baton_num_migrations_running") == cluster.metric("baton_num_migrations_waiting") == 0
+    assert (
+        cluster.metric("baton_router_num_migrations_running")
+        == cluster.metric("baton_router_num_migrations_waiting")
+        == 0
+    )
     assert Counter(tuple(submit.request.output_token_ids) for submit in decode.submits) == {
         tuple(TOKENS[:3]): MAX_CONCURRENT_MIGRATIONS + 5
     }
@@ -169,16 +175,16 @@ async def test_a_client_that_goes_leaves_the_line(start_cluster, text):  # noqa:
     decode.submits.clear()
     await decode.start()
     await until(lambda: len(decode.submits) == MAX_CONCURRENT_MIGRATIONS)
-    assert cluster.metric("baton_num_migrations_waiting") == 2
+    assert cluster.metric("baton_router_num_migrations_waiting") == 2
     moving = {submit.request.request_id for submit in decode.submits}
     waiting = [each for each in cluster.router.service._running.values() if each._transfer_id + ".2" not in moving]
     assert cluster.router.service.abort(waiting[0].request.request_id, Tenant())
-    await until(lambda: cluster.metric("baton_num_migrations_waiting") == 1)
+    await until(lambda: cluster.metric("baton_router_num_migrations_waiting") == 1)
     await decode.allow(None)
     texts = [body["choices"][0]["text"] for body in await asyncio.gather(*answers)]
     assert Counter(texts) == {text(3): 1, text(): MAX_CONCURRENT_MIGRATIONS + 1}
     assert len(decode.submits) == MAX_CONCURRENT_MIGRATIONS + 1
-    assert cluster.metric("baton_num_migrations_running") == 0
+    assert cluster.metric("baton_router_num_migrations_running") == 0
     await cluster.until_quiet()
 
 
@@ -245,7 +251,7 @@ async def test_every_pod_dies_once_under_many_streams(start_cluster, text):  # n
     for decode in pods:
         await decode.allow(None)
     assert {body["choices"][0]["text"] for body in await asyncio.gather(*answers)} == {text()}
-    assert cluster.metric("baton_redispatch_total", reason="pod_lost") >= 90
+    assert cluster.metric("baton_router_redispatch_total", reason="pod_lost") >= 90
     await cluster.until_quiet()
 
 
@@ -275,8 +281,8 @@ async def test_streams_leave_a_pod_that_drains_if_they_are_to(start_cluster, tex
     await stream.__aexit__(None, None, None)
     assert stream.text == text()
     assert draining.aborts == [draining.submits[0].request.request_id]
-    assert cluster.metric("baton_redispatch_total", reason="drain") == 1
-    assert cluster.metric("baton_num_migrations_running") == 0
+    assert cluster.metric("baton_router_redispatch_total", reason="drain") == 1
+    assert cluster.metric("baton_router_num_migrations_running") == 0
     await cluster.until_quiet()
 
 
@@ -291,7 +297,7 @@ async def test_streams_stay_on_a_pod_that_drains(start_cluster, text, survival, 
     await stream.__aexit__(None, None, None)
     assert stream.text == text()
     assert (other.submits, draining.aborts) == ([], [])
-    assert cluster.metric("baton_num_migrations_running") == 0
+    assert cluster.metric("baton_router_num_migrations_running") == 0
     await cluster.until_quiet()
 
 
@@ -311,10 +317,10 @@ async def test_a_stream_whose_draining_pod_dies_is_in_line_once(start_cluster, t
     monkeypatch.setattr(line, "enter", count_and_enter)
     (generation,) = service._running.values()
     generation.leave(cluster.router.cluster.by_address[draining.address])
-    await until(lambda: cluster.metric("baton_num_migrations_waiting") == 1)
+    await until(lambda: cluster.metric("baton_router_num_migrations_waiting") == 1)
     await draining.stop()
     await until(lambda: num_entered == 2)
-    assert cluster.metric("baton_num_migrations_waiting") == 1
+    assert cluster.metric("baton_router_num_migrations_waiting") == 1
     for slot in slots:
         slot.release()
     await other.allow(None)
@@ -322,8 +328,8 @@ async def test_a_stream_whose_draining_pod_dies_is_in_line_once(start_cluster, t
     await stream.__aexit__(None, None, None)
     assert stream.text == text()
     assert len(other.submits) == 1
-    assert cluster.metric("baton_redispatch_total", reason="drain") == 0
-    assert cluster.metric("baton_num_migrations_running") == 0
+    assert cluster.metric("baton_router_redispatch_total", reason="drain") == 0
+    assert cluster.metric("baton_router_num_migrations_running") == 0
     await cluster.until_quiet()
 
 

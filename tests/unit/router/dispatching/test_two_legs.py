@@ -151,7 +151,7 @@ async def test_decode_is_told_when_prefill_fails(pair, text, failure):
     assert body["choices"][0]["text"] == text()
     (told,) = pair.decode[0].prefill_failures
     assert (told.epoch, told.reason) == (1, failure.code.value.number)
-    assert pair.metric("baton_prefill_failures_total", code=failure.code.label) == 1
+    assert pair.metric("baton_router_prefill_failures_total", code=failure.code.label) == 1
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ async def test_a_stream_continues_on_another_decode_pod(start_cluster, text):
     before, after = dying.submits[0].request, other.submits[0].request
     assert list(after.output_token_ids) == TOKENS[:3]
     assert (after.sampling, after.block_hashes) == (before.sampling, before.block_hashes)
-    assert cluster.metric("baton_redispatch_total", reason="pod_lost") == 1
+    assert cluster.metric("baton_router_redispatch_total", reason="pod_lost") == 1
     await cluster.until_quiet()
 
 
@@ -276,7 +276,7 @@ async def test_attempts_are_bounded_and_the_stream_says_why_it_ended(start_clust
     assert "the engine died" in events[-1]["error"]["message"]
     assert stream.text == text(3)
     assert sum(len(decode.submits) for decode in cluster.decode) == 2
-    assert cluster.metric("baton_request_errors_total", code="unavailable") == 1
+    assert cluster.metric("baton_router_request_errors_total", code="unavailable") == 1
     await cluster.until_quiet()
 
 
@@ -291,7 +291,7 @@ async def test_pods_that_disagree_never_make_one_answer(start_cluster, text):
         await stream.rest()
     assert stream.text == text()
     assert [list(submit.request.output_token_ids) for submit in wrong.submits] == [[], TOKENS[:1]]
-    assert cluster.metric("baton_token_mismatch_total") == 1
+    assert cluster.metric("baton_router_token_mismatch_total") == 1
 
 
 @pytest.mark.parametrize("num_prefill_pods", [0, 1])
@@ -344,8 +344,8 @@ async def test_a_client_that_goes_away_ends_both_legs(pair, caplog, after_first_
     await decode.until(lambda: decode.aborts == [decode.submits[0].request.request_id])
     await pair.router.service._idle.wait()
     await pair.until_quiet()
-    assert pair.metric("baton_request_errors_total", code="cancelled") == 1
-    assert pair.metric("baton_num_requests_inflight") == 0
+    assert pair.metric("baton_router_request_errors_total", code="cancelled") == 1
+    assert pair.metric("baton_router_num_requests_inflight") == 0
     assert "asyncio" not in {record.name for record in caplog.records}  # no callback failed
 
 
@@ -381,7 +381,7 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
         await asyncio.Future()
 
     await asyncio.wait_for(endpoint({"headers": [], TENANT: Tenant()}, receive, send), 30)
-    assert cluster.metric("baton_request_errors_total", code="deadline_exceeded") == 1
+    assert cluster.metric("baton_router_request_errors_total", code="deadline_exceeded") == 1
     await cluster.until_quiet()
 
 
@@ -473,7 +473,7 @@ async def test_where_the_prompt_is_prefilled(start_cluster, settings, prompt, re
     await cluster.complete(prompt=prompt, max_tokens=4)
     assert len(cluster.prefill[0].prefills) == remote
     assert cluster.decode[0].submits[0].HasField("remote_prefill") == remote
-    assert cluster.metric("baton_dispatch_total", prefill="remote" if remote else "local", reason=reason) == 1
+    assert cluster.metric("baton_router_dispatch_total", prefill="remote" if remote else "local", reason=reason) == 1
 
 
 async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
@@ -488,7 +488,7 @@ async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
             await asyncio.sleep(0.001)
     await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)
     assert len(prefill.prefills) == 1
-    assert cluster.metric("baton_dispatch_total", prefill="local", reason="lower_ttft") == 1
+    assert cluster.metric("baton_router_dispatch_total", prefill="local", reason="lower_ttft") == 1
 
 
 async def test_that_no_prefill_pod_is_ready_is_logged_once_per_change(start_cluster, caplog):
@@ -508,7 +508,7 @@ async def test_that_no_prefill_pod_is_ready_is_logged_once_per_change(start_clus
 async def test_without_a_fit_prefill_pod_decode_prefills_unless_that_is_forbidden(start_cluster):
     lenient = await start_cluster([FakePrefillPod(connector="another")])
     await lenient.complete(**BODY)
-    assert lenient.metric("baton_dispatch_total", prefill="local", reason="no_prefill_pod") == 1
+    assert lenient.metric("baton_router_dispatch_total", prefill="local", reason="no_prefill_pod") == 1
     strict = await start_cluster([FakePrefillPod(connector="another")], remote_prefill="always")
     response = await strict.post("/v1/completions", **BODY)
     assert response.status_code == 503

@@ -244,7 +244,9 @@ async def test_no_such_route(cluster):
 
 async def test_errors_are_counted(cluster):
     def counts():
-        return [cluster.metric("baton_request_errors_total", code=code) for code in ("invalid_argument", "not_found")]
+        return [
+            cluster.metric("baton_router_request_errors_total", code=code) for code in ("invalid_argument", "not_found")
+        ]
 
     before = counts()
     await cluster.post(TEXT, prompt="")

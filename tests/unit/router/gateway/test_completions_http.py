@@ -85,8 +85,8 @@ async def test_stop_strings_end_the_answer_on_all_pods(spoken, stop, stream):
     expected = "Paris is " if "big" in stop else "Paris is big. 日本 😀 "
     assert "".join(choice["text"] for choice in choices) == expected
     assert choices[-1]["finish_reason"] == "stop"
-    assert spoken.metric("baton_request_success_total", finished_reason="stop") == 1
-    assert spoken.metric("baton_request_errors_total", code="cancelled") == 0
+    assert spoken.metric("baton_router_request_success_total", finished_reason="stop") == 1
+    assert spoken.metric("baton_router_request_errors_total", code="cancelled") == 0
     await spoken.until_quiet()
 
 
@@ -252,11 +252,11 @@ async def test_status_pages(pair):
     await pair.complete(prompt="Hello", max_tokens=4)
     metrics = (await pair.client.get("/metrics")).text
     model = 'model_name="baton-demo"'
-    assert f'baton_request_success_total{{finished_reason="length",{model}}} 1.0' in metrics
-    assert f"baton_time_to_first_token_seconds_count{{{model}}} 1.0" in metrics
-    assert f"baton_inter_token_latency_seconds_count{{{model}}} 3.0" in metrics
-    assert f"baton_generation_tokens_total{{{model}}} 4.0" in metrics
-    assert f'baton_dispatch_total{{{model},prefill="remote",reason="planned"}} 1.0' in metrics
+    assert f'baton_router_request_success_total{{finished_reason="length",{model}}} 1.0' in metrics
+    assert f"baton_router_time_to_first_token_seconds_count{{{model}}} 1.0" in metrics
+    assert f"baton_router_inter_token_latency_seconds_count{{{model}}} 3.0" in metrics
+    assert f"baton_router_generation_tokens_total{{{model}}} 4.0" in metrics
+    assert f'baton_router_dispatch_total{{{model},prefill="remote",reason="planned"}} 1.0' in metrics
     version = (await pair.client.get("/version")).json()
     assert version["version"]
     assert pair.router.grpc_address == f"127.0.0.1:{version['grpc_port']}"

@@ -50,7 +50,7 @@ async def test_an_event_is_one_line_of_data(spoken, path, body):
     events = [json.loads(block) for block in blocks_of(response.content)]
     assert text_of(events) == SENTENCE
     assert [event["usage"] is None for event in events] == [True] * (len(events) - 1) + [False]
-    assert spoken.metric("baton_num_streams_kept") == 0
+    assert spoken.metric("baton_router_num_streams_kept") == 0
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
@@ -60,7 +60,7 @@ async def test_nothing_is_kept_of_a_stream_without_ids(spoken, path, body):
     async with spoken.client.stream("POST", path, json={**body, "max_tokens": 64, "stream": True}) as response:
         await anext(response.aiter_lines())
     await pod.until(lambda: pod.aborts)
-    assert spoken.metric("baton_num_streams_kept") == 0
+    assert spoken.metric("baton_router_num_streams_kept") == 0
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ async def test_every_candidate_is_shown_and_nothing_is_sent(start_cluster):
     assert legs["decode"]["candidates"][0]["predicted_ms"]["itl"] > 0
     assert [pod.prefills for pod in prefill] == [[], []]
     assert [pod.submits for pod in decode] == [[], []]
-    assert cluster.metric("baton_prompt_tokens_total") == 0
+    assert cluster.metric("baton_router_prompt_tokens_total") == 0
     assert (await explained(cluster, prompt=PROMPT))[0] == route, "asking does not take a turn"
 
 

@@ -169,7 +169,7 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
     cluster = await start_cluster(request_timeout_s=1.0)
     async with unread_stream(cluster) as call:
         await asyncio.wait_for(cluster.router.service._idle.wait(), 30)
-        assert cluster.metric("baton_request_errors_total", code="deadline_exceeded") == 1
+        assert cluster.metric("baton_router_request_errors_total", code="deadline_exceeded") == 1
         with pytest.raises(grpc.aio.AioRpcError, match="stopped reading"):
             await asyncio.wait_for(read_to_end(call), 30)
     await cluster.until_quiet()
@@ -183,7 +183,7 @@ async def test_an_unforeseen_failure_is_counted_and_logged(stub, cluster, monkey
     with pytest.raises(grpc.aio.AioRpcError, match="the log of the process that answered") as caught:
         await stub.Generate(inference_pb2.GenerateRequest(text="a"), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert cluster.metric("baton_request_errors_total", code="internal") == 1
+    assert cluster.metric("baton_router_request_errors_total", code="internal") == 1
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -144,7 +144,7 @@ async def test_the_answer_goes_on_after_any_event(spoken, path, body):
     """Nothing is kept of a stream that the router has ended well: it is computed again."""
     events = await check_every_resumption(spoken.client, path, body)
     assert len(events) > 10
-    assert spoken.metric("baton_stream_resume_total", source="kept") == 0
+    assert spoken.metric("baton_router_stream_resume_total", source="kept") == 0
     await spoken.until_quiet()
 
 
@@ -201,15 +201,15 @@ async def test_what_is_kept_is_not_computed_again(start_cluster, logprobs):
         (generation,) = cluster.router.service._running.values()
         await until(lambda: len(generation._output) == 5)
     await decode.until(lambda: decode.aborts == [decode.submits[0].request.request_id])
-    await until(lambda: cluster.metric("baton_num_streams_kept") == 1)
+    await until(lambda: cluster.metric("baton_router_num_streams_kept") == 1)
     await decode.allow(None)
     after = await ask(cluster.client, COMPLETIONS, body, before[-1].id)
     assert content(before + after) == uninterrupted
     first, second = (submit.request for submit in decode.submits)
     assert list(second.output_token_ids) == TOKENS[: 1 if logprobs else 5]
     assert second.sampling.seed == first.sampling.seed
-    assert cluster.metric("baton_stream_resume_total", source="kept") == 1
-    assert cluster.metric("baton_num_streams_kept") == 0
+    assert cluster.metric("baton_router_stream_resume_total", source="kept") == 1
+    assert cluster.metric("baton_router_num_streams_kept") == 0
     await cluster.until_quiet()
 
 
@@ -228,7 +228,7 @@ async def test_a_stream_that_was_complete_when_it_broke_needs_no_pod(start_clust
         waiting._legs.decode.session.abort(waiting._legs.decode.request_id)  # it hears nothing any more
         await decode.allow(None if stop_at is None else stop_at + 1)
         await until(lambda: finishing._finish_reason is not None)
-    await until(lambda: cluster.metric("baton_num_streams_kept") == 1)
+    await until(lambda: cluster.metric("baton_router_num_streams_kept") == 1)
     await decode.allow(None)
     after = await ask(cluster.client, COMPLETIONS, body, before[-1].id)
     whole = content(before + after)
@@ -309,7 +309,7 @@ async def test_a_stream_of_one_tenant_is_none_of_anothers(start_cluster, tmp_pat
         await decode.allow(None)
         after = await ask(clients["alice"], COMPLETIONS, BODY, before[-1].id)
         assert content(before + after) == content(await ask(clients["alice"], COMPLETIONS, BODY))
-    assert cluster.metric("baton_stream_resume_total", source="kept") == 1
+    assert cluster.metric("baton_router_stream_resume_total", source="kept") == 1
 
 
 @pytest.mark.parametrize(

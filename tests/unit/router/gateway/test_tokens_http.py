@@ -111,7 +111,7 @@ async def test_calls_need_a_key_and_count_towards_its_quota(start_cluster, tmp_p
     assert (await cluster.post("/tokenize", prompt="a")).status_code == 401
     cluster.client.headers["x-api-key"] = "alice-secret-key-0123456789"
     count = (await cluster.post("/tokenize", prompt="one two three four five six")).json()["count"]
-    assert cluster.metric("baton_tenant_tokens_total", tenant="alice") == count > 4
+    assert cluster.metric("baton_router_tenant_tokens_total", tenant="alice") == count > 4
     refused = await cluster.post("/detokenize", tokens=[5])
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "resource_exhausted")
 

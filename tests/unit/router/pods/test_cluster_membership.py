@@ -52,7 +52,7 @@ async def until(cluster, condition):
 
 def ready_metric(cluster, endpoint):
     labels = {"role": endpoint.role, "address": endpoint.address}
-    return cluster.metrics.registry.get_sample_value("baton_pod_ready", labels)
+    return cluster.metrics.registry.get_sample_value("baton_router_pod_ready", labels)
 
 
 def decode_at(pod):

@@ -41,8 +41,8 @@ async def test_a_decode_pod_that_fails_its_requests_is_ejected_and_said_so(start
     assert "the disk is on fire" in said["detail"]
     assert "tried again in 3600 s" in said["detail"]
     labels = {"role": "decode", "address": bad.address}
-    assert cluster.metric("baton_pod_ejections_total", reason="decode", **labels) == 1
-    assert cluster.metric("baton_pod_ready", **labels) == 0
+    assert cluster.metric("baton_router_pod_ejections_total", reason="decode", **labels) == 1
+    assert cluster.metric("baton_router_pod_ready", **labels) == 0
     assert f"decode pod {bad.address} is ejected" in caplog.text
 
 
@@ -61,14 +61,14 @@ async def test_a_prefill_pod_is_ejected_and_comes_back_by_a_canary(start_cluster
             await pod.prefill(request, 30, Request(number))
     assert pod.state is PodState.EJECTED
     labels = {"role": "prefill", "address": bad.address}
-    assert cluster.metric("baton_pod_ejections_total", reason="prefill", **labels) == 1
+    assert cluster.metric("baton_router_pod_ejections_total", reason="prefill", **labels) == 1
     bad.failure = None
     await cluster.until(lambda: pod.state is PodState.READY)
     canary = bad.prefills[-1]
     assert canary.request.request_id.startswith("canary-")
     assert canary.transfer_id == ""
     assert canary.request.cache_salt
-    assert cluster.metric("baton_canary_requests_total", outcome="ok", **labels) == 1
+    assert cluster.metric("baton_router_canary_requests_total", outcome="ok", **labels) == 1
 
 
 async def test_the_only_pod_and_too_large_a_share_are_never_ejected(start_cluster):
@@ -93,7 +93,7 @@ async def test_the_only_prefill_pod_is_ejected_when_it_hangs_since_decode_pods_c
     assert len(hung.prefills) >= 1
     assert len(decode.prefill_failures) == 1
     labels = {"role": "prefill", "address": hung.address}
-    assert cluster.metric("baton_pod_ejections_total", reason="canary", **labels) >= 1
+    assert cluster.metric("baton_router_pod_ejections_total", reason="canary", **labels) >= 1
     hung.may_answer.set()
     await cluster.until(lambda: state_of(cluster, hung) is PodState.READY)
 
@@ -103,7 +103,7 @@ async def test_the_only_prefill_pod_stays_where_decode_pods_may_not_compute_prom
     cluster = await start_cluster([hung], pod_health=SOON, remote_prefill="always")
     hung.may_answer.clear()
     labels = {"role": "prefill", "address": hung.address}
-    while cluster.metric("baton_canary_requests_total", outcome="failed", **labels) < 3:  # noqa: ASYNC110
+    while cluster.metric("baton_router_canary_requests_total", outcome="failed", **labels) < 3:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert state_of(cluster, hung) is PodState.READY
 
@@ -130,8 +130,10 @@ async def test_streams_of_a_pod_whose_engine_hangs_move_on(start_cluster):
     answers = [await stream for stream in streams]
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [6, 6]
     labels = {"role": "decode", "address": hung.address}
-    assert cluster.metric("baton_pod_ejections_total", reason="canary", **labels) >= 1
-    assert cluster.metric("baton_request_success_total", finished_reason="length") == 2, "canaries are not counted"
+    assert cluster.metric("baton_router_pod_ejections_total", reason="canary", **labels) >= 1
+    assert cluster.metric("baton_router_request_success_total", finished_reason="length") == 2, (
+        "canaries are not counted"
+    )
     await hung.allow(None)
     await cluster.until(lambda: state_of(cluster, hung) is PodState.READY)
 
@@ -141,7 +143,7 @@ async def test_an_idle_pod_gets_a_canary_that_is_not_counted(start_cluster):
     cluster = await start_cluster([], [idle], pod_health=HealthConfig(canary_interval_s=0.05))
     await idle.until(lambda: idle.submits)
     assert idle.submits[0].request.request_id.startswith("canary-")
-    assert cluster.metric("baton_request_success_total", finished_reason="length") == 0
+    assert cluster.metric("baton_router_request_success_total", finished_reason="length") == 0
 
 
 async def test_a_step_that_a_pod_reports_is_a_sign_of_work(start_cluster, monkeypatch):

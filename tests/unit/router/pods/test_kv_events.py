@@ -39,7 +39,7 @@ async def test_reported_blocks_are_predicted_hits_and_removed_ones_are_not(start
     await holder.set_stats(stats(10, BLOCKS[2:]))
     await until_held(cluster, holder, 5)
     assert await cached_tokens(cluster) == {holder.address: 80, other.address: 0}
-    assert cluster.metric("baton_prefix_index_blocks", state="remembered") == 5
+    assert cluster.metric("baton_router_prefix_index_blocks", state="remembered") == 5
     await holder.set_stats(stats(11, [], BLOCKS[1:]))
     await until_held(cluster, holder, 1)
     assert await cached_tokens(cluster) == {holder.address: 16, other.address: 0}
@@ -51,7 +51,7 @@ async def test_a_gap_is_counted_and_mended_by_a_snapshot(start_cluster):
     cluster = await start_cluster([], [pod])
     await until_held(cluster, pod, 2)
     await pod.set_stats(stats(3, BLOCKS[3:4]))
-    await wait_for(lambda: cluster.metric("baton_prefix_index_gaps_total") >= 1)
+    await wait_for(lambda: cluster.metric("baton_router_prefix_index_gaps_total") >= 1)
     assert await cached_tokens(cluster) == {pod.address: 32}, "what is known counts meanwhile"
     await pod.set_stats(stats(4, BLOCKS[:4], is_snapshot=True))
     await until_held(cluster, pod, 4)

@@ -99,9 +99,9 @@ async def test_a_refusal_has_a_request_id(cluster, named, told):
 async def test_refusals_are_counted(cluster):
     await cluster.client.get("/v1/models")
     await cluster.client.get("/v1/models", headers=bearer("wrong"))
-    assert cluster.metric("baton_request_errors_total", code="unauthenticated") == 2
+    assert cluster.metric("baton_router_request_errors_total", code="unauthenticated") == 2
     for reason in ("missing", "unknown"):
-        assert cluster.metric("baton_unauthenticated_total", reason=reason) == 1
+        assert cluster.metric("baton_router_unauthenticated_total", reason=reason) == 1
 
 
 async def test_what_tells_whether_the_router_lives_is_open(cluster):
@@ -255,9 +255,9 @@ async def test_one_tenants_limit_is_no_other_tenants(start_cluster, key_file):
     assert refused.status_code == 429
     assert 50 <= int(refused.headers["retry-after"]) <= 60
     assert (await post(ALICE)).status_code == 200
-    assert cluster.metric("baton_tenant_refused_total", tenant="alice", limit="concurrency") == 1
-    assert cluster.metric("baton_tenant_refused_total", tenant="bob", limit="requests") == 1
-    assert cluster.metric("baton_tenant_tokens_total", tenant="bob") == len(PROMPT) + 2
+    assert cluster.metric("baton_router_tenant_refused_total", tenant="alice", limit="concurrency") == 1
+    assert cluster.metric("baton_router_tenant_refused_total", tenant="bob", limit="requests") == 1
+    assert cluster.metric("baton_router_tenant_tokens_total", tenant="bob") == len(PROMPT) + 2
 
 
 async def test_limits_hold_before_anything_is_tokenised(start_cluster, key_file, monkeypatch):

@@ -14,7 +14,7 @@ from router.security.config import LimitsConfig
 from tests.fuzz.raw_http import Wire
 
 KIB = 1024
-HELD = "baton_http_unfinished_body_bytes"
+HELD = "baton_router_http_unfinished_body_bytes"
 
 
 def beginning(size: int, *, of: int) -> bytes:
@@ -63,7 +63,7 @@ async def test_a_client_over_its_share_is_refused_and_others_are_not(small, conn
     await hold(small, other, 15 * KIB)
     body = {"prompt": [600], "max_tokens": 1, "stop": ["x" * 1000] * 15}  # as much as was refused, but it ends
     assert (await small.post("/v1/completions", **body)).status_code == 200
-    assert small.metric("baton_http_refused_total", reason="body_memory") == 1
+    assert small.metric("baton_router_http_refused_total", reason="body_memory") == 1
 
 
 async def test_beyond_what_all_clients_may_have_the_next_is_refused(small, connect):
@@ -131,7 +131,7 @@ async def test_a_body_that_comes_too_slowly_is_not_waited_for(start_cluster, lim
         assert (answer.status, answer.json["error"]["message"]) == (408, problem)
         assert await wire.is_closed()
     assert cluster.metric(HELD) == 0
-    assert cluster.metric("baton_http_refused_total", reason="body_time") == 1
+    assert cluster.metric("baton_router_http_refused_total", reason="body_time") == 1
     assert cluster.decode[0].submits == []
 
 

@@ -180,7 +180,7 @@ async def test_many_values_end_the_call(start_cluster):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await inference_pb2_grpc.InferenceStub(channel).Generate(tokens(2**19), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert cluster.metric("baton_request_errors_total", code="too_large") == 1
+    assert cluster.metric("baton_router_request_errors_total", code="too_large") == 1
 
 
 async def test_an_invalid_message_on_a_stream(start_cluster):

@@ -83,7 +83,7 @@ async def test_trailers_that_never_end(cluster, wire, line):
     await wire.send(line)
     assert (await cluster.client.get("/version")).status_code == 200  # by then the router has read it
     for reason, number in (("header_size", 1), ("malformed", 0)):
-        assert cluster.metric("baton_http_refused_total", reason=reason) == number
+        assert cluster.metric("baton_router_http_refused_total", reason=reason) == number
 
 
 async def test_trailers_that_never_end_of_a_request_without_a_key(start_cluster, key_file):
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(cluste
     await prefill.until(lambda: prefill.num_cancelled == 1)
     await decode.until(lambda: decode.aborts)
     assert len(prefill.prefills) == len(decode.submits) == 1
-    assert cluster.metric("baton_request_errors_total", code="cancelled") == 1
+    assert cluster.metric("baton_router_request_errors_total", code="cancelled") == 1
 
 
 @pytest.mark.parametrize("second", [post(BODY), b"GET /version HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n", b"x" * 10_000])
@@ -206,7 +206,7 @@ async def test_a_client_that_does_not_read_is_cut_off(start_cluster):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", cluster.router.port))
         client.sendall(post(body))
-        while not cluster.metric("baton_http_refused_total", reason="send_time"):  # noqa: ASYNC110
+        while not cluster.metric("baton_router_http_refused_total", reason="send_time"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await cluster.until_quiet()
     assert cluster.router._http.server_state.connections == set()
@@ -267,7 +267,7 @@ async def test_broken_chunks_end_the_request(cluster, wire):
     await wire.send(CHUNKED, chunk(BODY[:5]), b"no length\r\n")
     assert error_of(await wire.receive()) == (400, "Invalid HTTP request received.")
     assert await wire.is_closed()
-    assert cluster.metric("baton_request_errors_total", code="internal") == 0
+    assert cluster.metric("baton_router_request_errors_total", code="internal") == 0
 
 
 async def test_a_refusal_before_the_application_has_begun_to_read(cluster, wire):
@@ -275,4 +275,4 @@ async def test_a_refusal_before_the_application_has_begun_to_read(cluster, wire)
     await wire.send(head + chunk(BODY) + b"0\r\nx: " + b"y" * 3000 + b"\r\n\r\n")
     assert error_of(await wire.receive()) == (431, TOO_LARGE)
     assert await wire.is_closed()
-    assert cluster.metric("baton_request_errors_total", code="internal") == 0
+    assert cluster.metric("baton_router_request_errors_total", code="internal") == 0

@@ -31,7 +31,7 @@ async def test_metrics_are_for_operators(cluster):
     assert_denied(await cluster.client.get("/metrics", headers=bearer(ALICE)))
     response = await cluster.client.get("/metrics", headers=bearer(OPERATOR))
     assert response.status_code == 200
-    assert 'baton_request_errors_total{code="permission_denied"} 1.0' in response.text
+    assert 'baton_router_request_errors_total{code="permission_denied"} 1.0' in response.text
 
 
 async def test_metrics_may_be_opened(start_cluster, key_file):
@@ -65,7 +65,7 @@ async def test_health_names_pods_to_operators_only(cluster):
     assert response.status_code == 503
     assert response.json()["reason"] == "no decode pod is ready: 1 down"
     assert [(pod["address"], pod["state"]) for pod in response.json()["pods"]] == [(decode.address, "down")]
-    assert cluster.metric("baton_request_errors_total", code="unauthenticated") == 0, "it needs no key"
+    assert cluster.metric("baton_router_request_errors_total", code="unauthenticated") == 0, "it needs no key"
 
 
 async def test_a_key_that_is_an_operators_no_longer(cluster, key_file):

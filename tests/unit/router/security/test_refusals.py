@@ -28,7 +28,7 @@ async def test_malformed_requests_are_counted_and_logged_once(start_cluster, cap
             assert (await wire.receive()).status == 400
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert lines == ["HTTP: refused 127.0.0.1 (malformed): Invalid method encountered"]
-    assert cluster.metric("baton_http_refused_total", reason="malformed") == 20
+    assert cluster.metric("baton_router_http_refused_total", reason="malformed") == 20
 
 
 async def test_requests_to_upgrade_are_answered_and_not_logged(start_cluster, caplog):
@@ -52,7 +52,7 @@ async def test_connections_beyond_the_limit_are_told_so(start_cluster):
             assert (refused.status, refused.json["error"]["code"]) == (503, "unavailable")
             assert int(refused.headers["retry-after"]) >= 1
             assert await third.is_closed()
-    assert cluster.metric("baton_http_refused_total", reason="connections") == 1
+    assert cluster.metric("baton_router_http_refused_total", reason="connections") == 1
     async with httpx.AsyncClient(base_url=cluster.router.http_url) as client:
         async with asyncio.timeout(30):
             while (await client.get("/version")).status_code != 200:  # until the two are closed there too
@@ -69,7 +69,7 @@ async def test_connections_beyond_the_limit_are_told_so(start_cluster):
 )
 async def test_without_descriptors_nothing_is_flooded_and_it_serves_again(command, max_connections, num_lines):
     async with FakeDecodePod() as decode:
-        arguments = ["--decode", decode.address, "--port", "0", "--grpc-port", "0"]
+        arguments = ["--decode", decode.address, "--port", "0", "--grpc-port", "0", "--no-access-log"]
         arguments += [] if max_connections is None else ["--max-connections", str(max_connections)]
         limited = ["sh", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "sh", sys.executable, *command, *arguments]
         router = await asyncio.create_subprocess_exec(*limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

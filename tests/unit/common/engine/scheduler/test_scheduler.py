@@ -82,6 +82,9 @@ class TestSteps:
             {"b": 1, "a": 6},
             {"b": 1, "a": 1},
         ]
+        stats = engine.scheduler.stats()
+        kinds = (stats.prefill_steps, stats.mixed_steps, stats.decode_steps)
+        assert [(kind.num_steps, kind.num_tokens) for kind in kinds] == [(1, 3), (3, 23), (1, 2)]
         engine.run()
         assert_answered(engine, a, b)
 

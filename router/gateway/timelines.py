@@ -1,0 +1,156 @@
+"""Timelines over HTTP: GET /v1/requests, /v1/requests/{id}, and the header server-timing."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from itertools import islice
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from common.errors import InvalidRequestError, UnknownRequestError, quoted
+from router.gateway.answers import (
+    RequestEvent,
+    RequestGaps,
+    RequestList,
+    RequestPhase,
+    RequestSummary,
+    RequestTimeline,
+)
+from router.gateway.exchange import TENANT
+from router.metrics import GAPS_S
+from router.requests.terms import Tenant
+from router.security.access import AccessControl
+from router.service import InferenceService
+from router.timelines.timeline import Timeline
+
+REQUESTS_PATH = "/v1/requests"
+
+_DEFAULT_LIMIT = 100
+_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class TimelineEndpoints:
+    """Whose key it is sees its own requests, an operator's key all. Addresses of pods are for operators."""
+
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        self._service = service
+        self._access = access
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route(REQUESTS_PATH, self._requests, methods=["GET"]),
+            Route(f"{REQUESTS_PATH}/{{request_id}}", self._request, methods=["GET"]),
+        ]
+
+    async def _requests(self, request: Request) -> Response:
+        """The newest first. Raises InvalidRequestError."""
+        limit, tenant = _limit(request.query_params.get("limit")), _tenant(request)
+        sees_all = self._access.is_operator(tenant)
+        kept = self._service.timelines.newest_first()
+        seen = (each for each in kept if sees_all or each.tenant_name == tenant.name)
+        now = time.monotonic()
+        data = [_summary(timeline, now, shows_pods=sees_all) for timeline in islice(seen, limit)]
+        return _json(RequestList(object="list", max_kept=self._service.config.max_timelines, data=data))
+
+    async def _request(self, request: Request) -> Response:
+        """One of them. Raises UnknownRequestError."""
+        request_id, tenant = request.path_params["request_id"], _tenant(request)
+        sees_all = self._access.is_operator(tenant)
+        timeline = self._service.timelines.find(request_id, None if sees_all else tenant.name)
+        if timeline is None:
+            raise UnknownRequestError(f"no timeline of the request {quoted(request_id)} is kept")
+        return _json(_whole(timeline, shows_pods=sees_all))
+
+
+def _summary(timeline: Timeline, now: float, *, shows_pods: bool) -> RequestSummary:
+    prefill, decode = timeline.pods if shows_pods else ("", "")
+    longest = timeline.longest_gap
+    return RequestSummary(
+        id=timeline.request_id,
+        model=timeline.model,
+        tenant=timeline.tenant_name,
+        status=timeline.status,
+        finish_reason=timeline.finish_reason or None,
+        error=timeline.error or None,
+        started_at=datetime.fromtimestamp(timeline.started_at, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+        num_prompt_tokens=timeline.num_prompt_tokens,
+        num_cached_tokens=timeline.num_cached_tokens,
+        num_output_tokens=timeline.num_output_tokens,
+        ttft_ms=None if timeline.first_token_s is None else _ms(timeline.first_token_s),
+        duration_ms=_ms(timeline.duration_s(now)),
+        longest_gap_ms=None if longest is None else _ms(longest.seconds),
+        prefill_pod=prefill or None,
+        decode_pod=decode or None,
+        num_events=len(timeline.events),
+    )
+
+
+def _whole(timeline: Timeline, *, shows_pods: bool) -> RequestTimeline:
+    now = time.monotonic()
+    phases = [
+        RequestPhase(
+            name=phase.name,
+            where=phase.where,
+            start_ms=_ms(phase.start_s),
+            duration_ms=_ms(phase.duration_s),
+            pod=(phase.pod or None) if shows_pods else None,
+            attempt=phase.attempt or None,
+            reason=phase.reason or None,
+        )
+        for phase in timeline.phases(now)
+    ]
+    events = [
+        RequestEvent(
+            at_ms=_ms(event.at_s), event=event.name, reason=event.reason, pod=event.pod if shows_pods else None
+        )
+        for event in timeline.events
+    ]
+    return RequestTimeline(
+        object="request",
+        request=_summary(timeline, now, shows_pods=shows_pods),
+        phases=phases,
+        events=events,
+        gaps=_gaps(timeline),
+        num_left_out=timeline.num_left_out,
+    )
+
+
+def _gaps(timeline: Timeline) -> RequestGaps | None:
+    longest = timeline.longest_gap
+    if longest is None:
+        return None
+    return RequestGaps(
+        upper_ms=[1000 * bound for bound in GAPS_S],
+        counts=list(timeline.gaps),
+        longest_ms=_ms(longest.seconds),
+        longest_at_ms=_ms(longest.at_s),
+        longest_before_token=longest.before_token,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text) > 0):
+        raise InvalidRequestError(f"limit must be an integer from 1 to 999999, got {quoted(text)}", param="limit")
+    return int(text)
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant = request.scope[TENANT]
+    assert isinstance(tenant, Tenant)
+    return tenant
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=_HEADERS)
