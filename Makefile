@@ -9,7 +9,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -31,6 +31,10 @@ test-deploy: $(DEV)
 ## The CPU kernels in every shape of heads and blocks. Three minutes.
 test-kernels: $(DEV)
 	$(BIN)/pytest -m "kernels or not kernels" tests/unit/common/engine/cpu_kernels $(ARGS)
+
+## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png. A minute.
+test-page: $(DEV)
+	$(BIN)/pytest -m page tests/page $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)

@@ -48,7 +48,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_failure_policy",
         ),
         "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
-        "Process": ("max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
+        "Process": ("page", "max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -179,6 +179,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pod_health: HealthConfig = HealthConfig()
     security: SecurityConfig = SecurityConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    page: Annotated[
+        bool,
+        Meta(description="Serve the web page at /: a playground, the cluster live, the last requests."),
+    ] = True
     max_timelines: Annotated[
         int,
         Meta(

@@ -55,6 +55,11 @@ class Gate:
         self._stranded: asyncio.TimerHandle | None = None  # runs while requests wait and no pod is ready
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return sum(ticket.num_requests for ticket in self._waiters)
+
+    @property
     def backlog_s(self) -> float:
         """Until all that waits is dispatched; 0 as long as that is not known."""
         return self._admission.backlog_s(time.monotonic()) if self._waiters else 0.0

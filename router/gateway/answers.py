@@ -443,6 +443,71 @@ class Version(_Answer):
     grpc_port: int  # of the same host
 
 
+class ClusterModel(_Answer):
+    """A served model; `reason`: why no request for it can be served, empty if one can. `num_queued`: requests that wait
+    in the router."""
+
+    name: str
+    reason: str
+    num_queued: int
+
+
+class ClusterLoad(_Answer):
+    """What a pod reported last. Tokens, bytes, preemptions, queries and hits count from the pod's start."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_for_remote_kv: int
+    num_queued_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    last_step_ms: float
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    kv_bytes_saved: int
+    kv_bytes_loaded: int
+
+
+class ClusterPod(_Answer):
+    """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `pod_id`,
+    `version` and `load` are null while it is not connected."""
+
+    address: str
+    role: Literal["prefill", "decode"]
+    pod_id: str | None
+    model: str | None
+    version: str | None
+    state: str
+    detail: str
+    num_requests: int
+    load: ClusterLoad | None
+
+
+class ClusterHandoffs(_Answer):
+    """Requests of which `prefill` computes or computed the prompt and `decode` the answer: those that run, and those
+    that ended in the last 10 s."""
+
+    prefill: str
+    decode: str
+    num_running: int
+    num_ended: int
+
+
+class ClusterView(_Answer):
+    """Answer of GET /v1/cluster. `at_s`: the router's clock, for rates between two answers. `handoffs` are those of
+    requests whose timelines are kept, of at most 64 pairs of pods."""
+
+    object: Literal["cluster"]
+    at_s: float
+    num_under_way: int
+    models: list[ClusterModel]
+    pods: list[ClusterPod]
+    handoffs: list[ClusterHandoffs]
+
+
 class RequestSummary(_Answer):
     """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
     milliseconds; `pods` are for operators."""

@@ -66,7 +66,8 @@ _ENDPOINTS = """\
 | `GET /version` | the version of Baton, and the port of the gRPC API |
 | `GET /readyz`, `/health`, `/ping`, `/livez`; `POST /ping` | [probes](discovery.md#probes-of-the-router) |
 | `GET /metrics` | [metrics](metrics.md) for Prometheus |
-| `GET /openapi.json` | all of these as an OpenAPI document |
+| `GET /` | [the web page](page.md): a playground, the cluster live, the last requests |
+| `GET /openapi.json`, `GET /docs` | all of these as an OpenAPI document, and as a page that works offline |
 | `GET /load`, `POST /admin/pods/...`, `POST /reset_prefix_cache` | [for operators](#operation) |
 """
 
@@ -159,6 +160,13 @@ _OPERATION_ROWS = (
         (
             "The step times that this router has learned of each model's prefill and decode pods, from which "
             "[`baton plan`](sizing.md) can plan. HTTP only."
+        ),
+    ),
+    (
+        "`GET /v1/cluster`",
+        (
+            "The pods with state and load, what waits in the router, and handoffs between pods. Counters are from the "
+            "pods' start; `at_s` is the router's clock, for rates. [The page](page.md) asks every second. HTTP only."
         ),
     ),
     (

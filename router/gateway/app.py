@@ -20,10 +20,12 @@ from common import __version__
 from common.errors import BatonError
 from router.gateway.access_log import ACCESS, AccessRecord
 from router.gateway.administration import AdministrationEndpoints
+from router.gateway.cluster_view import CLUSTER_PATH, ClusterEndpoint
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
 from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.gateway.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 from router.gateway.openapi import describe
+from router.gateway.page import static_routes
 from router.gateway.timelines import TimelineEndpoints
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
@@ -37,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
 _JSON = "application/json"
-_NOT_LOGGED = PROBE_PATHS | {"/metrics"}  # what programs ask every few seconds
+_NOT_LOGGED = PROBE_PATHS | {"/metrics", CLUSTER_PATH}  # what programs ask every few seconds
 
 
 def create_app(
@@ -48,8 +50,10 @@ def create_app(
     grpc_port: int,
 ) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows. `grpc_port`, where
-    the service has its gRPC front, is told to clients."""
-    app = FastAPI(title="Baton", version=__version__, redirect_slashes=False)
+    the service has its gRPC front, is told to clients. The page and /docs are open as well."""
+    app = FastAPI(title="Baton", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
+    pages = static_routes(has_page=service.config.page)
+    open_paths |= {route.path for route in pages}
     status, ids = _Status(service, access, grpc_port), RunningIds()
     explain = CompletionsEndpoint(EXPLAIN, service, access, ids)
     endpoints: dict[str, App] = {
@@ -76,6 +80,8 @@ def create_app(
         Route("/v1/load", status.load, methods=["GET"]),
         *AdministrationEndpoints(service, access).routes,
         *TimelineEndpoints(service, access).routes,
+        ClusterEndpoint(service).route,
+        *pages,
     ]
     app.add_middleware(ApiKeyGuard, access=access, open_paths=open_paths, on_error=service.count_error)
     app.add_exception_handler(HTTPException, _no_route)

@@ -11,6 +11,7 @@ from router.gateway import answers
 from router.gateway.administration import POD_PATH, RESET_PATH, STEP_TIMES_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
 from router.gateway.chat_bodies import ChatBody
+from router.gateway.cluster_view import CLUSTER_PATH
 from router.gateway.completion_bodies import CompletionBody
 from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.responses_bodies import ResponsesBody
@@ -55,6 +56,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Undrained,
     answers.StepTimesOfModels,
     answers.PrefixCachesReset,
+    answers.ClusterView,
     answers.RequestList,
     answers.RequestTimeline,
     answers.Liveness,
@@ -163,6 +165,7 @@ def _paths() -> dict[str, Any]:
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
         f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
         STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
+        CLUSTER_PATH: {"get": _operators("Pods, their load, and handoffs between them.", answers.ClusterView)},
         REQUESTS_PATH: {
             "get": {
                 **_page(

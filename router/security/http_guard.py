@@ -11,8 +11,8 @@ from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
-OPEN_PATHS = PROBE_PATHS | {"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
-OPERATOR_PATHS = frozenset({"/metrics", "/load", "/v1/load", "/reset_prefix_cache"})
+OPEN_PATHS = PROBE_PATHS | {"/version", "/openapi.json"}
+OPERATOR_PATHS = frozenset({"/metrics", "/load", "/v1/load", "/v1/cluster", "/reset_prefix_cache"})
 _OPERATOR_PREFIX = "/admin/"
 
 

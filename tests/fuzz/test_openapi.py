@@ -51,6 +51,7 @@ _OPERATIONS = [
     "POST /admin/pods/{address}/drain",
     "POST /admin/pods/{address}/undrain",
     "GET /admin/step_times",
+    "GET /v1/cluster",
     "GET /v1/requests",
     "GET /v1/requests/{request_id}",
     "POST /reset_prefix_cache",

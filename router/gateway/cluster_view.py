@@ -1,0 +1,106 @@
+"""The cluster as it is now, for a page or a program that asks every second: GET /v1/cluster."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.gateway.answers import ClusterHandoffs, ClusterLoad, ClusterModel, ClusterPod, ClusterView
+from router.pods import Pod
+from router.service import InferenceService
+from router.timelines.timeline import Timeline
+
+CLUSTER_PATH = "/v1/cluster"
+
+_RECENT_S = 10.0
+_MAX_PAIRS = 64  # of pods between which KV goes; those with most handoffs
+_MAX_WORD_CHARS = 64  # of what a pod says of itself
+_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class ClusterEndpoint:
+    """For operators where there are keys, as it names pods and shows what all tenants do. The guard above has checked
+    the key."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    @property
+    def route(self) -> Route:
+        """The only one."""
+        return Route(CLUSTER_PATH, self._cluster, methods=["GET"])
+
+    async def _cluster(self, request: Request) -> Response:
+        service, now = self._service, time.monotonic()
+        view = ClusterView(
+            object="cluster",
+            at_s=now,
+            num_under_way=service.num_under_way,
+            models=[
+                ClusterModel(model.name, model.dispatcher.unavailable_reason, model.gate.num_waiting)
+                for model in service.models
+            ],
+            pods=[_pod(pod) for pod in service.cluster.pods],
+            handoffs=_handoffs(service.timelines.newest_first(), now),
+        )
+        return Response(msgspec.json.encode(view), media_type="application/json", headers=_HEADERS)
+
+
+def _pod(pod: Pod) -> ClusterPod:
+    info = pod.info
+    return ClusterPod(
+        address=pod.address,
+        role=pod.role_name,
+        pod_id=None if info is None else info.pod_id[:_MAX_WORD_CHARS],
+        model=None if pod.model is None or not pod.model.names else pod.model.names[0],
+        version=None if info is None else info.version[:_MAX_WORD_CHARS],
+        state=pod.state.value,
+        detail=pod.detail,
+        num_requests=pod.load.num_requests,
+        load=_load(pod),
+    )
+
+
+def _load(pod: Pod) -> ClusterLoad | None:
+    stats = pod.stats
+    if stats is None:
+        return None
+    return ClusterLoad(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
+        num_queued_tokens=stats.num_queued_tokens,
+        num_blocks=stats.num_blocks,
+        num_free_blocks=min(stats.num_free_blocks, stats.num_blocks),
+        last_step_ms=1000 * stats.last_step_s if 0 <= stats.last_step_s < math.inf else 0.0,
+        num_preemptions=stats.num_preemptions,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_generation_tokens=stats.num_generation_tokens,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+        kv_bytes_saved=stats.kv_bytes_saved,
+        kv_bytes_loaded=stats.kv_bytes_loaded,
+    )
+
+
+def _handoffs(timelines: Iterable[Timeline], now: float) -> list[ClusterHandoffs]:
+    """Between each prefill and decode pod, by the last attempts of requests whose timelines are kept."""
+    running: Counter[tuple[str, str]] = Counter()
+    recent: Counter[tuple[str, str]] = Counter()
+    for timeline in timelines:
+        pair = timeline.pods
+        if not pair[0]:
+            continue
+        if not timeline.is_over:
+            running[pair] += 1
+        elif timeline.arrived_at + timeline.duration_s(now) > now - _RECENT_S:
+            recent[pair] += 1
+    most = (running + recent).most_common(_MAX_PAIRS)
+    return [ClusterHandoffs(*pair, num_running=running[pair], num_ended=recent[pair]) for pair, _ in most]
