@@ -126,9 +126,10 @@ export function problemOf(error) {
 }
 
 export const count = (value) => value.toLocaleString("en");
-export const ms = (value) => (value === null ? "–" : value >= 100 ? count(Math.round(value)) : value.toFixed(1));
+export const ms = (value) => (value === null ? "–" : figure(value));
 export const seconds = (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${ms(value)} ms`);
-export const rate = (value) => (value === null ? "–" : value >= 100 ? count(Math.round(value)) : value.toFixed(1));
+export const rate = (value) => (value === null ? "–" : value === 0 ? "0" : figure(value));
+const figure = (value) => (value >= 100 ? count(Math.round(value)) : value.toFixed(1));
 
 export function bytes(value) {
   if (value === null) return "–";

@@ -54,7 +54,9 @@ function useKey(value) {
   views[shown].show(decoded(location.hash.split("/").slice(1).join("/")), true);
 }
 
-onKeyRefused(() => askForKey(hasKey() ? "The router does not accept this API key." : "This router asks for an API key."));
+onKeyRefused(() => {
+  askForKey(hasKey() ? "The router does not accept this API key." : "This router asks for an API key.");
+});
 byId("key-button").addEventListener("click", () => askForKey(""));
 byId("key-cancel").addEventListener("click", () => dialog.close());
 byId("key-forget").addEventListener("click", () => useKey(""));

@@ -63,7 +63,7 @@ export class ClusterView {
   }
 
   #models(models) {
-    const lines = models.map((model) => `${model.name}: ${model.reason || "can be served"}, ${model.num_queued} queued`);
+    const lines = models.map((model) => `${model.name}: ${model.reason || "served"}, ${model.num_queued} queued`);
     const list = byId("cluster-models");
     while (list.children.length > lines.length) list.lastChild.remove();
     lines.forEach((line, index) => setText(list.children[index] ?? list.appendChild(element("li")), line));
@@ -147,7 +147,7 @@ class PodRow {
   constructor(pod) {
     this.node = element("tr");
     for (const column of COLUMNS) {
-      const cell = element(column === "pod" ? "th" : "td", "", NUMBERS.has(column) ? "number" : "");
+      const cell = element(column === "pod" ? "th" : "td", "", NUMBERS.has(column) ? "number" : column);
       if (column === "pod") cell.scope = "row";
       this.#cells[column] = cell;
       this.node.append(cell);
@@ -155,13 +155,13 @@ class PodRow {
     this.#bar.setAttribute("aria-hidden", "true");
     this.#cells.use.append(this.#bar, this.#usage);
     this.#cells.state.append(this.#state, this.#detail);
+    this.node.dataset.role = pod.role;
     setText(this.#cells.role, pod.role);
     setText(this.#cells.address, pod.address);
   }
 
   update(pod, rates) {
     const load = pod.load;
-    this.node.dataset.role = pod.role;
     if (this.#state.dataset.state !== pod.state) this.#state.dataset.state = pod.state;
     setText(this.#state, pod.state.replace("_", " "));
     setText(this.#detail, pod.detail);

@@ -36,7 +36,7 @@ export class RequestsView {
     try {
       const { data, max_kept: kept } = await getJson("v1/requests?limit=100", signal);
       this.#list(data);
-      const empty = kept ? "No request yet. Send one in the playground." : "This router keeps no timelines (max_timelines is 0).";
+      const empty = kept ? "No request yet. Send one in the playground." : "No timelines are kept: max_timelines is 0.";
       setText(byId("requests-status"), data.length || this.#opened ? "" : empty);
       if (this.#opened && !this.#isOver && !byId("timeline").hidden) await this.#load(this.#opened, signal);
     } catch (error) {
@@ -192,7 +192,8 @@ function drawLanes(phases, events, gaps, totalMs) {
   const axis = element("div", "", "axis");
   axis.append(element("span", "0"), element("span", seconds(totalMs / 2)), element("span", seconds(totalMs)));
   byId("lanes").replaceChildren(...lanes, axis);
-  const parts = phases.filter((phase) => phase.name !== "route").map((phase) => `${words(phase.name)} ${seconds(phase.duration_ms)}`);
+  const drawn = phases.filter((phase) => phase.name !== "route");
+  const parts = drawn.map((phase) => `${words(phase.name)} ${seconds(phase.duration_ms)}`);
   byId("lanes").setAttribute("aria-label", `Timeline: ${parts.join(", ")}. The table below has the same.`);
 }
 
@@ -217,8 +218,8 @@ function drawPhases(phases) {
 }
 
 function drawFallbacks(events, leftOut) {
-  const lines = events.map(
-    (event) => `${seconds(event.at_ms)}: ${words(event.event)}, ${words(event.reason)}${event.pod ? `, ${event.pod}` : ""}`,
+  const lines = events.map(({ at_ms: at, event, reason, pod }) =>
+    [`${seconds(at)}: ${words(event)}`, words(reason), pod].filter(Boolean).join(", "),
   );
   if (leftOut) lines.push(`${leftOut} more are not kept`);
   byId("fallbacks").replaceChildren(...lines.map((line) => element("li", line)));
