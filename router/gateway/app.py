@@ -26,7 +26,7 @@ from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, rout
 from router.gateway.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 from router.gateway.openapi import describe
 from router.gateway.page import static_routes
-from router.gateway.timelines import TimelineEndpoints
+from router.gateway.timelines import REQUESTS_PATH, TimelineEndpoints
 from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
@@ -39,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
 
 _JSON = "application/json"
-_NOT_LOGGED = PROBE_PATHS | {"/metrics", CLUSTER_PATH}  # what programs ask every few seconds
+_NOT_LOGGED = PROBE_PATHS | {"/metrics", CLUSTER_PATH, REQUESTS_PATH}  # what programs and the page ask for all the time
 
 
 def create_app(

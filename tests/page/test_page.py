@@ -334,7 +334,7 @@ async def test_the_keyboard_reaches_everything_and_every_field_has_a_name(start_
 
 async def test_the_cluster_as_in_the_documentation(start_cluster, open_page):
     running = await start_cluster()
-    page = await open_page(running, reduced_motion="reduce")
+    page = await open_page(running, reduced_motion="reduce", viewport={"width": 1360, "height": 900})
     ticks = iter(range(1, 10_000))
 
     def view():

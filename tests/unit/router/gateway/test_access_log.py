@@ -34,7 +34,7 @@ def lines(caplog):
 async def test_an_answer_has_one_line_and_probes_have_none(start_cluster, lines, caplog):
     cluster = await start_cluster()
     await cluster.complete(**BODY, request_id="mine")
-    for path in ("/health", "/livez", "/metrics"):
+    for path in ("/health", "/livez", "/metrics", "/v1/cluster", "/v1/requests"):
         await cluster.client.get(path)
     (line,) = await lines(1)
     assert line.startswith("POST /v1/completions 200 request_id=mine client=127.0.0.1 model=")

@@ -18,7 +18,7 @@ from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer, key_fil
 STATIC = files("router.page") / "static"
 TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}
 SCRIPTS = sorted(file.name for file in STATIC.iterdir() if file.name.endswith(".js"))
-_LINK = re.compile(r'(?:src|href)="([^"#]+)"|from "\./([^"]+)"')
+_LINK = re.compile(r'(?:src|href)="(?!data:)([^"#]+)"|from "\./([^"]+)"')
 # What takes text for markup or code.
 _UNSAFE = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|setHTML|srcdoc"
@@ -71,6 +71,13 @@ def test_html_has_no_inline_script_or_style_and_names_no_other_server(name):
     text = (STATIC / name).read_text()
     assert not re.search(r"https?://|//cdn|<style|\sstyle=|\son[a-z]+=|@import", text)
     assert all(tag.endswith("></script>") for tag in re.findall(r"<script[^>]*>.{0,9}", text))
+
+
+def test_dark_is_the_same_whether_the_system_asks_for_it_or_the_button():
+    blocks = re.findall(r"color-scheme: dark;([^}]*)}", (STATIC / "style.css").read_text())
+    chosen, of_system = (block.split() for block in blocks)
+    assert len(chosen) > 20
+    assert chosen == of_system
 
 
 async def test_the_setting_turns_the_page_off_but_not_the_description(start_cluster):
