@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from common.engine.messages import EngineSpec
 from common.observability.build_info import BuildInfo
 from common.observability.model_label import MODEL_LABEL, OfModel
+from common.observability.tracing.tracer import trace_span_counter
 from common.pod.config import PodConfig
 from common.pod.stats import StatsBoard
 
@@ -30,6 +31,7 @@ class PodMetrics:
         self.registry = registry = CollectorRegistry()
         self._model_name = config.model_name
         registry.register(BuildInfo(PREFIX))
+        self.trace_spans = trace_span_counter(PREFIX, registry)
         registry.register(_CacheConfig(spec, config))
         registry.register(_EngineFigures(stats, spec, config))
         self.request_success = self._counter(

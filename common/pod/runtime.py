@@ -28,6 +28,7 @@ from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
 from common.observability.logging import setup_logging
 from common.observability.loop_figures import LoopFigures
 from common.observability.metrics_server import MetricsServer
+from common.observability.tracing.tracer import Tracer, create_tracer
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
 from common.pod.announce import Announcer, open_registry
@@ -103,6 +104,8 @@ class PodRuntime:
             if registry is not None:
                 stack.push_async_callback(registry.close)
             self.context = context = await self._start_engine()
+            if context.tracer is not None:
+                stack.push_async_callback(asyncio.to_thread, context.tracer.close)
             self._outputs = asyncio.create_task(context.requests.run(), name="engine outputs")
             stack.push_async_callback(self._end_outputs)
             stack.push_async_callback(self._tasks.close)
@@ -212,7 +215,12 @@ class PodRuntime:
             admission=Admission(self.config.max_open),
             metrics=metrics,
             open_channel=self._tls.open_channel if self._tls is not None else open_channel,
+            tracer=self._create_tracer(metrics),
         )
+
+    def _create_tracer(self, metrics: PodMetrics) -> Tracer | None:
+        service, instance = f"baton-{self._role}", self.config.pod_id
+        return create_tracer(self.config.tracing, service=service, instance=instance, counter=metrics.trace_spans)
 
     async def _until_engine_hangs(self) -> None:
         timeout_s = self._engine_timeout_s
