@@ -77,7 +77,8 @@ class RouterMetrics:
         registry = self.registry
         ProcessCollector(registry=registry)
         registry.register(BuildInfo("baton_router"))
-        self.trace_spans = trace_span_counter("baton_router", registry)
+        self.trace_spans = trace_span_counter("baton_router")
+        registry.register(self.trace_spans)
 
         self.inflight = Gauge(
             "baton_router_num_requests_inflight", "Generations under way.", [MODEL_LABEL], registry=registry

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -79,7 +81,7 @@ class InferenceService:
             metrics=survival_metrics,
         )
         self.timelines = TimelineBook(config.max_timelines)
-        self.tracing = RequestTracing(config.tracing, f"{config.host}:{config.port}", metrics.trace_spans)
+        self.tracing = RequestTracing(config.tracing, f"{socket.gethostname()}:{os.getpid()}", metrics.trace_spans)
         self._running: dict[_RunningId, Generation] = {}  # those that wait included
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)

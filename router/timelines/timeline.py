@@ -229,6 +229,12 @@ class Timeline:
         return self._ended_at
 
     @property
+    def text_ended_at(self) -> float:
+        """When the last text was made of its tokens, by the monotonic clock, or when it ended. Only of requests that
+        are traced, which have ended."""
+        return max(self._ended_at, self._detokenized[1] if self._detokenized else 0.0)
+
+    @property
     def status(self) -> str:
         """queued, running, finished or failed."""
         if self._ended_at:

@@ -66,7 +66,7 @@ def _request_span(
         context=trace,
         kind=SpanKind.SERVER,
         start_ns=clock.ns(first.arrived_at),
-        end_ns=clock.ns(max(timeline.ended_at for timeline in timelines)),
+        end_ns=clock.ns(max(timeline.text_ended_at for timeline in timelines)),
         attributes=attributes,
         error=next((timeline.error for timeline in timelines if timeline.error), ""),
     )
@@ -84,7 +84,7 @@ class _Generation:
             name="generation",
             context=self._context,
             start_ns=self._clock.ns(timeline.arrived_at),
-            end_ns=self._clock.ns(timeline.ended_at),
+            end_ns=self._clock.ns(timeline.text_ended_at),
             events=[
                 SpanEvent(event.name, self._at(event.at_s), {"baton.reason": event.reason, "server.address": event.pod})
                 for event in timeline.events

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 OtlpProtocol = Literal["grpc", "http"]
 
-_SCHEMES = ("http://", "https://", "grpc://", "grpcs://")
+_SCHEMES = ("http", "https", "grpc", "grpcs")
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,11 +36,19 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     traces_console: Annotated[bool, Meta(description="Print spans on stderr, one per line.")] = False
 
     def __post_init__(self) -> None:
-        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(_SCHEMES):
-            problem = f"expected http://, https:// or grpc:// and host:port, got {self.otlp_traces_endpoint!r}"
+        if self.otlp_traces_endpoint and not _is_url(self.otlp_traces_endpoint):
+            problem = f"expected http://host:port, or https://, got {self.otlp_traces_endpoint!r}"
             raise ValueError(f"--otlp-traces-endpoint: {problem}")
 
     @property
     def is_on(self) -> bool:
         """Whether spans go anywhere."""
         return bool(self.otlp_traces_endpoint or self.traces_file or self.traces_console)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
@@ -31,6 +34,30 @@ _TIMEOUT_S = 5.0  # of one batch, repetitions included
 _TRACES_PATH = "/v1/traces"
 
 
+class _Reasons(logging.Handler):
+    """Takes the lines that the SDK's exporters log, several for each batch while the collector is gone."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._reasons = threading.local()
+        exporters = logging.getLogger(name)
+        exporters.addHandler(self)
+        exporters.propagate = False
+
+    @contextmanager
+    def collected(self) -> Iterator[list[str]]:
+        """The lines that this thread logs within."""
+        self._reasons.lines = lines = list[str]()
+        yield lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        getattr(self._reasons, "lines", []).append(record.getMessage())
+
+
+_reasons = _Reasons("opentelemetry.exporter")
+
+
 class OtlpExporter:
     """See Exporter."""
 
@@ -45,8 +72,10 @@ class OtlpExporter:
 
     def export(self, spans: Sequence[Span]) -> None:
         """See Exporter."""
-        if self._exporter.export([self._readable(span) for span in spans]) is not SpanExportResult.SUCCESS:
-            raise UnavailableError(f"{self._endpoint} did not take them")
+        with _reasons.collected() as reasons:
+            result = self._exporter.export([self._readable(span) for span in spans])
+        if result is not SpanExportResult.SUCCESS:
+            raise UnavailableError(f"{self._endpoint}: {reasons[0] if reasons else 'no reason was given'}")
 
     def close(self) -> None:
         """See Exporter."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from common import __version__
 from common.errors import UnavailableError
@@ -117,11 +117,11 @@ def create_tracer(config: TracingConfig, *, service: str, instance: str, counter
     return Tracer(create_exporters(config, resource), counter)
 
 
-def trace_span_counter(prefix: str, registry: CollectorRegistry) -> Counter:
-    """Counts what became of spans. `prefix` begins its name."""
+def trace_span_counter(prefix: str) -> Counter:
+    """Counts what became of spans. `prefix` begins its name. In no registry yet."""
     return Counter(
         f"{prefix}_trace_spans",
         "Spans by exporter and outcome: exported; failed, not taken by the exporter; dropped, as its queue was full.",
         ["exporter", "outcome"],
-        registry=registry,
+        registry=None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from concurrent import futures
@@ -97,8 +98,9 @@ class BlockedExporter:
 
 
 def test_an_exporter_that_is_stuck_holds_up_nothing_and_drops_are_counted():
-    registry, exporter = CollectorRegistry(), BlockedExporter()
-    tracer = Tracer([exporter], trace_span_counter("baton_router", registry), max_queued=4)
+    registry, exporter, counter = CollectorRegistry(), BlockedExporter(), trace_span_counter("baton_router")
+    registry.register(counter)
+    tracer = Tracer([exporter], counter, max_queued=4)
 
     def num(outcome):
         labels = {"exporter": "blocked", "outcome": outcome}
@@ -118,10 +120,11 @@ def test_an_exporter_that_is_stuck_holds_up_nothing_and_drops_are_counted():
 
 
 def test_what_an_exporter_does_not_take_is_counted_and_logged_once(caplog):
-    registry, exporter = CollectorRegistry(), BlockedExporter()
+    registry, exporter, counter = CollectorRegistry(), BlockedExporter(), trace_span_counter("baton_pod")
+    registry.register(counter)
     exporter.fails = True
     exporter.release.set()
-    tracer = Tracer([exporter], trace_span_counter("baton_pod", registry))
+    tracer = Tracer([exporter], counter)
     tracer.export([span_of()])
     tracer.close()
     labels = {"exporter": "blocked", "outcome": "failed"}
@@ -137,8 +140,9 @@ def test_otlp_without_its_packages_is_refused_with_the_command(monkeypatch):
 
 
 def test_bad_settings_are_named(tmp_path):
-    with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
-        TracingConfig(otlp_traces_endpoint="127.0.0.1:4317")
+    for endpoint in ("127.0.0.1:4317", "http://", "http://host:port", "ftp://host:1"):
+        with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
+            TracingConfig(otlp_traces_endpoint=endpoint)
     with pytest.raises(ConfigError, match="--traces-file"):
         create_exporters(TracingConfig(traces_file=str(tmp_path / "none" / "file")), RESOURCE)
 
@@ -195,12 +199,24 @@ def test_a_collector_gets_what_was_exported():
     assert {attribute.key for attribute in sent.attributes} == {"baton.attempt", "error.type"}
 
 
+class LinesOfRoot(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
 def test_a_collector_that_is_gone_is_an_error(monkeypatch):
     pytest.importorskip("opentelemetry.sdk")
     monkeypatch.setattr("common.observability.tracing.otlp._TIMEOUT_S", 0.05)
+    logged = LinesOfRoot()  # caplog also gets what does not propagate
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logged])
     for protocol in ("grpc", "http"):
         config = TracingConfig(otlp_traces_endpoint="http://127.0.0.1:1", otlp_traces_protocol=protocol)
         (exporter,) = create_exporters(config, RESOURCE)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: \S+"):
             exporter.export([span_of()])
         exporter.close()
+    assert not logged.lines, "each batch would have lines of its own"
