@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
@@ -197,6 +198,35 @@ def test_a_collector_gets_what_was_exported():
     assert (sent.trace_id.hex(), sent.span_id.hex(), sent.parent_span_id.hex()) == (TRACE_ID, SPAN_ID, "a" * 16)
     assert (sent.kind, sent.trace_state, sent.end_time_unix_nano) == (2, "other=1", 3_000_000)
     assert {attribute.key for attribute in sent.attributes} == {"baton.attempt", "error.type"}
+
+
+def test_over_http_the_path_is_that_of_the_protocol():
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    got = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append((self.path, trace_service_pb2.ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        config = TracingConfig(otlp_traces_endpoint=endpoint, otlp_traces_protocol="http")
+        (exporter,) = create_exporters(config, RESOURCE)
+        exporter.export([span_of()])
+        exporter.close()
+        server.shutdown()
+    ((path, request),) = got
+    assert path == "/v1/traces"
+    assert request.resource_spans[0].scope_spans[0].spans[0].name == "prefill"
 
 
 class LinesOfRoot(logging.Handler):
