@@ -29,7 +29,7 @@ def leg_context(request: GenerationRequest, attempt: int, where: str) -> TraceCo
 def spans_of(trace: TraceContext, requests: Sequence[GenerationRequest], timelines: Sequence[Timeline]) -> list[Span]:
     """All spans of a request that has ended. `requests`: its generations, each with its timeline."""
     clock = WallClock()
-    spans = [_request_span(trace, requests[0], timelines, clock)]
+    spans = [_request_span(trace, requests, timelines, clock)]
     for timeline in timelines:
         spans += _Generation(trace, timeline, clock).spans()
     return spans
@@ -40,9 +40,10 @@ def _generation_context(trace: TraceContext, request_id: str) -> TraceContext:
 
 
 def _request_span(
-    trace: TraceContext, request: GenerationRequest, timelines: Sequence[Timeline], clock: WallClock
+    trace: TraceContext, requests: Sequence[GenerationRequest], timelines: Sequence[Timeline], clock: WallClock
 ) -> Span:
-    first = timelines[0]
+    request, first = requests[0], timelines[0]
+    num_tokens, num_cached_tokens = _prompt_tokens(requests, timelines)
     operation = "text_completion" if request.continues_prompt else "chat"
     sampling = request.sampling
     attributes: dict[str, AttributeValue] = {
@@ -53,8 +54,8 @@ def _request_span(
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.response.model": first.model,
-        "gen_ai.usage.input_tokens": first.num_prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": first.num_cached_tokens,
+        "gen_ai.usage.input_tokens": num_tokens,
+        "gen_ai.usage.cache_read.input_tokens": num_cached_tokens,
         "gen_ai.usage.output_tokens": sum(timeline.num_output_tokens for timeline in timelines),
     }
     if len(timelines) > 1:
@@ -70,6 +71,16 @@ def _request_span(
         attributes=attributes,
         error=next((timeline.error for timeline in timelines if timeline.error), ""),
     )
+
+
+def _prompt_tokens(requests: Sequence[GenerationRequest], timelines: Sequence[Timeline]) -> tuple[int, int]:
+    """Tokens of all prompts, and how many of them were cached. Choices of one prompt share it."""
+    cached: dict[int, int] = {}
+    prompts = {id(request.prompt_token_ids): len(request.prompt_token_ids) for request in requests}
+    for request, timeline in zip(requests, timelines, strict=True):
+        prompt = id(request.prompt_token_ids)
+        cached[prompt] = max(cached.get(prompt, 0), timeline.num_cached_tokens)
+    return sum(prompts.values()), sum(cached.values())
 
 
 class _Generation:

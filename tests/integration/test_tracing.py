@@ -151,3 +151,7 @@ async def test_over_grpc(tmp_path):
     assert {span["traceId"] for span in spans} == {TRACE_ID}
     assert [span["parentSpanId"] for span in spans].count(CLIENT_SPAN) == 1
     assert [span["name"] for span in spans].count("generation") == 2
+    (whole,) = (span for span in spans if span["parentSpanId"] == CLIENT_SPAN)
+    assert whole["attributes"]["gen_ai.usage.input_tokens"] == str(len(PROMPT))
+    assert whole["attributes"]["gen_ai.usage.output_tokens"] == "4"
+    assert len({span["spanId"] for span in spans}) == len(spans)
