@@ -15,6 +15,7 @@ from common.rpc.errors import error_to_pb
 from common.types import FinishReason
 from decode_service.delta_buffer import DeltaBuffer
 from decode_service.request import DecodeRequest, PodServices
+from decode_service.tracing import traced
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class RouterSession:
         except BatonError as error:
             self._refuse(request_id, error)
             return
-        accepted = DecodeRequest(self._services, request, submit, emit=self._deltas.put, on_end=self._forget)
+        emit = traced(self._deltas.put, submit, self._services.pod.tracer)
+        accepted = DecodeRequest(self._services, request, submit, emit=emit, on_end=self._forget)
         self._requests[request_id] = accepted
         accepted.start()
 

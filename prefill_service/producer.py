@@ -31,6 +31,7 @@ from common.errors import BatonError, EngineDeadError, RequestCancelledError, Tr
 from common.pod.context import PodContext
 from common.pod.convert import error_of
 from common.types import FinishReason, Logprobs, RequestId, SampledToken
+from prefill_service.tracing import PrefillTrace
 from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,11 @@ class Producer:
     """OutputSink of one prefill and ProducingLeg of its transfer. Submitted by `start`, ended by `cancel` or by the
     engine."""
 
-    def __init__(self, pod: PodContext, transfers: TransferRegistry, request: AddRequest) -> None:
+    def __init__(
+        self, pod: PodContext, transfers: TransferRegistry, request: AddRequest, trace: PrefillTrace | None = None
+    ) -> None:
         self._pod = pod
+        self._trace = trace
         self._transfers = transfers
         self._request = request
         self._num_prompt_tokens = len(request.prompt_token_ids)
@@ -162,7 +166,7 @@ class Producer:
             self._end(error)
 
     def _end(self, error: BatonError, *, is_quiescent: bool = True) -> None:
-        self._forget()
+        self._forget(error.code.label)
         if self._transfer is not None:
             self._transfers.fail(self._transfer, error, is_quiescent=is_quiescent)
         self._refuse_token(error)
@@ -174,11 +178,15 @@ class Producer:
 
     def _note_started(self, event: RequestStarted) -> None:
         self._started = event
+        if self._trace is not None:
+            self._trace.started(event.queue_s, event.num_cached_tokens)
         if self._transfer is not None:
             self._transfers.note_computing(self._transfer)
 
     def _note_saved(self, event: KVSaved) -> None:
         assert self._transfer is not None
+        if self._trace is not None:
+            self._trace.saved(event.num_tokens)
         self._transfers.note_ready(self._transfer, event.num_tokens, event.digests)
         self._saves_are_over = bool(event.failure) or event.num_tokens >= self._num_prompt_tokens
         if event.failure and self._error is None:  # the router still gets its first token
@@ -186,6 +194,8 @@ class Producer:
 
     def _note_first_token(self, token: SampledToken, finish_reason: FinishReason | None) -> None:
         self._token = token
+        if self._trace is not None:
+            self._trace.first_token()
         if self._transfer is not None:
             self._transfers.note_first_token(self._transfer)
         started = self._started or RequestStarted(queue_s=0.0, num_cached_tokens=0)
@@ -216,6 +226,9 @@ class Producer:
             self._forget()
             self._transfers.deliver(self._transfer, self._token)
 
-    def _forget(self) -> None:
+    def _forget(self, error: str = "") -> None:
+        """Ends it here, with the label of an error or without."""
+        if self._trace is not None:
+            self._trace.end(error)
         if self._engine_id is not None:
             self._pod.requests.forget(self._engine_id)

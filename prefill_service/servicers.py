@@ -12,6 +12,7 @@ import grpc
 
 from common.errors import BatonError, IncompatiblePeerError, InvalidRequestError, RequestCancelledError
 from common.observability.logging import fields
+from common.observability.tracing.context import TRACEPARENT, TRACESTATE, read_parent
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
 from common.pod.convert import add_request_from_pb
@@ -20,6 +21,7 @@ from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, rpc_errors
 from common.types import FinishReason, TransferId
 from prefill_service.producer import FirstToken, Producer
+from prefill_service.tracing import PrefillTrace
 from prefill_service.transfers import Reservation, Transfer, TransferKey, TransferRegistry
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
         """Returns with the first token; saves may go on after that. Cancelling the call cancels the prefill."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             try:
-                first = await self._prefill(request)
+                first = await self._prefill(request, self._trace(request, context))
             except BatonError as error:
                 self._pod.metrics.request_failure.labels(error.code.label).inc()
                 logger.info(
@@ -58,12 +60,12 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
             self._count(first)
         return await _response(first)
 
-    async def _prefill(self, message: pods_pb2.PrefillRequest) -> FirstToken:
+    async def _prefill(self, message: pods_pb2.PrefillRequest, trace: PrefillTrace | None) -> FirstToken:
         request = add_request_from_pb(message.request, self._pod.spec)
         key = _key(message.transfer_id, message.epoch) if message.transfer_id else None
         self._pod.admission.admit()
         try:
-            producer = Producer(self._pod, self._transfers, request)
+            producer = Producer(self._pod, self._transfers, request, trace)
             producer.start(key)
             try:
                 return await producer.first_token
@@ -73,6 +75,19 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
                 raise
         finally:
             self._pod.admission.release()
+
+    def _trace(
+        self, message: pods_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> PrefillTrace | None:
+        """The trace of a call that the router traces."""
+        if self._pod.tracer is None:
+            return None
+        metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        parent = read_parent(metadata.get(TRACEPARENT), metadata.get(TRACESTATE))
+        if parent is None or not parent.is_sampled:
+            return None
+        request = message.request
+        return PrefillTrace(self._pod.tracer, parent.span, request.request_id, len(request.prompt_token_ids))
 
     def _count(self, first: FirstToken) -> None:
         metrics = self._pod.metrics

@@ -18,6 +18,7 @@ from router.placing.policy_spec import POLICY_NAMES, parse_policy
 from router.pods.config import HealthConfig
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.security.config import LimitsConfig, SecurityConfig
+from router.tracing.config import RouterTracingConfig
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
 KVFailurePolicy = Literal["recompute", "fail"]
@@ -183,6 +184,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Meta(description="Serve the web page at /: a playground, the cluster live, the last requests."),
     ] = True
+    tracing: RouterTracingConfig = RouterTracingConfig()
     max_timelines: Annotated[
         int,
         Meta(

@@ -15,6 +15,7 @@ from common.observability.bounded_labels import BoundedLabels
 from common.observability.build_info import BuildInfo
 from common.observability.local_histogram import LocalHistogram
 from common.observability.model_label import MODEL_LABEL, OfModel
+from common.observability.tracing.tracer import trace_span_counter
 from router.placing.index import PrefixIndex
 from router.placing.index_metrics import IndexMetrics
 
@@ -76,6 +77,8 @@ class RouterMetrics:
         registry = self.registry
         ProcessCollector(registry=registry)
         registry.register(BuildInfo("baton_router"))
+        self.trace_spans = trace_span_counter("baton_router")
+        registry.register(self.trace_spans)
 
         self.inflight = Gauge(
             "baton_router_num_requests_inflight", "Generations under way.", [MODEL_LABEL], registry=registry

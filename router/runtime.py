@@ -110,6 +110,7 @@ class Router:
         self.metrics.registry.register(loop_figures)
         loop_figures.start()
         self._stack.callback(loop_figures.stop)
+        self._stack.push_async_callback(self.service.tracing.close)
         self._stack.callback(self.service.close)
         if self._registry is not None:
             self._stack.push_async_callback(self._registry.close)

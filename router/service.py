@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -32,6 +34,7 @@ from router.requests.request import GenerationRequest
 from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 from router.timelines.book import TimelineBook
+from router.tracing.tracing import RequestTracing
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class InferenceService:
             metrics=survival_metrics,
         )
         self.timelines = TimelineBook(config.max_timelines)
+        self.tracing = RequestTracing(config.tracing, f"{socket.gethostname()}:{os.getpid()}", metrics.trace_spans)
         self._running: dict[_RunningId, Generation] = {}  # those that wait included
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)
@@ -188,7 +192,7 @@ class InferenceService:
         model = self.model_of(requests[0])
         ticket, outlook, plan = _appraise(requests, model)
         generations = [Generation(request, model.dispatcher) for request in requests]
-        batch = Batch(generations, ticket, self.metrics, self._admission_metrics, self.timelines)
+        batch = Batch(generations, ticket, self.metrics, self._admission_metrics, self.timelines, self.tracing)
         with batch, self._registered(batch):
             if len(generations) == 1 and model.gate.passes(ticket):
                 generations[0].plan = plan  # it is dispatched before anything changes

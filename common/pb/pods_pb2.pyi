@@ -179,10 +179,16 @@ class Submit(_message.Message):
     REMOTE_PREFILL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     KV_FAILURE_POLICY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
     """Seconds until the request is ended as overdue; 0: no limit."""
     kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType
     """If the request's KV does not come; unspecified: the pod's setting."""
+    traceparent: _builtins.str
+    """W3C trace context of this leg; empty: it is not traced. Prefill has it in its metadata."""
+    tracestate: _builtins.str
+    """As in the header of this name."""
     @_builtins.property
     def request(self) -> _common_pb2.EngineRequest: ...
     @_builtins.property
@@ -196,10 +202,12 @@ class Submit(_message.Message):
         remote_prefill: Global___RemotePrefill | None = ...,
         timeout_s: _builtins.float = ...,
         kv_failure_policy: _common_pb2.KVFailurePolicy.ValueType = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remote_prefill", b"remote_prefill", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_failure_policy", b"kv_failure_policy", "remote_prefill", b"remote_prefill", "request", b"request", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_failure_policy", b"kv_failure_policy", "remote_prefill", b"remote_prefill", "request", b"request", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

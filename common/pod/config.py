@@ -19,6 +19,7 @@ from common.engine.config import (
     SchedulerConfig,
 )
 from common.observability.logging import LogFormat, LogLevel
+from common.observability.tracing.config import TracingConfig
 from common.pod.announce import AnnounceConfig
 from common.rpc.tls import ClusterTlsConfig
 
@@ -91,6 +92,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: GrammarConfig = GrammarConfig()
     announcing: AnnounceConfig = AnnounceConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         if self.announcing.registry:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from common.engine.client.base import EngineClient
 from common.engine.messages import EngineSpec
+from common.observability.tracing.tracer import Tracer
 from common.pod.admission import Admission
 from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
@@ -33,6 +34,7 @@ class PodContext:
     admission: Admission
     metrics: PodMetrics
     open_channel: ChannelOpener = open_channel  # to other pods
+    tracer: Tracer | None = None  # None: tracing is off
 
     @property
     def pod_id(self) -> str:

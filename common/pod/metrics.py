@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from common.engine.messages import EngineSpec
 from common.observability.build_info import BuildInfo
 from common.observability.model_label import MODEL_LABEL, OfModel
+from common.observability.tracing.tracer import trace_span_counter
 from common.pod.config import PodConfig
 from common.pod.stats import StatsBoard
 
@@ -25,11 +26,15 @@ _DECODE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
 class PodMetrics:
     """All metrics of one pod, in a registry of their own."""
 
-    def __init__(self, stats: StatsBoard, spec: EngineSpec, config: PodConfig) -> None:
-        """`spec` and `config` are those of the pod; what of them is a metric never changes."""
+    def __init__(
+        self, stats: StatsBoard, spec: EngineSpec, config: PodConfig, trace_spans: Counter | None = None
+    ) -> None:
+        """`spec` and `config` are those of the pod; what of them is a metric never changes. `trace_spans`: of its
+        tracer."""
         self.registry = registry = CollectorRegistry()
         self._model_name = config.model_name
         registry.register(BuildInfo(PREFIX))
+        registry.register(trace_spans or trace_span_counter(PREFIX))
         registry.register(_CacheConfig(spec, config))
         registry.register(_EngineFigures(stats, spec, config))
         self.request_success = self._counter(

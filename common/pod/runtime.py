@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import grpc
+from prometheus_client import Counter
 
 from common.config import report_config_error
 from common.engine.client.base import EngineClient
@@ -28,6 +29,7 @@ from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
 from common.observability.logging import setup_logging
 from common.observability.loop_figures import LoopFigures
 from common.observability.metrics_server import MetricsServer
+from common.observability.tracing.tracer import Tracer, create_tracer, trace_span_counter
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
 from common.pod.admission import Admission
 from common.pod.announce import Announcer, open_registry
@@ -102,7 +104,11 @@ class PodRuntime:
             registry = open_registry(self.config.announcing)  # before the model is loaded, so that errors come early
             if registry is not None:
                 stack.push_async_callback(registry.close)
-            self.context = context = await self._start_engine()
+            trace_spans = trace_span_counter(METRICS_PREFIX)
+            tracer = self._create_tracer(trace_spans)
+            if tracer is not None:
+                stack.push_async_callback(asyncio.to_thread, tracer.close)
+            self.context = context = await self._start_engine(tracer, trace_spans)
             self._outputs = asyncio.create_task(context.requests.run(), name="engine outputs")
             stack.push_async_callback(self._end_outputs)
             stack.push_async_callback(self._tasks.close)
@@ -195,10 +201,14 @@ class PodRuntime:
 
         stack.push_async_callback(withdraw)
 
-    async def _start_engine(self) -> PodContext:
+    def _create_tracer(self, trace_spans: Counter) -> Tracer | None:
+        service, instance = f"baton-{self._role}", self.config.pod_id
+        return create_tracer(self.config.tracing, service=service, instance=instance, counter=trace_spans)
+
+    async def _start_engine(self, tracer: Tracer | None, trace_spans: Counter) -> PodContext:
         spec = await self._engine.start()
         stats, cache = StatsBoard(await self._engine.stats()), CacheView()
-        metrics = PodMetrics(stats, spec, self.config)
+        metrics = PodMetrics(stats, spec, self.config, trace_spans)
         metrics.kernel_fallbacks.inc(spec.kernels_failed)
         return PodContext(
             role=self._role,
@@ -212,6 +222,7 @@ class PodRuntime:
             admission=Admission(self.config.max_open),
             metrics=metrics,
             open_channel=self._tls.open_channel if self._tls is not None else open_channel,
+            tracer=tracer,
         )
 
     async def _until_engine_hangs(self) -> None:

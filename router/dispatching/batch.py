@@ -19,6 +19,7 @@ from router.admission.metrics import AdmissionMetrics
 from router.dispatching.generation import Generation
 from router.metrics import RouterMetrics
 from router.timelines.book import TimelineBook
+from router.tracing.tracing import RequestTracing
 
 _AT_ONCE = 16
 
@@ -33,13 +34,16 @@ class Batch:
         metrics: RouterMetrics,
         admission_metrics: AdmissionMetrics,
         timelines: TimelineBook,
+        tracing: RequestTracing,
     ) -> None:
-        """Keeps the timelines of the generations in `timelines`, but for parts of a larger search."""
+        """Keeps the timelines of the generations in `timelines`, but for parts of a larger search. `tracing` exports
+        them in the end."""
         self.generations = generations
         self.ticket = ticket
         self._metrics = metrics
         self._admission_metrics = admission_metrics
         self._timelines = timelines
+        self._tracing = tracing
         self._kept = [timelines.keep(each.timeline) for each in generations if not each.request.is_part]
         self._stack = ExitStack()
         self._num_sent = 0
@@ -86,6 +90,8 @@ class Batch:
             code = error.code
         for generation in self.generations:
             generation.timeline.end(time.monotonic(), error=code.label)
+        generations = self.generations
+        self._tracing.export([each.request for each in generations], [each.timeline for each in generations])
 
     def _count_limits(self, timings: Sequence[Timing]) -> None:
         for generation, timing in zip(self.generations, timings, strict=True):

@@ -284,7 +284,8 @@ class Generation:
 
     async def _run_prefill(self, legs: Legs, leg: PrefillLeg) -> None:
         try:
-            response = await leg.pod.prefill(leg.request, self.request.deadline - time.monotonic(), self.request)
+            timeout_s = self.request.deadline - time.monotonic()
+            response = await leg.pod.prefill(leg.request, timeout_s, self.request, leg.metadata)
             await self._check_prefill(leg.pod, response)
         except BatonError as error:
             legs.awaits_prefill = False

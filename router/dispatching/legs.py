@@ -8,12 +8,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from common.errors import ErrorCode, UnavailableError
+from common.observability.tracing.context import Metadata
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
 from common.types import SamplingParams
 from router.dispatching.dispatcher import Route
 from router.pods import DecodeSession, DeltaSink, Pod, PodClaim
 from router.requests.request import GenerationRequest
+from router.tracing.spans import leg_context
 
 _KV_FAILURE_POLICIES = {
     "recompute": common_pb2.KV_FAILURE_POLICY_RECOMPUTE,
@@ -35,6 +37,7 @@ class PrefillLeg(NamedTuple):
     pod: Pod
     request: pods_pb2.PrefillRequest
     claim: PodClaim
+    metadata: Metadata | None  # of the call
 
 
 class DecodeLeg(NamedTuple):
@@ -113,7 +116,9 @@ def open_legs(
     if route.prefill is None or route.prefill_claim is None:
         return Legs(epoch, decode, None)
     prefill = pods_pb2.PrefillRequest(request=engine_request, transfer_id=transfer_id, epoch=epoch)
-    return Legs(epoch, decode, PrefillLeg(route.prefill, prefill, route.prefill_claim))
+    trace = leg_context(request, epoch, "prefill")
+    metadata = None if trace is None else trace.metadata
+    return Legs(epoch, decode, PrefillLeg(route.prefill, prefill, route.prefill_claim, metadata))
 
 
 def _submit(
@@ -124,9 +129,12 @@ def _submit(
         remote_prefill = pods_pb2.RemotePrefill(
             transfer_id=transfer_id, epoch=epoch, prefill_address=route.prefill.address
         )
+    trace = leg_context(request, epoch, "decode")
     return pods_pb2.Submit(
         request=engine_request,
         remote_prefill=remote_prefill,
         timeout_s=request.deadline - time.monotonic() + _POD_DEADLINE_SLACK_S,
         kv_failure_policy=_KV_FAILURE_POLICIES[request.kv_failure_policy],
+        traceparent="" if trace is None else trace.traceparent,
+        tracestate="" if trace is None else trace.state,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -49,6 +50,7 @@ class TextGeneration:
         self.replayed_text = ""  # what the client had, as far as it is spelled again
         self.replayed_offsets: list[int] = []  # of the tokens behind it, see TextDelta
         self._ended = resumption is not None and resumption.ended
+        self._push = self._processor.push if request.trace is None else self._timed_push
 
     def __aiter__(self) -> Self:
         return self
@@ -69,7 +71,7 @@ class TextGeneration:
 
     def _to_text(self, delta: OutputDelta, num_replayed: int) -> TextDelta:
         """The leading `num_replayed` tokens are with the client already."""
-        piece = self._processor.push(delta.token_ids, delta.finish_reason, num_hidden=num_replayed)
+        piece = self._push(delta.token_ids, delta.finish_reason, num_hidden=num_replayed)
         if num_replayed:
             self.replayed_text += piece.hidden_text
             self.replayed_offsets += piece.offsets[:num_replayed]
@@ -82,6 +84,15 @@ class TextGeneration:
         if delta.finish_reason is not FinishReason.STOP:
             return text_delta
         return text_delta._replace(stop_reason=piece.stop or self._stop_token(delta.token_ids))
+
+    def _timed_push(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, *, num_hidden: int
+    ) -> OutputPiece:
+        """The processor's `push`, of a request that is traced."""
+        began = time.monotonic()
+        piece = self._processor.push(token_ids, finish_reason, num_hidden=num_hidden)
+        self.generation.timeline.detokenized(began, time.monotonic())
+        return piece
 
     def _stop_token(self, token_ids: Sequence[int]) -> int | None:
         """The last of these tokens if the client asked for a stop there. None: the model ended the answer."""

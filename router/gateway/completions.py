@@ -130,7 +130,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             await work
 
     async def _generate(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
-        terms = read_terms(exchange.given_header, exchange.tenant)
+        header = exchange.given_header
+        terms = read_terms(header, exchange.tenant, self._service.tracing.begin(header))
         account = self._access.account(terms.tenant)
         if self._api.explains or parsed.dry_run:
             self._access.check_operator(terms.tenant)

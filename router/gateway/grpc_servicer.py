@@ -95,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Whole answers."""
         if request.use_beam_search:
             async with self._errors(context, "Generate") as record:
-                return await self._search(request, _terms(context), record)
+                return await self._search(request, self._terms(context), record)
         async with (
             self._errors(context, "Generate") as record,
             self._run(request, context, record, is_stream=False) as job,
@@ -189,7 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ExplainResponse:
         """Where the request would go."""
         async with self._errors(context, "Explain"):
-            terms = _terms(context)
+            terms = self._terms(context)
             self._access.check_operator(terms.tenant)
             account = self._access.account(terms.tenant)
             with account.admit(self._num_choices(request)):
@@ -217,7 +217,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _run(
         self, message: inference_pb2.GenerateRequest, context: _AnyContext, record: AccessRecord, *, is_stream: bool
     ) -> AsyncIterator[_Job]:
-        terms = _terms(context)
+        terms = self._terms(context)
         account = self._access.account(terms.tenant)
         with account.admit(self._num_choices(message)):
             prepared = await self._prepare(message, terms, is_stream=is_stream)
@@ -307,17 +307,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         model = self._service.model(draft.model)
         return await model.parsing.prepare(draft, options, model.prepare)
 
+    def _terms(self, context: _AnyContext) -> Terms:
+        """As HTTP clients say them in headers of the same names."""
+        metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        return read_terms(metadata.get, tenant_of_call(), self._service.tracing.begin(metadata.get))
+
     def _resumable(self, event_ids: Stream | None, tenant: Tenant) -> AbstractContextManager[Running]:
         """Keeps the stream if it breaks within, where the client can resume it."""
         if event_ids is None:
             return nullcontext(Running(b""))
         return self._service.streams.running(StreamKey(tenant.name, event_ids.request_id), event_ids.identity)
-
-
-def _terms(context: _AnyContext) -> Terms:
-    """As HTTP clients say them in headers of the same names."""
-    metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    return read_terms(metadata.get, tenant_of_call())
 
 
 def _check_not_resumed(message: inference_pb2.GenerateRequest) -> None:

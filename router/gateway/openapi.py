@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from common.errors import ErrorCode
+from common.observability.tracing.context import TRACEPARENT, TRACESTATE
 from router.gateway import answers
 from router.gateway.administration import POD_PATH, RESET_PATH, STEP_TIMES_PATH
 from router.gateway.anthropic_bodies import CountBody, MessagesBody
@@ -296,6 +297,8 @@ def header_parameters(*, resumes: bool) -> list[dict[str, Any]]:
         _header(TTFT_HEADER, "Milliseconds until the first token.", milliseconds),
         _header(ITL_HEADER, "Milliseconds between two tokens.", milliseconds),
         _header(SESSION_HEADER, "Requests of one session may go to the same pods.", {"type": "string"}),
+        _header(TRACEPARENT, "W3C trace context: the trace that the request belongs to.", {"type": "string"}),
+        _header(TRACESTATE, "What other tracing systems pass on.", {"type": "string"}),
     ]
     if resumes:
         parameters.append(_header(RESUMABLE_HEADER, "1: events of a stream have ids.", {"enum": ["0", "1"]}))

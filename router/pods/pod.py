@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import BatonError, UnavailableError
+from common.observability.tracing.context import Metadata
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
@@ -191,23 +192,26 @@ class Pod:
         return applied
 
     async def prefill(
-        self, request: pods_pb2.PrefillRequest, timeout_s: float, cause: Cause
+        self, request: pods_pb2.PrefillRequest, timeout_s: float, cause: Cause, metadata: Metadata | None = None
     ) -> pods_pb2.PrefillResponse:
-        """Run the prefill leg of `cause`. Raises a BatonError; cancelling ends the work on the pod."""
+        """Run the prefill leg of `cause`, with `metadata` in the call. Raises a BatonError; cancelling ends the work on
+        the pod."""
         since = self.health.now()
         try:
-            response = await self._prefill(request, timeout_s)
+            response = await self._prefill(request, timeout_s, metadata)
         except BatonError as error:
             self._note_outcome(error, "prefill", cause, since)
             raise
         self._note_outcome(None, "prefill", cause)
         return response
 
-    async def _prefill(self, request: pods_pb2.PrefillRequest, timeout_s: float) -> pods_pb2.PrefillResponse:
+    async def _prefill(
+        self, request: pods_pb2.PrefillRequest, timeout_s: float, metadata: Metadata | None = None
+    ) -> pods_pb2.PrefillResponse:
         if self._prefill_stub is None:
             raise UnavailableError(f"prefill pod {self.address} is not connected")
         try:
-            return await self._prefill_stub.Prefill(request, timeout=timeout_s)
+            return await self._prefill_stub.Prefill(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:

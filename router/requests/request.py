@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from common.observability.tracing.context import TraceContext
 from common.types import FinishReason, SamplingParams
 from router.config import KVFailurePolicy
 from router.requests.terms import Terms
@@ -120,6 +121,11 @@ class GenerationRequest:
     def tenant_name(self) -> str:
         """Whose request it is; empty: of all who need no API key."""
         return self.terms.tenant.name
+
+    @property
+    def trace(self) -> TraceContext | None:
+        """The span of the client's request; None: it is not traced, as parts are not."""
+        return None if self.is_part else self.terms.trace
 
     def identity(self) -> bytes:
         """The same for repeats of a request, whatever their ids and seeds."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import InvalidRequestError, quoted
+from common.observability.tracing.context import TraceContext
 
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -51,6 +52,7 @@ class Terms:
     timeout_s: float | None = None  # until the request is ended as overdue
     ttft_slo_s: float | None = None  # until its first token
     itl_slo_s: float | None = None  # between two tokens
+    trace: TraceContext | None = None  # the span of the request; None: it is not traced
 
     @property
     def has_limits(self) -> bool:
@@ -58,7 +60,10 @@ class Terms:
         return any(limit is not None for limit in (self.timeout_s, self.ttft_slo_s, self.itl_slo_s))
 
 
-def read_terms(header: Callable[[str], str | None], tenant: Tenant) -> Terms:
+Header = Callable[[str], str | None]
+
+
+def read_terms(header: Header, tenant: Tenant, trace: TraceContext | None = None) -> Terms:
     """`header` gives the value of a header by its lower-case name, or None. Raises InvalidRequestError."""
     return Terms(
         tenant=tenant,
@@ -66,10 +71,11 @@ def read_terms(header: Callable[[str], str | None], tenant: Tenant) -> Terms:
         timeout_s=_seconds(header, TIMEOUT_HEADER),
         ttft_slo_s=_seconds(header, TTFT_HEADER),
         itl_slo_s=_seconds(header, ITL_HEADER),
+        trace=trace,
     )
 
 
-def _seconds(header: Callable[[str], str | None], name: str) -> float | None:
+def _seconds(header: Header, name: str) -> float | None:
     text = header(name)
     if text is None:
         return None

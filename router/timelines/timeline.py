@@ -38,6 +38,24 @@ class Phase(NamedTuple):
     reason: str = ""  # why the pods were chosen, or why the prompt was computed here
 
 
+class Leg(NamedTuple):
+    """A call to a pod, as the router saw it. Times are those of the monotonic clock."""
+
+    attempt: int
+    where: Where
+    pod: str  # its address
+    start: float
+    end: float
+    error: str  # label; empty: it did not fail
+
+
+class Failure(NamedTuple):
+    """Of a leg."""
+
+    at: float  # by the monotonic clock
+    reason: str  # label
+
+
 class Event(NamedTuple):
     """Something that went otherwise than planned."""
 
@@ -88,6 +106,13 @@ class Attempt:
         self.report: pods_pb2.DecodeReport | None = None
         self.ended_at = 0.0
 
+    def legs(self, failed_prefill: Failure | None, lost_decode: Failure | None) -> Iterator[Leg]:
+        """Both legs, or the only one, with what went wrong with them. Only when it has ended."""
+        if self.prefill:
+            ended = self.prefilled_at or (failed_prefill.at if failed_prefill is not None else self.ended_at)
+            yield Leg(self.number, "prefill", self.prefill, self.sent_at, ended, _reason(failed_prefill))
+        yield Leg(self.number, "decode", self.decode, self.sent_at, self.ended_at, _reason(lost_decode))
+
     def phases(self, end: float) -> Iterator[Phase]:
         """Its parts; times are those of the clock. `end`: of the request, or now."""
         end = self.ended_at or end
@@ -133,12 +158,17 @@ class Attempt:
         yield Phase("decode", "decode", self.decode_at, end - self.decode_at, self.decode, self.number)
 
 
+def _reason(failure: Failure | None) -> str:
+    return "" if failure is None else failure.reason
+
+
 class Timeline:
     """Of one generation. `end` is the last call."""
 
     __slots__ = (
         "_asked_at",
         "_attempts",
+        "_detokenized",
         "_dispatched_at",
         "_ended_at",
         "_first_token_at",
@@ -147,6 +177,7 @@ class Timeline:
         "_num_left_out",
         "_tokenized",
         "arrived_at",
+        "detokenize_s",
         "error",
         "events",
         "finish_reason",
@@ -183,12 +214,25 @@ class Timeline:
         self._ended_at = 0.0
         self._attempts: list[Attempt] = []
         self._num_left_out = 0  # attempts and events
+        self._detokenized: tuple[float, float] | None = None  # when that began and ended; None: it is not measured
+        self.detokenize_s = 0.0  # spent on it in between
         self._gaps: list[int] | None = None  # by bucket; None: there was none
 
     @property
     def is_over(self) -> bool:
         """It has ended."""
         return bool(self._ended_at)
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended, by the monotonic clock; 0: it has not."""
+        return self._ended_at
+
+    @property
+    def text_ended_at(self) -> float:
+        """When the last text was made of its tokens, by the monotonic clock, or when it ended. Only of requests that
+        are traced, which have ended."""
+        return max(self._ended_at, self._detokenized[1] if self._detokenized else 0.0)
 
     @property
     def status(self) -> str:
@@ -276,6 +320,11 @@ class Timeline:
         if not attempt.second_at and attempt.decode_at:
             attempt.second_at = now
 
+    def detokenized(self, began: float, now: float) -> None:
+        """Tokens were turned into text. Only of requests that are traced."""
+        self._detokenized = (self._detokenized[0] if self._detokenized else began, now)
+        self.detokenize_s += now - began
+
     def end(self, now: float, *, finish_reason: str = "", error: str = "") -> None:
         """It has finished or, with an error's label, failed. Later calls have no effect."""
         if not self._ended_at:
@@ -327,4 +376,20 @@ class Timeline:
                 parts += attempt.phases(end)
             if self._first_token_at:
                 parts.append(Phase("stream", "router", first, end - first))
+        if self._detokenized is not None:
+            began, ended = self._detokenized
+            parts.append(Phase("detokenize", "router", began, ended - began))
         return [part._replace(start_s=part.start_s - self.arrived_at) for part in parts]
+
+    def legs(self) -> Iterator[Leg]:
+        """Calls to pods. Only when it has ended."""
+        for attempt in self._attempts:
+            yield from attempt.legs(self._failure("prefill_failed", attempt), self._failure("redispatch", attempt))
+
+    def _failure(self, event_name: str, attempt: Attempt) -> Failure | None:
+        """What an event of this name says of the attempt during which it happened."""
+        for event in self.events:
+            at = self.arrived_at + event.at_s
+            if event.name == event_name and attempt.sent_at <= at <= attempt.ended_at:
+                return Failure(at, event.reason)
+        return None

@@ -50,7 +50,7 @@ async def routed(
     reason = FinishReason.STOP if ends else FinishReason.LENGTH
     request = SimpleNamespace(
         prompt_token_ids=completion.prompt_token_ids, continues_prompt=not is_chat, has_no_output=False,
-        spelled_ids=frozenset(), stops=tuple(stops), sampling=sampling, resumption=None,
+        spelled_ids=frozenset(), stops=tuple(stops), sampling=sampling, resumption=None, trace=None,
     )  # fmt: skip
     generation = TextGeneration(Pods(request, tokens[: ends[0]] if ends else tokens, reason), tokenizer)  # type: ignore[arg-type]
     deltas = [delta async for delta in generation]

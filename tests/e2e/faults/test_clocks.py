@@ -16,6 +16,7 @@ ALLOWED = {
     "cli/kv.py": "ages of blocks, shown to a person",
     "cli/status.py": "since when a pod is ready, shown to a person",
     "common/observability/logging.py": "the time in a log line",
+    "common/observability/tracing/span.py": "the times of spans",
     "common/tokenization/chat.py": "the date in a chat template",
     "deploy/certificates.py": "how long a certificate is valid",
     "deploy/cluster_log.py": "the time in a log line",

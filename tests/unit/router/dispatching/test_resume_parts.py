@@ -252,7 +252,7 @@ class Scripted:
     ):
         self.request = SimpleNamespace(
             prompt_token_ids=[600], continues_prompt=True, stops=stops, has_no_output=False,
-            spelled_ids=frozenset(), sampling=SamplingParams(min_tokens=0), resumption=resumption,
+            spelled_ids=frozenset(), sampling=SamplingParams(min_tokens=0), resumption=resumption, trace=None,
         )  # fmt: skip
         known = list(resumption.known_token_ids) if resumption else []
         ends = [len(known)] if known and not (merged and len(known) < len(tokens)) else []
