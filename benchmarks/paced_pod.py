@@ -15,7 +15,7 @@ from pathlib import Path
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
-from common.engine.executor.base import FinishedStep
+from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.scheduler.output import SchedulerOutput
 from common.pod.runtime import PodRuntime, run_pod
@@ -44,10 +44,10 @@ class PacedExecutor(InprocExecutor):
         """See Executor."""
         return measured_steps(self._steps, self._budget)
 
-    def submit(self, step: SchedulerOutput) -> FinishedStep:
+    def submit(self, step: SchedulerOutput) -> RunningStep:
         """See Executor."""
         if not step.num_scheduled_tokens:  # the engine only takes notes, as one of any speed does at once
-            return super().execute(step)
+            return super().submit(step)
         due = time.perf_counter() + self._steps.seconds(_described(step))
         outcome = super().submit(step).result()
         time.sleep(max(0.0, due - time.perf_counter()))
