@@ -8,6 +8,7 @@ import ssl
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from common.client_tls import tls_context, tls_problem
 from common.errors import BatonError, ConfigError, UnreachableError
 
 URL_FORMS = "http://host:port or grpc://host:port"
@@ -42,7 +43,7 @@ def find_router(url: str, tls_ca: str) -> RouterAddress:
     nothing answers, BatonError if that is no router.
     """
     parts = urlsplit(url)
-    context = _tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
+    context = tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
     port = parts.port if parts.scheme in _GRPC_SCHEMES else _ask_for_port(parts, context)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return RouterAddress(f"{host}:{port}", tls=context is not None)
@@ -55,7 +56,7 @@ def _ask_for_port(parts: SplitResult, context: ssl.SSLContext | None) -> int:
         connection.request("GET", "/version")
         return int(json.loads(connection.getresponse().read())["grpc_port"])
     except ssl.SSLError as error:
-        raise UnreachableError(f"TLS with {origin} failed: {_tls_problem(error)}") from error
+        raise UnreachableError(f"TLS with {origin} failed: {tls_problem(error)}") from error
     except TimeoutError as error:
         raise UnreachableError(f"no answer from {origin} within {_TIMEOUT_S:g} s") from error
     except OSError as error:
@@ -75,7 +76,7 @@ def fetch_json(url: str, path: str, tls_ca: str, api_key: str) -> Any:
     parts = urlsplit(url)
     if not is_url(url) or parts.scheme not in _HTTP_SCHEMES:
         raise ConfigError(f"--url: must be http://host:port, got {url}", param="url")
-    context = _tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
+    context = tls_context(tls_ca) if parts.scheme in _TLS_SCHEMES else None
     origin = f"{parts.scheme}://{parts.netloc}"
     connection = _connection(parts, context)
     try:
@@ -83,7 +84,7 @@ def fetch_json(url: str, path: str, tls_ca: str, api_key: str) -> Any:
         response = connection.getresponse()
         answer = json.loads(response.read())
     except ssl.SSLError as error:
-        raise UnreachableError(f"TLS with {origin} failed: {_tls_problem(error)}") from error
+        raise UnreachableError(f"TLS with {origin} failed: {tls_problem(error)}") from error
     except TimeoutError as error:
         raise UnreachableError(f"no answer from {origin} within {_TIMEOUT_S:g} s") from error
     except OSError as error:
@@ -104,17 +105,3 @@ def _connection(parts: SplitResult, context: ssl.SSLContext | None) -> http.clie
     if context is None:
         return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_S)
     return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_S, context=context)
-
-
-def _tls_context(tls_ca: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=tls_ca or None)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(f"--tls-ca: {tls_ca} cannot be used: {error.strerror}", param="tls_ca") from error
-
-
-def _tls_problem(error: ssl.SSLError) -> str:
-    """What went wrong, and what to do."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message}; --tls-ca names the authority to trust"
-    return f"{error.reason or error}; does it speak plain http?"

@@ -167,6 +167,9 @@ def check_torch(config: DoctorConfig) -> Finding:
         f"cuda:{index} {device['name']}, {_gib(device['memory_bytes'])}, compute capability {device['capability']}"
         for index, device in enumerate(answer["devices"])
     ]
+    if devices and not _has_c_compiler():
+        detail = "\n".join([detail, *devices, "no C compiler: Triton's kernels cannot run, pods use torch's operators"])
+        return Finding("warning", detail, "install gcc and the headers of Python (python3-dev), or set CC")
     if devices:
         return Finding("ok", "\n".join([detail, *devices]))
     if answer["problem"]:
@@ -185,6 +188,11 @@ def _no_gpu(config: DoctorConfig, detail: str, *, built_for: str) -> Finding:
         fix = "install torch for CUDA" if not built_for else "check nvidia-smi, and CUDA_VISIBLE_DEVICES"
         return Finding("warning", f"{detail}\nNVIDIA driver {driver}, but torch sees no GPU: pods run on the CPU", fix)
     return Finding("ok", f"{detail}\nno GPU: pods run on the CPU")
+
+
+def _has_c_compiler() -> bool:
+    """Whether there is one where Triton looks."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def _nvidia_driver() -> str:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from common import __version__
+from common.client_tls import tls_context, tls_problem
 from common.errors import ConfigError
 
 Clock = Callable[[], float]
@@ -62,7 +63,7 @@ class HttpClient:
         self.clock = clock
         self.base_path = parts.base_path
         self._parts = parts
-        self._tls = _tls_context(tls_ca) if parts.is_tls else None
+        self._tls = tls_context(tls_ca) if parts.is_tls else None
         authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._fixed_head = f"host: {parts.netloc}\r\nuser-agent: baton/{__version__}\r\n{authorization}"
         self._connect = connect or self._open
@@ -112,7 +113,7 @@ class HttpClient:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._connect(lambda: connection)
         except ssl.SSLError as error:
-            raise RequestFailed("tls", f"TLS with {self._parts.netloc} failed: {_tls_problem(error)}") from error
+            raise RequestFailed("tls", f"TLS with {self._parts.netloc} failed: {tls_problem(error)}") from error
         except TimeoutError as error:
             raise RequestFailed(
                 "connect", f"no connection to {self._parts.netloc} within {CONNECT_TIMEOUT_S:g} s"
@@ -275,19 +276,6 @@ def split_url(url: str) -> ServerAddress:
     is_tls = parts.scheme == "https"
     base_path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return ServerAddress(parts.hostname, port or (443 if is_tls else 80), parts.netloc, is_tls, base_path)
-
-
-def _tls_context(tls_ca: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=tls_ca or None)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(f"--tls-ca: {tls_ca} cannot be used: {error.strerror}", param="tls_ca") from error
-
-
-def _tls_problem(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message}; --tls-ca names the authority to trust"
-    return str(error.reason or error)
 
 
 def _reason(error: OSError) -> str:

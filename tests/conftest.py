@@ -4,9 +4,19 @@ suites draw new ones."""
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
+
+# Triton's interpreter must be chosen before its first import, which may be that of another conftest.py, so not in
+# `pytest_configure`. The processes of pytest-xdist inherit the choice. Without TRITON_INTERPRET, engines do not use it.
+if os.environ.setdefault("BATON_TESTS_ON_GPU", str(int("gpu" in sys.argv))) == "0" and importlib.util.find_spec(
+    "triton"
+):
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton")
+    del os.environ["TRITON_INTERPRET"]
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 
@@ -14,11 +24,5 @@ settings.register_profile("repeatable", derandomize=True, database=None)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "slow":
         settings.load_profile("repeatable")
-    if config.getoption("markexpr") != "gpu" and importlib.util.find_spec("triton"):
-        # The interpreter must be chosen before the first import, which is torch's or transformers'. Without the
-        # variable, engines do not use it.
-        os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton")
-        del os.environ["TRITON_INTERPRET"]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell, and so in every child
         signal.signal(signal.SIGINT, signal.default_int_handler)

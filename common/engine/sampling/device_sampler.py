@@ -32,7 +32,8 @@ def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     draw_kernel[grid](logits, part_best, keys, params, part_value, part_winner, stride, **sizes, **parts)
     is_drawn = draws.params[:, 0] > 0
     has_top_k, has_top_p = draws.params[:, 1] > 0, draws.params[:, 2] < 1
-    top_mass = _top_mass(logits, params, draws, is_drawn & has_top_k & has_top_p)
+    has_mass = is_drawn & has_top_k & has_top_p
+    top_mass = _top_mass(logits, params, draws, has_mass) if has_mass.any() else part_value  # not read then
     settle_kernel[(num_rows,)](
         logits,
         part_best,
@@ -45,7 +46,6 @@ def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         stride,
         **sizes,
         **parts,
-        TRUNCATES=bool((is_drawn & (has_top_k | has_top_p)).any()),
         num_warps=8,
     )
     return tokens
@@ -54,9 +54,7 @@ def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _top_mass(
     logits: torch.Tensor, params: torch.Tensor, draws: Draws, is_wanted: npt.NDArray[np.bool_]
 ) -> torch.Tensor:
-    """exp(score) summed over the top_k best tokens of each row, [rows] float64, where wanted; else anything."""
-    if not is_wanted.any():
-        return params  # not read
+    """exp(score) summed over the top_k best tokens of each row, [rows] float64; of the wanted rows, else anything."""
     count = min(int(draws.params[is_wanted, 1].max()), logits.shape[1])
     best = torch.topk(logits, count, dim=-1).values.float()
     scores = (best - best[:, :1]) / params[:, :1]

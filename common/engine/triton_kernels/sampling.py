@@ -77,14 +77,13 @@ def settle_kernel(
     draws,
     part_value,
     part_winner,
-    top_mass,  # [rows]: of the top-k tokens, for rows that have a top_k and a top_p
+    top_mass,  # [rows] float64: of the top-k tokens, for rows that have a top_k and a top_p
     tokens,  # [rows] int64: the result; -1 where the best logit is not finite
     row_stride,
     NUM_TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
-    TRUNCATES: tl.constexpr,  # some row has a top_k or a top_p
 ):
     """The token of each row. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,15 +93,14 @@ def settle_kernel(
     part = tl.argmax(values, axis=0)
     winner = tl.load(part_winner + row * PARTS + part)
     is_finite = (best > -_INFINITY) & (best < _INFINITY) & (has_nan == 0)
-    if TRUNCATES:
-        temperature = tl.load(draws + row * 4)
-        top_k = tl.load(draws + row * 4 + 1)
-        top_p = tl.load(draws + row * 4 + 2)
-        if is_finite & (temperature > 0.0) & ((top_k > 0.0) | (top_p < 1.0)):
-            winner = _settle(
-                logits + row * row_stride, best, tl.load(keys + row), temperature, top_k, top_p,
-                tl.load(draws + row * 4 + 3), tl.load(top_mass + row).to(tl.float64), winner, NUM_TOKENS, SIZE,
-            )  # fmt: skip
+    temperature = tl.load(draws + row * 4)
+    top_k = tl.load(draws + row * 4 + 1)
+    top_p = tl.load(draws + row * 4 + 2)
+    if is_finite & (temperature > 0.0) & ((top_k > 0.0) | (top_p < 1.0)):
+        winner = _settle(
+            logits + row * row_stride, best, tl.load(keys + row), temperature, top_k, top_p,
+            tl.load(draws + row * 4 + 3), tl.load(top_mass + row), winner, NUM_TOKENS, SIZE,
+        )  # fmt: skip
     tl.store(tokens + row, tl.where(is_finite, winner, -1))
 
 

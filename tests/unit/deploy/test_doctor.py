@@ -138,6 +138,18 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, driver: bool, cuda: str, device: 
     assert says in finding.detail
 
 
+@pytest.mark.parametrize(("compiler", "status"), [("gcc", "ok"), ("", "warning")])
+def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch, compiler: str, status: Status) -> None:
+    device = {"name": "H100", "memory_bytes": 2**36, "capability": "9.0"}
+    answer = {"version": "2.13", "cpu_kernels": "AVX2", "num_threads": 2, "cuda": "13", "devices": [device]}
+    monkeypatch.setattr(doctor_checks, "_probe", lambda *_: doctor_checks.Probed(answer, ""))
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda _: None)
+    finding = doctor_checks.check_torch(DoctorConfig())
+    assert finding.status == status
+    assert ("no C compiler" in finding.detail) == (status == "warning")
+
+
 def test_a_library_that_kills_the_process_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.write(2, b'driver: bad magic\\n')\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
