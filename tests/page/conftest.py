@@ -28,7 +28,7 @@ def chromium() -> str:
         subprocess.run(command, check=False, capture_output=True, timeout=600)
         found = shutil.which("chromium")
     if found is None:
-        pytest.skip("there is no Chromium: apt-get install chromium")
+        pytest.fail("there is no Chromium: apt-get install chromium")
     return found
 
 
