@@ -28,6 +28,23 @@ _CONTRACT = ("contract",)
 _CACHE_LINE = 64  # bytes; scratch memory begins at one
 
 
+class _BFloat16Type(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16Type)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16Type)
+
+
+_BFLOAT16 = _BFloat16Type()
+_MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
 class ElementType(enum.Enum):
     """Type of the numbers in memory; the value is their size in bytes."""
 
@@ -245,6 +262,34 @@ class Builder:
         if pointer.element is ElementType.BFLOAT16:
             node = self._rounded_to_bfloat16(value)
         self.ir.store(node, pointer.address, align=pointer.element.value)
+
+    def load_pairs(self, pointer: Pointer, lanes: int) -> Value:
+        """The next 2 * `lanes` bfloat16 numbers as they are, two in each lane."""
+        return Value(self, self._read(pointer, _INT32, lanes))
+
+    def load_pair(self, pointer: Pointer, lanes: int) -> Value:
+        """The next two bfloat16 numbers as they are, in every lane."""
+        return self._broadcast(Value(self, self._read(pointer, _INT32, 0)), lanes)
+
+    def fma_pairs(self, first: Value, second: Value, third: Value) -> Value:
+        """`third` plus, in each lane, the products of two pairs of bfloat16 numbers. A processor with an instruction
+        for it rounds differently."""
+        if not _MULTIPLIES_PAIRS:
+            for half in (self._lower, self._upper):
+                third = self.fma(half(first), half(second), third)
+            return third
+        pairs, kind = ir.VectorType(_BFLOAT16, 2 * MAX_LANES), third.node.type
+        function = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(kind, [kind, pairs, pairs]))
+        operands = [third.node, *(self.ir.bitcast(each.node, pairs) for each in (first, second))]
+        return Value(self, self.ir.call(function, operands))
+
+    def _lower(self, pairs: Value) -> Value:
+        shifted = self.ir.shl(pairs.node, _constant(_INT32, 16, pairs.lanes))
+        return Value(self, self.ir.bitcast(shifted, _like(_FLOAT, pairs.lanes)))
+
+    def _upper(self, pairs: Value) -> Value:
+        masked = self.ir.and_(pairs.node, _constant(_INT32, 0xFFFF0000, pairs.lanes))
+        return Value(self, self.ir.bitcast(masked, _like(_FLOAT, pairs.lanes)))
 
     def prefetch(self, pointer: Pointer, count: int) -> None:
         """Asks for `count` numbers to be brought into the processor's cache."""

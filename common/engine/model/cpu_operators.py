@@ -13,7 +13,12 @@ from common.engine.cpu_kernels.elementwise import add_norm_kernel, silu_mul_kern
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.model.fused_norm import RMSNorm
 from common.engine.model.operators import AddNorm, PerToken
-from common.engine.model.packed_linear import PackedLinear
+from common.engine.model.streamed_linear import StreamedLinear
+
+# oneDNN leaves half of the cores idle with some numbers of rows above 400, and activations of more rows would not stay
+# in the cores' caches from one operator to the next.
+_ROWS = 256
+_MAX_ROWS = 384  # rather than a few rows apart, for which weights are read once more
 
 
 class CpuOperators:
@@ -23,13 +28,18 @@ class CpuOperators:
         """See Operators."""
         return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16) and has_openmp()
 
+    def split(self, num_tokens: int) -> list[int]:
+        """See Operators."""
+        num_whole = max(0, num_tokens - _MAX_ROWS + _ROWS - 1) // _ROWS
+        return [_ROWS] * num_whole + [num_tokens - num_whole * _ROWS]
+
     def attention(self, kv_cache: torch.Tensor) -> CpuAttention:
         """See Operators."""
         return CpuAttention(kv_cache)
 
     def linear(self, linear: nn.Linear) -> PerToken:
         """See Operators."""
-        return PackedLinear(linear)
+        return StreamedLinear(linear)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """See Operators."""
@@ -53,7 +63,7 @@ class _AddNorm:
         call.set("hidden", hidden.data_ptr())
         call.set("delta", delta.data_ptr())
         call.set("out", out.data_ptr())
-        call.run(len(hidden), threads_for(hidden.numel()))
+        call.run(hidden.shape[0], threads_for(hidden.numel()))
         return out
 
 
@@ -63,9 +73,10 @@ class _SiluMul:
         self._call = Call(silu_mul_kernel(element_type_of(dtype), size))
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((len(gate_up), self._size), dtype=gate_up.dtype)
+        num_rows = gate_up.shape[0]
+        out = torch.empty((num_rows, self._size), dtype=gate_up.dtype)
         call = self._call
         call.set("gate_up", gate_up.data_ptr())
         call.set("out", out.data_ptr())
-        call.run(len(gate_up), threads_for(2 * gate_up.numel()))
+        call.run(num_rows, threads_for(2 * gate_up.numel()))
         return out

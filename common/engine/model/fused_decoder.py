@@ -9,7 +9,7 @@ weights and activations are bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,12 +71,11 @@ class FusedDecoder:
         hidden = functional.embedding(input_ids, self._embedding).float()
         rotary = self._rotary.at(positions, max(batch.seq_lens))
         delta = torch.zeros((len(input_ids), self._size), dtype=self._dtype, device=input_ids.device)
+        parts = self._operators.split(len(input_ids))
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.input_norm(hidden, delta))
+            qkv = _in_parts(parts, layer.project, hidden, delta)
             attended = attention.attend_projections(index, qkv, layer.projected, rotary)
-            delta = layer.o(attended)
-            gate_up = layer.gate_up(layer.post_norm(hidden, delta))
-            delta = layer.down(layer.silu_mul(gate_up))
+            delta = _in_parts(parts, layer.finish, hidden, attended)
         normed = self._final_norm(hidden, delta)
         return self._head(normed if wanted is None else normed[wanted])
 
@@ -151,6 +150,22 @@ class _Layer:
             silu_mul=operators.silu_mul(mlp.down_proj.in_features, dtype),
             down=operators.linear(mlp.down_proj),
         )
+
+    def project(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values; `delta` of the layer before is added to the residual stream."""
+        return self.qkv(self.input_norm(hidden, delta))
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What follows attention; returns what is still to be added to the residual stream."""
+        delta = self.o(attended)
+        return self.down(self.silu_mul(self.gate_up(self.post_norm(hidden, delta))))
+
+
+def _in_parts(parts: list[int], compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`compute` of so many rows of the tensors at a time."""
+    if len(parts) == 1:
+        return compute(*tensors)
+    return torch.cat([compute(*part) for part in zip(*(torch.split(tensor, parts) for tensor in tensors), strict=True)])
 
 
 class _RotaryTables:

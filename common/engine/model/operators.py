@@ -22,6 +22,9 @@ PerToken = Callable[[torch.Tensor], torch.Tensor]
 class Operators(Protocol):
     """Builds the operators of one kind of device. Weights and activations are of one type, sums are float32."""
 
+    def split(self, num_tokens: int) -> list[int]:
+        """Into how many tokens each a step is best cut for linear layers and what is between them."""
+
     def supports(self, model: Any) -> bool:
         """True if the device and the types of a transformers model are those of these operators."""
 

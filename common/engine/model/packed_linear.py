@@ -46,6 +46,11 @@ class PackedLinear(nn.Module):
         self._weight = weight  # plain attributes, found without nn.Module's search
         self._bias = None if linear.bias is None else linear.bias.detach()
 
+    @property
+    def packed(self) -> torch.Tensor | None:
+        """The weight as oneDNN packs it; None for small weights."""
+        return self._packed
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         if inputs.numel() < self._plain_below:

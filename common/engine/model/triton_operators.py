@@ -25,6 +25,10 @@ class TritonOperators:
         """See Operators."""
         return runs_on(model.device)
 
+    def split(self, num_tokens: int) -> list[int]:
+        """See Operators."""
+        return [num_tokens]
+
     def attention(self, kv_cache: torch.Tensor) -> TritonAttention:
         """See Operators."""
         return TritonAttention(kv_cache)
