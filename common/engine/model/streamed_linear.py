@@ -1,26 +1,29 @@
-"""Packed linear layers with a kernel of our own for few rows, which reads the weight where oneDNN has packed it.
+"""Packed linear layers with kernels of our own for few rows, which read the weight where oneDNN has packed it.
 
-oneDNN does not say how it lays weights out. The kernel is used where a packed weight, compared with the weight itself,
-turns out to have the layout that the kernel reads.
+oneDNN does not say how it lays weights out. The kernels are used where a packed weight, compared with the weight
+itself, turns out to have the layout that they read.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from llvmlite import binding
 from torch import nn
 
-from common.engine.cpu_kernels.compiled import Call, threads_for
+from common.engine.cpu_kernels import tiled_linear
+from common.engine.cpu_kernels.compiled import Call, Kernel, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
+from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
 from common.engine.model.packed_linear import PackedLinear
 
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
+_MAX_ROWS_BFLOAT16 = 8  # that vector instructions multiply while the weight is read
 
 
 class _Blocks(NamedTuple):
@@ -35,39 +38,62 @@ class StreamedLinear:
 
     def __init__(self, linear: nn.Linear) -> None:
         self._packed = PackedLinear(linear)
-        self._in_features, self._out_features = linear.in_features, linear.out_features
-        self._most_streamed = 0  # numbers of inputs
+        self._out_features = linear.out_features
         blocks = _blocks_of(linear.weight.detach(), self._packed.packed)
-        if blocks is None:
-            return
-        kernel = linear_kernel(element_type_of(linear.weight.dtype), blocks.width, has_bias=linear.bias is not None)
-        self._call = Call(kernel, weight=blocks.address, in_features=self._in_features, out_features=self._out_features)
-        if linear.bias is not None:
-            self._call.keep("bias", linear.bias.detach().float())
-        self._num_blocks = self._out_features // blocks.width
-        self._num_weights = linear.weight.numel()
-        self._most_streamed = _most_rows(linear.weight.dtype) * self._in_features
+        self._few_rows = None if blocks is None else _few_rows(linear, blocks)
+        self._most_numbers = 0 if self._few_rows is None else self._few_rows.most_rows * linear.in_features
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
-        if not 0 < inputs.numel() <= self._most_streamed:
+        if self._few_rows is None or not 0 < inputs.numel() <= self._most_numbers:
             return self._packed(inputs)
-        num_rows = inputs.shape[0]
-        out = torch.empty((num_rows, self._out_features), dtype=inputs.dtype)
-        inputs = inputs.contiguous()
-        call = self._call
-        call.set("inputs", inputs.data_ptr())
-        call.set("out", out.data_ptr())
-        call.set("num_rows", num_rows)
-        call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
+        out = torch.empty((inputs.shape[0], self._out_features), dtype=inputs.dtype)
+        self._few_rows(inputs.contiguous(), out)
         return out
 
 
-def _most_rows(dtype: torch.dtype) -> int:
-    """Rows up to which our kernel is not slower than oneDNN's, which in bfloat16 uses matrix instructions (AMX)."""
-    if dtype == torch.bfloat16:
-        return 1 if binding.get_host_cpu_features().get("amx-bf16") else 8
-    return MAX_ROWS
+class _FewRows:
+    """A layer's weight with the kernels that read it."""
+
+    def __init__(self, linear: nn.Linear, blocks: _Blocks, kernels: Sequence[Kernel], rows_per_kernel: int) -> None:
+        """`kernels`: for up to `rows_per_kernel` rows, for twice as many, and so on."""
+        self.most_rows = len(kernels) * rows_per_kernel
+        self._rows_per_kernel = rows_per_kernel
+        self._num_blocks = linear.out_features // blocks.width
+        self._num_weights = linear.weight.numel()
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+        self._calls = [Call(kernel, weight=blocks.address, **sizes) for kernel in kernels]
+        if linear.bias is not None:
+            bias = linear.bias.detach().float()
+            for call in self._calls:
+                call.keep("bias", bias)
+
+    def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        num_rows = inputs.shape[0]
+        call = self._calls[(num_rows - 1) // self._rows_per_kernel]
+        call.set("inputs", inputs.data_ptr())
+        call.set("out", out.data_ptr())
+        call.set("num_rows", num_rows)
+        self._shape(call, num_rows)
+        call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
+
+    def _shape(self, call: Call, num_rows: int) -> None:
+        """Sets what else depends on the number of rows."""
+
+
+class _FewTiledRows(_FewRows):
+    def _shape(self, call: Call, num_rows: int) -> None:
+        call.set("configuration", tiled_linear.configuration(num_rows).data_ptr())
+
+
+def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:
+    """With matrix instructions where the processor has them."""
+    dtype, has_bias = linear.weight.dtype, linear.bias is not None
+    if dtype == torch.bfloat16 and has_tiles() and can_tile(linear.in_features, linear.out_features, blocks.width):
+        tiles = (tiled_linear_kernel(blocks.width, num_tiles=tiles, has_bias=has_bias) for tiles in (1, 2))
+        return _FewTiledRows(linear, blocks, list(tiles), tiled_linear.TILE)
+    kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
+    return _FewRows(linear, blocks, [kernel], MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16)
 
 
 def _blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:

@@ -71,7 +71,7 @@ class Sampler:
         they are overwritten."""
         if mask is not None:
             mask.apply(logits)
-        token_ids = logits.argmax(dim=-1)
+        token_ids = _argmax(logits)
         return _tokens(token_ids, _is_finite(logits, token_ids), [None] * len(token_ids))
 
     def sample(
@@ -86,14 +86,14 @@ class Sampler:
         for row_logits, row in ruled:
             row.rules.add_biases(row_logits)
         self._penalise(logits, rows)
-        is_computed = _is_finite(logits, logits.argmax(dim=-1)) if ruled or processed else None
+        is_computed = _is_finite(logits, _argmax(logits)) if ruled or processed else None
         if processed:
             apply_processors(logits, rows)
         for row_logits, row in ruled:
             row.rules.mask(row_logits, row.token_ids[row.num_prompt_tokens :], row.params.min_tokens)
         if mask is not None:
             mask.apply(logits)  # after the penalties, which leave every logit finite
-        token_ids = logits.argmax(dim=-1)
+        token_ids = _argmax(logits)
         is_finite = _is_finite(logits, token_ids)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
@@ -152,7 +152,7 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     else:
         token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
     _apply_min_p(scores, params)
-    winner = gumbel_noise(keys, token_ids).add_(scores).argmax(dim=-1, keepdim=True)
+    winner = _argmax(gumbel_noise(keys, token_ids).add_(scores))[:, None]
     return token_ids.expand(len(rows), -1).gather(1, winner).squeeze(1)
 
 
@@ -223,6 +223,15 @@ def logprobs_of(
         possible = [(token_id, top) for token_id, top in zip(ids, values, strict=True) if top != -torch.inf]
         entries.append(Logprobs(value, possible[:count], rank))
     return entries
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The first of the largest scores of each row, [rows]; of NaN where there is one. On a CPU numpy takes a tenth of
+    torch's time."""
+    if scores.device.type != "cpu" or not scores.shape[0]:
+        return scores.argmax(dim=-1)
+    numbers = scores.float() if scores.itemsize < 4 else scores  # numpy has no bfloat16
+    return torch.from_numpy(numbers.numpy().argmax(axis=-1))
 
 
 def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:

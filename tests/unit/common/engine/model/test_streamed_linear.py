@@ -18,9 +18,12 @@ def linear(request):
     return layer
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 8, MAX_ROWS, MAX_ROWS + 1])
-def test_computes_the_same(linear, num_rows, monkeypatch):
-    monkeypatch.setattr(streamed_linear, "_most_rows", lambda dtype: MAX_ROWS)
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("tiles", [True, False])
+def test_computes_the_same(linear, num_rows, tiles, monkeypatch):
+    if not tiles:
+        monkeypatch.setattr(streamed_linear, "has_tiles", lambda: False)
+        monkeypatch.setattr(streamed_linear, "_MAX_ROWS_BFLOAT16", MAX_ROWS)
     streamed = StreamedLinear(linear)
     inputs = torch.randn(num_rows, 512).to(linear.weight.dtype)[:, ::2]
     tolerance = 1e-5 if linear.weight.dtype == torch.float32 else 2**-7

@@ -1,0 +1,130 @@
+"""Baton next to what users would run instead, on one machine in one run.
+
+    make peers                                  # vLLM for CPUs, in an environment of its own
+    python -m benchmarks.compare [--quick] [--markdown FILE] [--json FILE]
+
+Each side is a process with the same weights, type of numbers, prompts and number of tokens, on the same cores; all are
+loaded at the same time and take turns. Tokens are chosen greedily, and compared: near logits of a random model may be
+rounded to other tokens, in bfloat16 often.
+
+    baton         the engine in its process, as `baton.LLM` runs it
+    vllm          vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
+    transformers  `generate` with its default cache and `sdpa` attention
+
+    decode        milliseconds between two tokens of a batch whose prompts have 128 tokens
+    prefill       prompt tokens per second of one prompt of 1,024 tokens
+    offline       output tokens per second of 32 prompts of 256 tokens with 64 tokens each, prefill included
+    serving       `baton up` and `vllm serve` over HTTP, with `baton bench serve` as the client
+
+What the machine could do at most is measured in the same run: its memory's speed, and that of packed matrix products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
+from benchmarks.compare.offline import Row, measure_model
+from benchmarks.compare.peers import NAMES, SideError, python_of
+from benchmarks.compare.report import format_page, format_row, format_serving, plot
+from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
+from benchmarks.engine import describe_machine, make_random_model
+from benchmarks.grammar import write_tokenizer
+from common.demo_model import demo_model_path
+
+_QUICK_REPEATS, _REPEATS = 2, 5
+_MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
+_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16"]
+
+
+def main() -> int:
+    """Measures and prints."""
+    args = _parser().parse_args()
+    names = [name for name in args.sides if python_of(name)]
+    if missing := set(args.sides) - set(names):
+        print(f"not installed: {', '.join(missing)}; `make peers` installs vLLM", file=sys.stderr)
+    models = args.models or (_MODELS[:2] if args.quick else _MODELS)
+    repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
+    machine = describe_machine()
+    limits = {dtype: measure_limits(dtype) for dtype in args.dtypes}
+    rows: list[Row] = []
+    serving: list[ServingRow] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = Path(scratch)
+        for model in models:
+            directory = _directory(model, logs)
+            for dtype in args.dtypes:
+                for row in _offline(model, directory, dtype, names, repeats, limits[dtype], logs):
+                    print(format_row(row), flush=True)
+                    rows.append(row)
+        if not args.quick or args.serving:
+            serving = _serving(args.serving or ["100M"], args.dtypes, names, args.serving_repeats, logs)
+    if args.markdown:
+        args.markdown.write_text(format_page(machine, limits, names, rows, serving))
+        args.markdown.with_suffix(".svg").write_text(plot(rows, names))
+    if args.json:
+        found = {
+            "machine": machine,
+            "limits": {dtype: each._asdict() for dtype, each in limits.items()},
+            "offline": [row._asdict() for row in rows],
+            "serving": [row._asdict() for row in serving],
+        }
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small models, two repeats, no servers: under 10 minutes")
+    parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=_DTYPES)
+    parser.add_argument("--sides", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
+    parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
+    parser.add_argument("--serving-repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here, and a plot beside it")
+    return parser
+
+
+def _directory(model: str, scratch: Path) -> Path:
+    if model == "demo":
+        return Path(demo_model_path())
+    directory = scratch / f"qwen3-{model.lower()}"
+    if not directory.exists():
+        make_random_model(scratch, model)
+        write_tokenizer(directory, json.loads((directory / "config.json").read_text())["vocab_size"])
+    return directory
+
+
+def _offline(
+    model: str, directory: Path, dtype: str, names: Sequence[str], repeats: int, limits: Limits, logs: Path
+) -> Sequence[Row]:
+    try:
+        return list(measure_model(model, directory, dtype, names, repeats, work_of(directory, dtype), limits, logs))
+    except SideError as error:
+        print(f"{model} {dtype}: {error}", file=sys.stderr)
+        return []
+
+
+def _serving(
+    models: Sequence[str], dtypes: Sequence[str], names: Sequence[str], repeats: int, logs: Path
+) -> list[ServingRow]:
+    servers = [name for name in names if name != "transformers"]
+    rows = []
+    for model in models:
+        for dtype in dtypes:
+            rows += measure_serving(model, _directory(model, logs), dtype, servers, LOADS, repeats, logs)
+            print("\n".join(line for row in rows[-len(LOADS) :] for line in format_serving(row)), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

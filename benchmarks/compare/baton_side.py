@@ -1,0 +1,47 @@
+"""Baton's engine as one of the sides. The prefix cache is off: repeats would find their prompts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.compare.side import serve
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.messages import AddRequest
+from common.types import RequestId, SamplingParams
+
+
+class Baton:
+    """See Generator."""
+
+    def __init__(self, directory: str, dtype: str) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=directory, dtype=dtype),
+            cache=CacheConfig(enable_prefix_caching=False),
+            scheduler=SchedulerConfig(target_itl_ms=None),  # as for offline generation: no stream waits for a step
+        )
+        self._client = InprocClient(config)
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """See Generator."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        tokens: dict[RequestId, list[int]] = {}
+        for prompt in prompts:
+            request_id = RequestId(f"r{self._num_requests}")
+            self._num_requests += 1
+            tokens[request_id] = []
+            self._client.add_request(
+                AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling=sampling)
+            )
+        while self._client.has_work:
+            for output in self._client.step().outputs:
+                tokens[output.request_id].extend(token.token_id for token in output.tokens)
+            on_step(min(map(len, tokens.values())))
+        return list(tokens.values())
+
+
+if __name__ == "__main__":
+    serve(Baton)

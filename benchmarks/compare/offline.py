@@ -1,0 +1,122 @@
+"""Batches of prompts whose tokens nobody waits for, given to each side in turn."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.compare.limits import Limits, Work
+from benchmarks.compare.peers import Side
+from benchmarks.compare.side import Generation
+
+_CONTEXT, _DECODED = 128, 48
+_WARM_UP_TOKENS = 4
+_FIRST_WORD = 3  # tokens below may be special
+
+
+class Measure(NamedTuple):
+    """What to run, and which figure of it to take."""
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    figure: Callable[[Generation], float]
+    limit: Callable[[Work, Limits], float]  # the best that the machine could do
+
+
+def _decode(batch: int) -> Measure:
+    return Measure(
+        f"decode, batch {batch}",
+        "ms",
+        False,
+        batch,
+        _CONTEXT,
+        _DECODED,
+        lambda generation: statistics.median(generation.gaps_ms),
+        lambda work, limits: 1e3 * work.decode_s(limits, batch, _CONTEXT + _DECODED // 2),
+    )
+
+
+def _prefill(num_tokens: int) -> Measure:
+    return Measure(
+        f"prefill, {num_tokens} tokens",
+        "tokens/s",
+        True,
+        1,
+        num_tokens,
+        1,
+        lambda generation: num_tokens / generation.seconds,
+        lambda work, limits: num_tokens / work.prefill_s(limits, num_tokens),
+    )
+
+
+def _throughput(num_prompts: int, prompt_tokens: int, output_tokens: int) -> Measure:
+    def limit(work: Work, limits: Limits) -> float:
+        prefill_s = num_prompts * work.prefill_s(limits, prompt_tokens)
+        step_s = work.decode_s(limits, num_prompts, prompt_tokens + output_tokens // 2)
+        return num_prompts * output_tokens / (prefill_s + (output_tokens - 1) * step_s)
+
+    return Measure(
+        f"offline, {num_prompts} x ({prompt_tokens} in, {output_tokens} out)",
+        "tokens/s",
+        True,
+        num_prompts,
+        prompt_tokens,
+        output_tokens,
+        lambda generation: num_prompts * output_tokens / generation.seconds,
+        limit,
+    )
+
+
+MEASURES = (_decode(1), _decode(8), _decode(32), _prefill(1024), _throughput(32, 256, 64))
+
+
+class Row(NamedTuple):
+    """One measure of one model."""
+
+    model: str
+    dtype: str
+    measure: str
+    unit: str
+    higher_is_better: bool
+    figures: dict[str, list[float]]  # by side, one for each repeat
+    limit: float
+    same_tokens: dict[str, bool]  # by side: the tokens were Baton's
+
+
+def measure_model(
+    model: str, directory: Path, dtype: str, names: Sequence[str], repeats: int, work: Work, limits: Limits, logs: Path
+) -> Iterator[Row]:
+    """All measures of one model, on sides that have loaded it. Raises SideError."""
+    with ExitStack() as stack:
+        sides = [stack.enter_context(Side(name, directory, dtype, logs / f"{name}.log")) for name in names]
+        for measure in MEASURES:
+            yield _measure(model, dtype, measure, sides, repeats, work.vocab_size, measure.limit(work, limits))
+
+
+def _measure(
+    model: str, dtype: str, measure: Measure, sides: Sequence[Side], repeats: int, vocab_size: int, limit: float
+) -> Row:
+    figures: dict[str, list[float]] = {side.name: [] for side in sides}
+    same = {side.name: True for side in sides}
+    for repeat in range(repeats + 1):  # the first sets things up
+        source = random.Random(repeat)
+        prompts = [
+            [source.randrange(_FIRST_WORD, vocab_size) for _ in range(measure.prompt_tokens)]
+            for _ in range(measure.num_prompts)
+        ]
+        num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, _WARM_UP_TOKENS)
+        shift = repeat % len(sides)  # no side is always the first
+        generations = {side.name: side.generate(prompts, num_tokens) for side in (*sides[shift:], *sides[:shift])}
+        for side in sides:
+            same[side.name] &= generations[side.name].tokens == generations[sides[0].name].tokens
+            if repeat:
+                figures[side.name].append(measure.figure(generations[side.name]))
+    return Row(model, dtype, measure.name, measure.unit, measure.higher_is_better, figures, limit, same)

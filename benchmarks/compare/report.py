@@ -1,0 +1,141 @@
+"""The figures as lines for the terminal, a page of markdown and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.compare.limits import Limits
+from benchmarks.compare.offline import Row
+from benchmarks.compare.serving import ServingRow
+
+PEERS = ("vllm", "transformers")
+_TITLES = {"baton": "Baton", "vllm": "vLLM", "transformers": "transformers"}
+_COLOURS = {"baton": "#2f6fde", "vllm": "#d9822b", "transformers": "#7a8594"}
+_SERVING = {
+    "output_throughput": ("throughput", "tokens/s", True),
+    "median_ttft_ms": ("TTFT p50", "ms", False),
+    "median_itl_ms": ("ITL p50", "ms", False),
+    "p99_itl_ms": ("ITL p99", "ms", False),
+}
+
+
+def median(row: Row, name: str) -> float:
+    """Of a side's repeats."""
+    return statistics.median(row.figures[name])
+
+
+def ahead(row: Row, peer: str) -> float:
+    """How many times as good Baton is."""
+    ratio = median(row, "baton") / median(row, peer)
+    return ratio if row.higher_is_better else 1 / ratio
+
+
+def share_of_limit(row: Row) -> float:
+    """How close Baton comes to what the machine could do."""
+    share = median(row, "baton") / row.limit
+    return share if row.higher_is_better else 1 / share
+
+
+def format_row(row: Row) -> str:
+    """One line."""
+    peers = [name for name in PEERS if name in row.figures]
+    others = "  ".join(f"{name} {median(row, name):.4g} (x{ahead(row, name):.2f})" for name in peers)
+    same = "" if all(row.same_tokens.values()) else "  tokens differ"
+    return (
+        f"{row.model:<6} {row.dtype:<9} {row.measure:<30} {median(row, 'baton'):>9.4g} {row.unit:<9} {others}  "
+        f"{100 * share_of_limit(row):.0f} % of the limit{same}"
+    )
+
+
+def format_serving(row: ServingRow) -> list[str]:
+    """A line for each figure."""
+    lines = []
+    for figure, (title, unit, higher_is_better) in _SERVING.items():
+        medians = {name: statistics.median(each[figure] for each in runs) for name, runs in row.figures.items()}
+        ratio = medians["baton"] / medians["vllm"] if "vllm" in medians else float("nan")
+        lines.append(
+            f"| {row.model} | {row.dtype} | {row.load} | {title} | {unit} | "
+            + " | ".join(_spread(name, [each[figure] for each in runs]) for name, runs in row.figures.items())
+            + f" | {ratio if higher_is_better else 1 / ratio:.2f} |"
+        )
+    return lines
+
+
+def _spread(name: str, values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
+
+
+def format_page(
+    machine: Mapping[str, str],
+    limits: Mapping[str, Limits],
+    names: Sequence[str],
+    rows: Sequence[Row],
+    serving: Sequence[ServingRow],
+) -> str:
+    """The page."""
+    peers = [name for name in PEERS if name in names]
+    lines = [
+        "# Baton next to what users would run instead",
+        "",
+        "`python -m benchmarks.compare`; medians, ranges of the repeats in brackets. A ratio above 1: Baton is ahead.",
+        "The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what",
+        "the work needs.",
+        "",
+        *(f"- {key}: {value}" for key, value in machine.items()),
+        *(
+            f"- {dtype}: reads {each.read_bytes_per_s / 1e9:.1f} GB/s, multiplies {each.flops_per_s / 1e9:,.0f} GFLOP/s"
+            for dtype, each in limits.items()
+        ),
+        "",
+        "| model | type | measure | unit | "
+        + " | ".join(_TITLES[name] for name in names)
+        + " | "
+        + " | ".join(f"Baton / {_TITLES[name]}" for name in peers)
+        + " | of the limit | same tokens |",
+        "|---" * (6 + len(names) + len(peers)) + "|",
+    ]
+    for row in rows:
+        different = [_TITLES[name] for name, same in row.same_tokens.items() if not same]
+        lines.append(
+            f"| {row.model} | {row.dtype} | {row.measure} | {row.unit} | "
+            + " | ".join(_spread(name, row.figures[name]) for name in names)
+            + " | "
+            + " | ".join(f"{ahead(row, name):.2f}" for name in peers)
+            + f" | {100 * share_of_limit(row):.0f} % | {'not ' + ', '.join(different) if different else 'yes'} |"
+        )
+    if serving:
+        sides = " | ".join(_TITLES[name] for name in serving[0].figures)
+        lines += ["", "## Serving", "", f"| model | type | load | figure | unit | {sides} | Baton / vLLM |"]
+        lines.append("|---" * (6 + len(serving[0].figures)) + "|")
+        lines += [line for row in serving for line in format_serving(row)]
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Bars: each side's figure as a share of the limit."""
+    bar, gap, left, width = 12, 14, 330, 900
+    height = 60 + len(rows) * (len(names) * bar + gap)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        '<g font-size="12"><text x="10" y="20">Share of what the machine could do at most</text>',
+    ]
+    for number, name in enumerate(names):
+        x = left + number * 130
+        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{_COLOURS[name]}"/>')
+        parts.append(f'<text x="{x + 18}" y="38">{_TITLES[name]}</text>')
+    y = 56.0
+    for row in rows:
+        parts.append(f'<text x="10" y="{y + bar * len(names) / 2 + 4}">{row.model} {row.dtype}, {row.measure}</text>')
+        for name in names:
+            share = median(row, name) / row.limit
+            share = share if row.higher_is_better else 1 / share
+            length = min(1.0, share) * (width - left - 60)
+            parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar - 2}" fill="{_COLOURS[name]}"/>')
+            parts.append(
+                f'<text x="{left + length + 4:.1f}" y="{y + bar - 3}" font-size="10">{100 * share:.0f} %</text>'
+            )
+            y += bar
+        y += gap
+    return "\n".join([*parts, "</g></svg>"]) + "\n"

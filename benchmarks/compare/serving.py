@@ -1,0 +1,162 @@
+"""Servers under load over HTTP, in turn, with `baton bench serve` as the client of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.compare.peers import CHECKOUT, SideError, python_of
+
+_READY_S, _RUN_S, _END_S, _POLL_S = 600.0, 900.0, 60.0, 0.5
+_CLI = [sys.executable, "-m", "cli.main"]
+_FIGURES = ("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_itl_ms")
+
+
+class Load(NamedTuple):
+    """What clients send: so many streams at once, and beside them, perhaps, long prompts every so often."""
+
+    name: str
+    pods: str  # of Baton: prefill and decode
+    streams: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    long_prompt_tokens: int = 0
+    long_prompts_per_s: float = 0.0
+
+
+LOADS = (
+    Load("colocated, 1 stream 512/64", "0:1", 1, 6, 512, 64),
+    Load("colocated, 8 streams 512/64", "0:1", 8, 24, 512, 64),
+    Load("1P1D, 8 streams 128/128 beside 2,048 tokens every 2 s", "1:1", 8, 32, 128, 128, 2048, 0.5),
+)
+
+
+class ServingRow(NamedTuple):
+    """One load on one model."""
+
+    model: str
+    dtype: str
+    load: str
+    figures: dict[str, list[dict[str, float]]]  # by side, one for each repeat
+
+
+class Server(AbstractContextManager["Server"]):
+    """A server in processes of its own; its URL once it is ready. Raises SideError."""
+
+    def __init__(self, name: str, directory: Path, dtype: str, pods: str, log: Path) -> None:
+        self.name = name
+        self._log = log
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command, variables = _command(name, directory, dtype, pods, port)
+        with log.open("w") as sink:
+            self._process = subprocess.Popen(
+                command, stdout=sink, stderr=sink, cwd=CHECKOUT, env={**os.environ, **variables}, start_new_session=True
+            )
+        try:
+            self._wait()
+        except SideError:
+            self.__exit__()
+            raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _READY_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise SideError(f"{self.name} has ended:\n{self._log.read_text(errors='replace')[-2000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:  # noqa: S310
+                    if json.load(answer)["data"]:
+                        return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                pass
+            time.sleep(_POLL_S)
+        raise SideError(f"{self.name} was not ready after {_READY_S:.0f} s")
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def measure_serving(
+    model: str, directory: Path, dtype: str, names: Sequence[str], loads: Sequence[Load], repeats: int, logs: Path
+) -> list[ServingRow]:
+    """All loads; servers of one load run side by side and take turns. Raises SideError."""
+    rows = []
+    for load in loads:
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(Server(name, directory, dtype, load.pods, logs / f"serve-{name}.log"))
+                for name in names
+            ]
+            figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            for repeat in range(repeats):
+                for server in servers[:: -1 if repeat % 2 else 1]:
+                    figures[server.name].append(_run(load, server.url, directory, repeat, logs))
+        rows.append(ServingRow(model, dtype, load.name, figures))
+    return rows
+
+
+def _run(load: Load, url: str, directory: Path, seed: int, logs: Path) -> dict[str, float]:
+    results = logs / "bench.json"
+    streams = _bench(url, directory, load.prompt_tokens, load.output_tokens, load.requests, seed)
+    streams += ["--max-concurrency", str(load.streams), "--num-warmups", "2", "--json", str(results)]
+    beside = None
+    if load.long_prompts_per_s:
+        long = _bench(url, directory, load.long_prompt_tokens, 1, 10_000, seed + 1)
+        long += ["--request-rate", str(load.long_prompts_per_s), "--burstiness", "1e6"]
+        beside = subprocess.Popen(long, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=CHECKOUT)
+    try:
+        done = subprocess.run(streams, capture_output=True, text=True, check=False, timeout=_RUN_S, cwd=CHECKOUT)
+    finally:
+        if beside is not None:
+            beside.terminate()
+            beside.wait(_END_S)
+    if done.returncode:
+        raise SideError(f"{' '.join(streams)}\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(results.read_text())
+    return {name: float(found[name]) for name in _FIGURES}
+
+
+def _bench(url: str, directory: Path, prompt_tokens: int, output_tokens: int, requests: int, seed: int) -> list[str]:
+    return [
+        *_CLI, "bench", "serve", "--url", url, "--tokenizer", str(directory), "--ignore-eos", "--seed", str(seed),
+        "--input-len", str(prompt_tokens), "--output-len", str(output_tokens), "--num-prompts", str(requests),
+    ]  # fmt: skip
+
+
+def _command(name: str, directory: Path, dtype: str, pods: str, port: int) -> tuple[list[str], dict[str, str]]:
+    if name == "baton":
+        prefill, _, decode = pods.partition(":")
+        return [
+            *_CLI, "up", str(directory), "--dtype", dtype, "--prefill", prefill, "--decode", decode,
+            "--port", str(port), "--grpc-port", "0", "--log-level", "warning",
+        ], {}  # fmt: skip
+    python = python_of(name)
+    assert python is not None
+    return [
+        python.path, "-m", "vllm.entrypoints.cli.main", "serve", str(directory), "--dtype", dtype,
+        "--max-model-len", "4096", "--port", str(port), "--host", "127.0.0.1",
+    ], dict(python.variables)  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

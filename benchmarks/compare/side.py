@@ -1,0 +1,56 @@
+"""What is compared: one process each, which loads a model once and answers orders, one line of JSON each.
+
+The processes live side by side and take turns; one without an order waits for the next line and computes nothing. This
+module needs the standard library only, as a side may run in a Python environment of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Generation(NamedTuple):
+    """One batch generated."""
+
+    tokens: list[list[int]]
+    seconds: float  # from the order to the last token
+    gaps_ms: list[float]  # between the steps that completed a token for all prompts
+
+
+class Generator(Protocol):
+    """A model that one of the sides has loaded."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """Returns `num_tokens` greedy tokens after each prompt, ends of sequence ignored. Calls `on_step` after each
+        step with the number of tokens that every prompt has by then."""
+
+
+def serve(load: Callable[[str, str], Generator]) -> None:
+    """Runs a side until its input ends; `load` gets directory and dtype, which are the command's arguments."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    side = load(*sys.argv[1:])
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(_timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
+
+
+def _timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
+    stamps: list[float] = []
+
+    def note(num_complete: int) -> None:
+        stamps.extend([time.perf_counter()] * (num_complete - len(stamps)))
+
+    started = time.perf_counter()
+    tokens = side.generate(prompts, num_tokens, note)
+    gaps = [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(stamps)]
+    return Generation(tokens, stamps[-1] - started, gaps)

@@ -1,0 +1,52 @@
+"""`generate` of transformers as one of the sides, with its default cache and `sdpa` attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from benchmarks.compare.side import serve
+
+
+class Transformers:
+    """See Generator."""
+
+    def __init__(self, directory: str, dtype: str) -> None:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """See Generator."""
+        prompt_ids = torch.tensor(prompts, device=self._model.device)
+        output = self._model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([_StepWatch(prompt_ids.shape[1], on_step)]),
+        )
+        tokens: list[list[int]] = output[:, prompt_ids.shape[1] :].tolist()
+        return tokens
+
+
+class _StepWatch(StoppingCriteria):
+    """Never stops; reports each step."""
+
+    def __init__(self, num_prompt_tokens: int, on_step: Callable[[int], None]) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._on_step = on_step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        self._on_step(input_ids.shape[1] - self._num_prompt_tokens)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+if __name__ == "__main__":
+    serve(Transformers)

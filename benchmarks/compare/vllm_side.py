@@ -1,0 +1,48 @@
+"""vLLM's engine as one of the sides, compiled as it is by default, in the environment of `make peers`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, as Baton's is
+
+from vllm import LLM, SamplingParams
+
+from benchmarks.compare.side import serve
+
+
+class Vllm:
+    """See Generator."""
+
+    def __init__(self, directory: str, dtype: str) -> None:
+        llm = LLM(
+            model=directory,
+            dtype=dtype,
+            max_model_len=4096,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+        )
+        self._engine = llm.llm_engine
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """See Generator."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        tokens: dict[str, list[int]] = {}
+        for prompt in prompts:
+            request_id = f"r{self._num_requests}"
+            self._num_requests += 1
+            tokens[request_id] = []
+            self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            on_step(min(map(len, tokens.values())))
+        return list(tokens.values())
+
+
+if __name__ == "__main__":
+    serve(Vllm)

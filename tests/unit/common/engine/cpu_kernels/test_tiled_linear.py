@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from common.engine.cpu_kernels import tiled_linear
+from common.engine.cpu_kernels.compiled import Call
+from common.engine.cpu_kernels.tiled_linear import MAX_ROWS, can_tile, configuration, has_tiles, tiled_linear_kernel
+
+IN_FEATURES, OUT_FEATURES = 96, 192
+
+
+@pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("block", [32, 64])
+def test_computes_the_same_and_each_row_whatever_is_beside_it(block, has_bias):
+    torch.manual_seed(0)
+    inputs = torch.randn(MAX_ROWS, IN_FEATURES).bfloat16()
+    weight = (torch.randn(OUT_FEATURES, IN_FEATURES) / 8).bfloat16()
+    bias = torch.randn(OUT_FEATURES) if has_bias else None
+    expected = torch.nn.functional.linear(inputs.double(), weight.double(), bias.double() if has_bias else None)
+    whole = multiply(inputs, weight, bias, block)
+    torch.testing.assert_close(whole.double(), expected, atol=2**-7, rtol=2**-7)
+    for num_rows in (1, 2, 15, 16, 17, 31):
+        assert torch.equal(multiply(inputs[:num_rows].clone(), weight, bias, block), whole[:num_rows])
+
+
+def multiply(inputs, weight, bias, block):
+    packed = weight.view(-1, block, IN_FEATURES // 2, 2).transpose(1, 2).contiguous()
+    num_rows = len(inputs)
+    out = torch.full((num_rows, OUT_FEATURES), torch.nan, dtype=torch.bfloat16)
+    call = Call(
+        tiled_linear_kernel(block, num_tiles=-(-num_rows // tiled_linear.TILE), has_bias=bias is not None),
+        inputs=inputs.data_ptr(),
+        weight=packed.data_ptr(),
+        out=out.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        configuration=configuration(num_rows).data_ptr(),
+        num_rows=num_rows,
+        in_features=IN_FEATURES,
+        out_features=OUT_FEATURES,
+    )
+    call.run(OUT_FEATURES // block, 2)
+    return out
+
+
+def test_processors_without_the_instructions_are_not_asked_for_them(monkeypatch):
+    monkeypatch.setattr(tiled_linear.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(tiled_linear.ctypes, "CDLL", lambda name: pytest.fail("asked"))
+    assert not has_tiles.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "block", "can"),
+    [(64, 128, 32, True), (48, 128, 32, False), (64, 100, 32, False), (64, 144, 48, False)],
+)
+def test_sizes(in_features, out_features, block, can):
+    assert can_tile(in_features, out_features, block) == can
