@@ -1,12 +1,13 @@
 """The loop around an EngineCore, on a thread of its own: take commands, step, emit outputs.
 
 Idle means blocked: with nothing to compute the loop waits on its command queue, to which clients add commands and the
-connector, through the core, a wake-up.
+connector, through the core, a wake-up. Every few seconds of that it reports for how long it has waited.
 """
 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
@@ -17,12 +18,15 @@ from common.engine.messages import (
     AddRequest,
     Call,
     EngineCommand,
+    EngineCoreOutputs,
     EngineReply,
     EngineSpec,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
+
+IDLE_REPORT_S = 5.0  # between two reports of an idle engine
 
 
 class _Wakeup:
@@ -52,11 +56,23 @@ class EngineLoop:
     thread, and may block for a bounded time.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        emit: Callable[[EngineReply], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._emit = emit
         self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
         self._core = EngineCore(
-            config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP), on_news=emit, on_failure=self.fail
+            config,
+            executor,
+            on_wakeup=lambda: self._commands.put(_WAKEUP),
+            on_news=emit,
+            on_failure=self.fail,
+            clock=clock,
         )
 
     @property
@@ -88,9 +104,10 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Executes the commands that have arrived, waiting while there is nothing to compute. False: stop."""
+        self._core.begin_commands()
         while True:
             try:
-                command = self._commands.get(block=not self._core.has_work)
+                command = self._commands.get_nowait() if self._core.has_work else self._wait_for_command()
             except queue.Empty:
                 return True
             match command:
@@ -106,3 +123,14 @@ class EngineLoop:
                     return False
                 case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
                     pass  # the latter are for the transfer thread, which has got them
+
+    def _wait_for_command(self) -> EngineCommand | _Wakeup | _Stop | _Failure:
+        self._core.begin_wait()
+        while True:
+            try:
+                command = self._commands.get(timeout=IDLE_REPORT_S)
+            except queue.Empty:
+                self._emit(EngineCoreOutputs(outputs=[], phases=self._core.phase_seconds()))
+            else:
+                self._core.begin_commands()
+                return command

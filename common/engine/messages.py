@@ -149,6 +149,19 @@ class StepFigures(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
+class PhaseSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of the step loop since the start, by what it did. They add up to the time for which it has run."""
+
+    schedule: float = 0.0  # taking commands and deciding what the next step computes
+    prepare: float = 0.0  # building the step's batch
+    forward: float = 0.0  # running the model; on a GPU launching it, which returns before the GPU is done
+    sample: float = 0.0  # choosing tokens; the wait for the GPU included, unless it chooses them itself
+    device: float = 0.0  # waiting for a GPU that runs the model and chooses tokens
+    update: float = 0.0  # taking results and handing out outputs
+    transfer: float = 0.0  # taking news of KV transfers, or waiting for them with nothing to compute
+    wait: float = 0.0  # no request to compute
+
+
 class TransferFigures(msgspec.Struct, frozen=True, array_like=True):
     """Transfers in one direction since the start, as the connector settled them."""
 
@@ -228,6 +241,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omi
     stats: EngineStats | None = None  # None: not of a step
     kv_stored: bytes = b""  # block hashes, 16 bytes each, added to the prefix cache
     kv_removed: bytes = b""  # and those removed from it
+    phases: PhaseSeconds | None = None  # with each step, and every few seconds while there is none
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):

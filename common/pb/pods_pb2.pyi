@@ -890,6 +890,7 @@ class PodStats(_message.Message):
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     KV_BYTES_SAVED_FIELD_NUMBER: _builtins.int
     KV_BYTES_LOADED_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -926,6 +927,10 @@ class PodStats(_message.Message):
     def kv_events(self) -> Global___KVEvents:
         """If asked for, and something changed."""
 
+    @_builtins.property
+    def phases(self) -> Global___PhaseSeconds:
+        """Where the time of the pod's engine went, since start."""
+
     def __init__(
         self,
         *,
@@ -946,14 +951,65 @@ class PodStats(_message.Message):
         prefix_cache_hits: _builtins.int = ...,
         kv_bytes_saved: _builtins.int = ...,
         kv_bytes_loaded: _builtins.int = ...,
+        phases: Global___PhaseSeconds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
+
+@_typing.final
+class PhaseSeconds(_message.Message):
+    """Seconds of an engine's step loop, by what it did. They add up to the time for which it has run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
+    FORWARD_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    schedule: _builtins.float
+    """Taking commands and deciding what the next step computes."""
+    prepare: _builtins.float
+    """Building the step's batch."""
+    forward: _builtins.float
+    """Running the model; on a GPU launching it."""
+    sample: _builtins.float
+    """Choosing tokens; the wait for the GPU included, unless it chooses them itself."""
+    device: _builtins.float
+    """Waiting for a GPU that runs the model and chooses tokens."""
+    update: _builtins.float
+    """Taking results and handing out outputs."""
+    transfer: _builtins.float
+    """Taking news of KV transfers, or waiting for them with nothing to compute."""
+    wait: _builtins.float
+    """No request to compute."""
+    def __init__(
+        self,
+        *,
+        schedule: _builtins.float = ...,
+        prepare: _builtins.float = ...,
+        forward: _builtins.float = ...,
+        sample: _builtins.float = ...,
+        device: _builtins.float = ...,
+        update: _builtins.float = ...,
+        transfer: _builtins.float = ...,
+        wait: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "forward", b"forward", "prepare", b"prepare", "sample", b"sample", "schedule", b"schedule", "transfer", b"transfer", "update", b"update", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseSeconds: _TypeAlias = PhaseSeconds  # noqa: Y015
 
 @_typing.final
 class KVEvents(_message.Message):

@@ -12,6 +12,7 @@ from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
+from common.pod.convert import phase_seconds_to_pb
 from common.rpc.errors import rpc_errors
 from common.step_budget import MIN_PREFILL_TOKENS
 
@@ -145,4 +146,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             prefix_cache_hits=stats.prefix_cache_hits,
             kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_block,
             kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_block,
+            phases=phase_seconds_to_pb(self._pod.stats.phases),
         )
