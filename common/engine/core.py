@@ -37,7 +37,6 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
-    PhaseSeconds,
     RequestOutput,
     TransferQuiesced,
     TransferTarget,
@@ -85,7 +84,7 @@ class EngineCore:
         the core is unusable."""
         self._executor = executor
         self._clock = clock
-        self._phases = PhaseClock(clock)
+        self.phases = PhaseClock(clock)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_step_s = 0.0
@@ -142,7 +141,7 @@ class EngineCore:
         self.spec = msgspec.structs.replace(
             self.spec, is_direct=facts.is_direct, connector_address=facts.address, max_write_s=facts.max_write_s
         )
-        self._port = TransferPort(kv, facts, self._actor, self._phases)
+        self._port = TransferPort(kv, facts, self._actor, self.phases)
         self._actor.start(opened.connector, facts, self.spec.block_size)
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class EngineCore:
         flight = self._ahead or self._begin_next()
         self._ahead = self._begin_ahead(flight)
         result = flight.running.result()
-        self._phases.enter(Phase.UPDATE)
+        self.phases.enter(Phase.UPDATE)
         finished = self._clock()
         if self._port is not None:
             self._port.fence = result.fence
@@ -223,11 +222,11 @@ class EngineCore:
             stats=self.stats(),
             kv_stored=cache.stored,
             kv_removed=cache.removed,
-            phases=self._phases.seconds(),
+            phases=self.phases.seconds(),
         )
 
     def _begin_next(self) -> _Flight:
-        self._phases.enter(Phase.SCHEDULE)
+        self.phases.enter(Phase.SCHEDULE)
         began = self._clock()
         step = self._scheduler.schedule(began)
         self._tell_urgent_news()
@@ -237,13 +236,19 @@ class EngineCore:
         """Begins the step after the one that runs, if that needs nothing of its outcome."""
         if not self._may_run_ahead or not flight.step.num_scheduled_tokens:
             return None
-        self._phases.enter(Phase.SCHEDULE)
+        self.phases.enter(Phase.SCHEDULE)
         step = self._scheduler.schedule_ahead()
         return None if step is None else self._submit(step, self._clock())
 
     def _submit(self, step: SchedulerOutput, began: float) -> _Flight:
-        self._phases.enter(Phase.PREPARE)
-        return _Flight(step, self._executor.submit(step, self._phases), began)
+        observer = self.phases.observer
+        if observer is not None:
+            observer.begin_step(step)
+        self.phases.enter(Phase.PREPARE)
+        running = self._executor.submit(step, self.phases)
+        if observer is not None:
+            observer.end_step()
+        return _Flight(step, running, began)
 
     def _tell_urgent_news(self) -> None:
         if news := self._scheduler.take_urgent_news():
@@ -255,12 +260,12 @@ class EngineCore:
 
     def begin_commands(self) -> None:
         """Called when the owner begins to take commands."""
-        self._phases.enter(Phase.SCHEDULE)
+        self.phases.enter(Phase.SCHEDULE)
 
     def begin_wait(self) -> None:
         """Called when the owner begins to wait for commands because there is nothing to compute."""
         awaits_kv = self._scheduler.has_unfinished and self._num_transfers > 0
-        self._phases.enter(Phase.TRANSFER if awaits_kv else Phase.WAIT)
+        self.phases.enter(Phase.TRANSFER if awaits_kv else Phase.WAIT)
 
     # -- questions --------------------------------------------------------------------------------------------------
 
@@ -268,10 +273,6 @@ class EngineCore:
         """Returns the current statistics."""
         stats = msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
-
-    def phase_seconds(self) -> PhaseSeconds:
-        """Returns where the time since the start went."""
-        return self._phases.seconds()
 
     def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from common.engine.config import EngineConfig
 from common.engine.core import EngineCore
@@ -17,14 +18,20 @@ from common.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
+    CallResult,
+    EndProfile,
     EngineCommand,
     EngineCoreOutputs,
     EngineReply,
     EngineSpec,
+    StartProfile,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
+
+if TYPE_CHECKING:
+    from common.engine.profiling.profile import Profile
 
 IDLE_REPORT_S = 5.0  # between two reports of an idle engine
 
@@ -66,6 +73,7 @@ class EngineLoop:
     ) -> None:
         self._emit = emit
         self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
+        self._profile: Profile | None = None
         self._core = EngineCore(
             config,
             executor,
@@ -97,9 +105,13 @@ class EngineLoop:
         """Serves until stopped. Any exception is fatal for the engine."""
         while self._take_commands():
             self._emit(self._core.step())
+            self._continue_profile()
 
     def close(self) -> None:
         """Release the executor. Idempotent."""
+        if self._profile is not None:
+            self._profile.cancel("the engine is closed")
+            self._profile = None
         self._core.close()
 
     def _take_commands(self) -> bool:
@@ -117,6 +129,12 @@ class EngineLoop:
                     self._core.abort_requests(command.request_ids)
                 case Call():
                     self._emit(self._core.call(command))
+                case StartProfile():
+                    self._start_profile(command)
+                case EndProfile(call_id):
+                    if self._profile is not None and self._profile.call_id == call_id:
+                        self._profile.cancel("it was cancelled")
+                        self._profile = None
                 case _Failure():
                     raise command.error
                 case _Stop():
@@ -127,10 +145,25 @@ class EngineLoop:
     def _wait_for_command(self) -> EngineCommand | _Wakeup | _Stop | _Failure:
         self._core.begin_wait()
         while True:
+            left_s = IDLE_REPORT_S if self._profile is None else self._profile.remaining_s
             try:
-                command = self._commands.get(timeout=IDLE_REPORT_S)
+                command = self._commands.get(timeout=min(left_s, IDLE_REPORT_S))
             except queue.Empty:
-                self._emit(EngineCoreOutputs(outputs=[], phases=self._core.phase_seconds()))
+                self._emit(EngineCoreOutputs(outputs=[], phases=self._core.phases.seconds()))
+                self._continue_profile()
             else:
                 self._core.begin_commands()
                 return command
+
+    def _start_profile(self, command: StartProfile) -> None:
+        from common.engine.profiling.profile import Profile  # torch, which a core of another executor may not need
+
+        if self._profile is not None:
+            self._emit(CallResult(call_id=command.call_id, error="a profile is being taken already"))
+        else:
+            self._profile = Profile(command, self._core.phases, self._emit)
+            self._continue_profile()
+
+    def _continue_profile(self) -> None:
+        if self._profile is not None and self._profile.check():
+            self._profile = None

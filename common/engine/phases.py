@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from common.engine.messages import PhaseSeconds
+from common.engine.scheduler.output import SchedulerOutput
 
 
 class Phase(enum.IntEnum):
@@ -22,10 +24,24 @@ class Phase(enum.IntEnum):
     WAIT = 7
 
 
+class StepObserver(Protocol):
+    """Hears of phases and steps while a profile is taken. Called on the step loop's thread."""
+
+    def begin_phase(self, phase: Phase) -> None:
+        """A phase begins, and the one before it ends."""
+
+    def begin_step(self, step: SchedulerOutput) -> None:
+        """The step is about to be submitted."""
+
+    def end_step(self) -> None:
+        """It was submitted."""
+
+
 class PhaseClock:
     """Adds up the seconds of each phase. Used on one thread; a change of phase reads the clock once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.observer: StepObserver | None = None
         self._clock = clock
         self._seconds = [0.0] * len(Phase)
         self._phase = Phase.WAIT
@@ -36,6 +52,8 @@ class PhaseClock:
         now, ended = self._clock(), self._phase
         self._seconds[ended] += now - self._since
         self._since, self._phase = now, phase
+        if self.observer is not None and phase is not ended:
+            self.observer.begin_phase(phase)
         return ended
 
     def seconds(self) -> PhaseSeconds:

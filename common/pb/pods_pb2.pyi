@@ -37,6 +37,31 @@ POD_ROLE_PREFILL: PodRole.ValueType  # 1
 POD_ROLE_DECODE: PodRole.ValueType  # 2
 Global___PodRole: _TypeAlias = PodRole  # noqa: Y015
 
+class _ProfileEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProfileEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProfileEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROFILE_END_UNSPECIFIED: _ProfileEnd.ValueType  # 0
+    PROFILE_END_SECONDS: _ProfileEnd.ValueType  # 1
+    """The time was over."""
+    PROFILE_END_STEPS: _ProfileEnd.ValueType  # 2
+    """It had max_steps."""
+    PROFILE_END_EVENTS: _ProfileEnd.ValueType  # 3
+    """It had as many events as a trace may have."""
+
+class ProfileEnd(_ProfileEnd, metaclass=_ProfileEndEnumTypeWrapper): ...
+
+PROFILE_END_UNSPECIFIED: ProfileEnd.ValueType  # 0
+PROFILE_END_SECONDS: ProfileEnd.ValueType  # 1
+"""The time was over."""
+PROFILE_END_STEPS: ProfileEnd.ValueType  # 2
+"""It had max_steps."""
+PROFILE_END_EVENTS: ProfileEnd.ValueType  # 3
+"""It had as many events as a trace may have."""
+Global___ProfileEnd: _TypeAlias = ProfileEnd  # noqa: Y015
+
 @_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1144,6 +1169,107 @@ class ResetPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """For how long, above 0 and at most 60."""
+    max_steps: _builtins.int
+    """It also ends after so many steps; 0: no limit."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        max_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    part: _builtins.bytes
+    """Of the trace: JSON in Chrome's trace format, compressed by gzip."""
+    @_builtins.property
+    def report(self) -> Global___ProfileReport: ...
+    def __init__(
+        self,
+        *,
+        report: Global___ProfileReport | None = ...,
+        part: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "part", b"part", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "part", b"part", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["report", "part"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ProfileEvent: _TypeAlias = ProfileEvent  # noqa: Y015
+
+@_typing.final
+class ProfileReport(_message.Message):
+    """What was recorded. Times are without the pauses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PAUSED_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVENTS_FIELD_NUMBER: _builtins.int
+    ENDED_BY_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Recorded."""
+    paused_s: _builtins.float
+    """Seconds in which the step loop stood still while the profiler was stopped and started."""
+    num_steps: _builtins.int
+    """0: the engine was idle."""
+    num_tokens: _builtins.int
+    """Computed by the steps."""
+    num_events: _builtins.int
+    """In the trace."""
+    ended_by: Global___ProfileEnd.ValueType
+    num_bytes: _builtins.int
+    """Of all parts together."""
+    @_builtins.property
+    def phases(self) -> Global___PhaseSeconds:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        paused_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_events: _builtins.int = ...,
+        ended_by: Global___ProfileEnd.ValueType = ...,
+        phases: Global___PhaseSeconds | None = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_bytes", b"num_bytes", "num_events", b"num_events", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "paused_s", b"paused_s", "phases", b"phases", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileReport: _TypeAlias = ProfileReport  # noqa: Y015
 
 @_typing.final
 class CheckIntegrityRequest(_message.Message):
