@@ -17,6 +17,7 @@ from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.executor.inproc import InprocExecutor
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.output import SchedulerOutput
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
@@ -44,12 +45,12 @@ class PacedExecutor(InprocExecutor):
         """See Executor."""
         return measured_steps(self._steps, self._budget)
 
-    def submit(self, step: SchedulerOutput) -> RunningStep:
+    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
         """See Executor."""
         if not step.num_scheduled_tokens:  # the engine only takes notes, as one of any speed does at once
-            return super().submit(step)
+            return super().submit(step, phases)
         due = time.perf_counter() + self._steps.seconds(_described(step))
-        outcome = super().submit(step).result()
+        outcome = super().submit(step, phases).result()
         time.sleep(max(0.0, due - time.perf_counter()))
         return FinishedStep(outcome)
 

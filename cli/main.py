@@ -34,6 +34,7 @@ COMMANDS = {
     "run-batch": Command("cli.run_batch", "Answer the requests of a file in OpenAI's batch format.", "router"),
     "plan": Command("cli.plan", "Say how many prefill and decode pods a load needs, and why.", "router"),
     "profile-engine": Command("cli.profile_engine", "Measure the engine's steps here, for plans.", "engine"),
+    "profile": Command("cli.profile", "Take a trace of a pod's engine while it serves.", "router"),
     "keys": Command("cli.keys", "Make API keys of the router.", "router"),
     "certs": Command("cli.certs", "Make certificates for router and pods, for development.", "certs"),
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
@@ -42,7 +43,7 @@ TOPICS = {
     "clusters": ("up", "status", "logs", "down", "serve", "health"),
     "clients": ("complete", "chat", "run-batch"),
     "sizing": ("bench", "plan", "profile-engine"),
-    "tools": ("doctor", "fetch", "kv", "keys", "certs"),
+    "tools": ("doctor", "profile", "fetch", "kv", "keys", "certs"),
 }
 _HELP_END = """\
 examples:

@@ -57,6 +57,8 @@ class FakePod:
     ) -> None:
         self.reply = reply
         self.num_cached_tokens = 0  # reported for each request
+        self.profiles: list[pods_pb2.ProfileRequest] = []
+        self.profile_events: list[pods_pb2.ProfileEvent] = []  # the answer
         self.num_cache_resets = 0
         self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100)
         self.info = pods_pb2.PodInfo(
@@ -285,6 +287,13 @@ class _PodServicer(pods_pb2_grpc.PodServicer):
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.CheckIntegrityResponse:
         return pods_pb2.CheckIntegrityResponse()
+
+    async def Profile(  # noqa: N802
+        self, request: pods_pb2.ProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pods_pb2.ProfileEvent]:
+        self._pod.profiles.append(request)
+        for event in self._pod.profile_events:
+            yield event
 
 
 class _PrefillServicer(pods_pb2_grpc.PrefillServicer):

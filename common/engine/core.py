@@ -42,6 +42,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.phases import Phase, PhaseClock
 from common.engine.scheduler.output import SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.actor import TransferActor
@@ -83,6 +84,7 @@ class EngineCore:
         the core is unusable."""
         self._executor = executor
         self._clock = clock
+        self.phases = PhaseClock(clock)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_step_s = 0.0
@@ -139,7 +141,7 @@ class EngineCore:
         self.spec = msgspec.structs.replace(
             self.spec, is_direct=facts.is_direct, connector_address=facts.address, max_write_s=facts.max_write_s
         )
-        self._port = TransferPort(kv, facts, self._actor)
+        self._port = TransferPort(kv, facts, self._actor, self.phases)
         self._actor.start(opened.connector, facts, self.spec.block_size)
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -202,6 +204,7 @@ class EngineCore:
         flight = self._ahead or self._begin_next()
         self._ahead = self._begin_ahead(flight)
         result = flight.running.result()
+        self.phases.enter(Phase.UPDATE)
         finished = self._clock()
         if self._port is not None:
             self._port.fence = result.fence
@@ -214,23 +217,38 @@ class EngineCore:
         if step.total_num_scheduled_tokens:  # a step without tokens does not show the model's speed
             self._last_step_s = step_s
         cache = self._scheduler.take_cache_change()
-        return EngineCoreOutputs(outputs=outputs, stats=self.stats(), kv_stored=cache.stored, kv_removed=cache.removed)
+        return EngineCoreOutputs(
+            outputs=outputs,
+            stats=self.stats(),
+            kv_stored=cache.stored,
+            kv_removed=cache.removed,
+            phases=self.phases.seconds(),
+        )
 
     def _begin_next(self) -> _Flight:
+        self.phases.enter(Phase.SCHEDULE)
         began = self._clock()
         step = self._scheduler.schedule(began)
         self._tell_urgent_news()
-        return _Flight(step, self._executor.submit(step), began)
+        return self._submit(step, began)
 
     def _begin_ahead(self, flight: _Flight) -> _Flight | None:
         """Begins the step after the one that runs, if that needs nothing of its outcome."""
         if not self._may_run_ahead or not flight.step.num_scheduled_tokens:
             return None
+        self.phases.enter(Phase.SCHEDULE)
         step = self._scheduler.schedule_ahead()
-        if step is None:
-            return None
-        began = self._clock()
-        return _Flight(step, self._executor.submit(step), began)
+        return None if step is None else self._submit(step, self._clock())
+
+    def _submit(self, step: SchedulerOutput, began: float) -> _Flight:
+        observer = self.phases.observer
+        if observer is not None:
+            observer.begin_step(step)
+        self.phases.enter(Phase.PREPARE)
+        running = self._executor.submit(step, self.phases)
+        if observer is not None:
+            observer.end_step()
+        return _Flight(step, running, began)
 
     def _tell_urgent_news(self) -> None:
         if news := self._scheduler.take_urgent_news():
@@ -239,6 +257,15 @@ class EngineCore:
     def _take_unsent(self) -> list[RequestOutput]:
         unsent, self._unsent = self._unsent, []
         return unsent
+
+    def begin_commands(self) -> None:
+        """Called when the owner begins to take commands."""
+        self.phases.enter(Phase.SCHEDULE)
+
+    def begin_wait(self) -> None:
+        """Called when the owner begins to wait for commands because there is nothing to compute."""
+        awaits_kv = self._scheduler.has_unfinished and self._num_transfers > 0
+        self.phases.enter(Phase.TRANSFER if awaits_kv else Phase.WAIT)
 
     # -- questions --------------------------------------------------------------------------------------------------
 

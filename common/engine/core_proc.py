@@ -189,6 +189,8 @@ def _exit_with_parent(directory: Path) -> None:
 def main() -> int:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    # Two lines for each window of a profile, otherwise. Read when torch is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
     setup_logging(launch.log_level, launch.name, launch.log_format)

@@ -1,13 +1,15 @@
 """The loop around an EngineCore, on a thread of its own: take commands, step, emit outputs.
 
 Idle means blocked: with nothing to compute the loop waits on its command queue, to which clients add commands and the
-connector, through the core, a wake-up.
+connector, through the core, a wake-up. Every few seconds of that it reports for how long it has waited.
 """
 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from common.engine.config import EngineConfig
 from common.engine.core import EngineCore
@@ -16,13 +18,22 @@ from common.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
+    CallResult,
+    EndProfile,
     EngineCommand,
+    EngineCoreOutputs,
     EngineReply,
     EngineSpec,
+    StartProfile,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
+
+if TYPE_CHECKING:
+    from common.engine.profiling.profile import Profile
+
+IDLE_REPORT_S = 5.0  # between two reports of an idle engine
 
 
 class _Wakeup:
@@ -52,11 +63,24 @@ class EngineLoop:
     thread, and may block for a bounded time.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, emit: Callable[[EngineReply], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        emit: Callable[[EngineReply], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._emit = emit
         self._commands: queue.SimpleQueue[EngineCommand | _Wakeup | _Stop | _Failure] = queue.SimpleQueue()
+        self._profile: Profile | None = None
         self._core = EngineCore(
-            config, executor, on_wakeup=lambda: self._commands.put(_WAKEUP), on_news=emit, on_failure=self.fail
+            config,
+            executor,
+            on_wakeup=lambda: self._commands.put(_WAKEUP),
+            on_news=emit,
+            on_failure=self.fail,
+            clock=clock,
         )
 
     @property
@@ -81,16 +105,21 @@ class EngineLoop:
         """Serves until stopped. Any exception is fatal for the engine."""
         while self._take_commands():
             self._emit(self._core.step())
+            self._continue_profile()
 
     def close(self) -> None:
         """Release the executor. Idempotent."""
+        if self._profile is not None:
+            self._profile.cancel("the engine is closed")
+            self._profile = None
         self._core.close()
 
     def _take_commands(self) -> bool:
         """Executes the commands that have arrived, waiting while there is nothing to compute. False: stop."""
+        self._core.begin_commands()
         while True:
             try:
-                command = self._commands.get(block=not self._core.has_work)
+                command = self._commands.get_nowait() if self._core.has_work else self._wait_for_command()
             except queue.Empty:
                 return True
             match command:
@@ -100,9 +129,41 @@ class EngineLoop:
                     self._core.abort_requests(command.request_ids)
                 case Call():
                     self._emit(self._core.call(command))
+                case StartProfile():
+                    self._start_profile(command)
+                case EndProfile(call_id):
+                    if self._profile is not None and self._profile.call_id == call_id:
+                        self._profile.cancel("it was cancelled")
+                        self._profile = None
                 case _Failure():
                     raise command.error
                 case _Stop():
                     return False
                 case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
                     pass  # the latter are for the transfer thread, which has got them
+
+    def _wait_for_command(self) -> EngineCommand | _Wakeup | _Stop | _Failure:
+        self._core.begin_wait()
+        while True:
+            left_s = IDLE_REPORT_S if self._profile is None else self._profile.remaining_s
+            try:
+                command = self._commands.get(timeout=min(left_s, IDLE_REPORT_S))
+            except queue.Empty:
+                self._emit(EngineCoreOutputs(outputs=[], phases=self._core.phases.seconds()))
+                self._continue_profile()
+            else:
+                self._core.begin_commands()
+                return command
+
+    def _start_profile(self, command: StartProfile) -> None:
+        from common.engine.profiling.profile import Profile  # torch, which a core of another executor may not need
+
+        if self._profile is not None:
+            self._emit(CallResult(call_id=command.call_id, error="a profile is being taken already"))
+        else:
+            self._profile = Profile(command, self._core.phases, self._emit)
+            self._continue_profile()
+
+    def _continue_profile(self) -> None:
+        if self._profile is not None and self._profile.check():
+            self._profile = None

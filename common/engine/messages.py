@@ -1,8 +1,8 @@
 """The messages between a client and an EngineCore; msgspec structs, msgpack on the wire.
 
 Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, TransferTarget, TransferQuiesced,
-Call. Core -> client: `EngineCoreOutputs`, one per step with outputs and further ones with outputs of
-transfers, which do not wait for a step; and `CallResult`.
+Call, StartProfile, EndProfile. Core -> client: `EngineCoreOutputs`, one per step with outputs and further ones with
+outputs of transfers, which do not wait for a step; and `CallResult`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,25 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     method: Literal["engine_spec", "stats", "check_integrity", "reset_prefix_cache"]
 
 
-EngineCommand = AddRequest | AbortRequests | TransferUpdate | TransferTarget | TransferQuiesced | Call
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Takes a trace of the step loop, which is written to `directory`; see `common.engine.profiling`. Answered by a
+    CallResult with a ProfileReport or an error. One at a time."""
+
+    call_id: int
+    directory: str  # of the client, which removes it
+    seconds: float
+    max_steps: int = 0  # 0: no limit
+
+
+class EndProfile(msgspec.Struct, frozen=True, tag=True):
+    """Ends a profile before its time. It is still answered, with an error. Ignored if it is over."""
+
+    call_id: int
+
+
+EngineCommand = (
+    AddRequest | AbortRequests | TransferUpdate | TransferTarget | TransferQuiesced | Call | StartProfile | EndProfile
+)
 
 
 class RequestStarted(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +165,19 @@ class StepFigures(msgspec.Struct, frozen=True, array_like=True):
     num_steps: int = 0
     num_tokens: int = 0  # scheduled
     seconds: float = 0.0
+
+
+class PhaseSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of the step loop since the start, by what it did. They add up to the time for which it has run."""
+
+    schedule: float = 0.0  # taking commands and deciding what the next step computes
+    prepare: float = 0.0  # building the step's batch
+    forward: float = 0.0  # running the model; on a GPU launching it, which returns before the GPU is done
+    sample: float = 0.0  # choosing tokens; the wait for the GPU included, unless it chooses them itself
+    device: float = 0.0  # waiting for a GPU that runs the model and chooses tokens
+    update: float = 0.0  # taking results and handing out outputs
+    transfer: float = 0.0  # taking news of KV transfers, or waiting for them with nothing to compute
+    wait: float = 0.0  # no request to compute
 
 
 class TransferFigures(msgspec.Struct, frozen=True, array_like=True):
@@ -220,6 +251,18 @@ class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_transfers: int  # block transfers not settled
 
 
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a profile has recorded. Times are without the pauses."""
+
+    seconds: float  # recorded
+    paused_s: float  # in which the step loop stood still, while the profiler was stopped and started again
+    num_steps: int
+    num_tokens: int  # that they computed
+    num_events: int
+    ended_by: Literal["seconds", "steps", "events"]  # what was reached; events: the most that a trace has
+    phases: PhaseSeconds
+
+
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The outputs of one step, or of transfers in between. Applied in order, they give the contents of the prefix
     cache: it starts empty, and the removals of a step come before its additions."""
@@ -228,13 +271,14 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omi
     stats: EngineStats | None = None  # None: not of a step
     kv_stored: bytes = b""  # block hashes, 16 bytes each, added to the prefix cache
     kv_removed: bytes = b""  # and those removed from it
+    phases: PhaseSeconds | None = None  # with each step, and every few seconds while there is none
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to a Call."""
 
     call_id: int
-    result: EngineSpec | EngineStats | IntegrityReport | None = None
+    result: EngineSpec | EngineStats | IntegrityReport | ProfileReport | None = None
     error: str = ""
 
 

@@ -37,6 +37,31 @@ POD_ROLE_PREFILL: PodRole.ValueType  # 1
 POD_ROLE_DECODE: PodRole.ValueType  # 2
 Global___PodRole: _TypeAlias = PodRole  # noqa: Y015
 
+class _ProfileEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProfileEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProfileEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROFILE_END_UNSPECIFIED: _ProfileEnd.ValueType  # 0
+    PROFILE_END_SECONDS: _ProfileEnd.ValueType  # 1
+    """The time was over."""
+    PROFILE_END_STEPS: _ProfileEnd.ValueType  # 2
+    """It had max_steps."""
+    PROFILE_END_EVENTS: _ProfileEnd.ValueType  # 3
+    """It had as many events as a trace may have."""
+
+class ProfileEnd(_ProfileEnd, metaclass=_ProfileEndEnumTypeWrapper): ...
+
+PROFILE_END_UNSPECIFIED: ProfileEnd.ValueType  # 0
+PROFILE_END_SECONDS: ProfileEnd.ValueType  # 1
+"""The time was over."""
+PROFILE_END_STEPS: ProfileEnd.ValueType  # 2
+"""It had max_steps."""
+PROFILE_END_EVENTS: ProfileEnd.ValueType  # 3
+"""It had as many events as a trace may have."""
+Global___ProfileEnd: _TypeAlias = ProfileEnd  # noqa: Y015
+
 @_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -890,6 +915,7 @@ class PodStats(_message.Message):
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     KV_BYTES_SAVED_FIELD_NUMBER: _builtins.int
     KV_BYTES_LOADED_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -926,6 +952,10 @@ class PodStats(_message.Message):
     def kv_events(self) -> Global___KVEvents:
         """If asked for, and something changed."""
 
+    @_builtins.property
+    def phases(self) -> Global___PhaseSeconds:
+        """Where the time of the pod's engine went, since start."""
+
     def __init__(
         self,
         *,
@@ -946,14 +976,65 @@ class PodStats(_message.Message):
         prefix_cache_hits: _builtins.int = ...,
         kv_bytes_saved: _builtins.int = ...,
         kv_bytes_loaded: _builtins.int = ...,
+        phases: Global___PhaseSeconds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
+
+@_typing.final
+class PhaseSeconds(_message.Message):
+    """Seconds of an engine's step loop, by what it did. They add up to the time for which it has run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
+    FORWARD_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    schedule: _builtins.float
+    """Taking commands and deciding what the next step computes."""
+    prepare: _builtins.float
+    """Building the step's batch."""
+    forward: _builtins.float
+    """Running the model; on a GPU launching it."""
+    sample: _builtins.float
+    """Choosing tokens; the wait for the GPU included, unless it chooses them itself."""
+    device: _builtins.float
+    """Waiting for a GPU that runs the model and chooses tokens."""
+    update: _builtins.float
+    """Taking results and handing out outputs."""
+    transfer: _builtins.float
+    """Taking news of KV transfers, or waiting for them with nothing to compute."""
+    wait: _builtins.float
+    """No request to compute."""
+    def __init__(
+        self,
+        *,
+        schedule: _builtins.float = ...,
+        prepare: _builtins.float = ...,
+        forward: _builtins.float = ...,
+        sample: _builtins.float = ...,
+        device: _builtins.float = ...,
+        update: _builtins.float = ...,
+        transfer: _builtins.float = ...,
+        wait: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "forward", b"forward", "prepare", b"prepare", "sample", b"sample", "schedule", b"schedule", "transfer", b"transfer", "update", b"update", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseSeconds: _TypeAlias = PhaseSeconds  # noqa: Y015
 
 @_typing.final
 class KVEvents(_message.Message):
@@ -1088,6 +1169,107 @@ class ResetPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """For how long, above 0 and at most 60."""
+    max_steps: _builtins.int
+    """It also ends after so many steps; 0: no limit."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        max_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfileEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    part: _builtins.bytes
+    """Of the trace: JSON in Chrome's trace format, compressed by gzip."""
+    @_builtins.property
+    def report(self) -> Global___ProfileReport: ...
+    def __init__(
+        self,
+        *,
+        report: Global___ProfileReport | None = ...,
+        part: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "part", b"part", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "part", b"part", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["report", "part"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ProfileEvent: _TypeAlias = ProfileEvent  # noqa: Y015
+
+@_typing.final
+class ProfileReport(_message.Message):
+    """What was recorded. Times are without the pauses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PAUSED_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVENTS_FIELD_NUMBER: _builtins.int
+    ENDED_BY_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Recorded."""
+    paused_s: _builtins.float
+    """Seconds in which the step loop stood still while the profiler was stopped and started."""
+    num_steps: _builtins.int
+    """0: the engine was idle."""
+    num_tokens: _builtins.int
+    """Computed by the steps."""
+    num_events: _builtins.int
+    """In the trace."""
+    ended_by: Global___ProfileEnd.ValueType
+    num_bytes: _builtins.int
+    """Of all parts together."""
+    @_builtins.property
+    def phases(self) -> Global___PhaseSeconds:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        paused_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_events: _builtins.int = ...,
+        ended_by: Global___ProfileEnd.ValueType = ...,
+        phases: Global___PhaseSeconds | None = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_bytes", b"num_bytes", "num_events", b"num_events", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "paused_s", b"paused_s", "phases", b"phases", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileReport: _TypeAlias = ProfileReport  # noqa: Y015
 
 @_typing.final
 class CheckIntegrityRequest(_message.Message):

@@ -296,6 +296,11 @@ class PodStub:
                 request_serializer=baton_dot_v1_dot_pods__pb2.CheckIntegrityRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_pods__pb2.CheckIntegrityResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/baton.v1.Pod/Profile',
+                request_serializer=baton_dot_v1_dot_pods__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.ProfileEvent.FromString,
+                _registered_method=True)
 
 
 class PodServicer:
@@ -344,6 +349,14 @@ class PodServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
+        One at a time; RESOURCE_EXHAUSTED while another is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PodServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -376,6 +389,11 @@ def add_PodServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=baton_dot_v1_dot_pods__pb2.CheckIntegrityRequest.FromString,
                     response_serializer=baton_dot_v1_dot_pods__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.ProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.ProfileEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -541,6 +559,33 @@ class Pod:
             '/baton.v1.Pod/CheckIntegrity',
             baton_dot_v1_dot_pods__pb2.CheckIntegrityRequest.SerializeToString,
             baton_dot_v1_dot_pods__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Pod/Profile',
+            baton_dot_v1_dot_pods__pb2.ProfileRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.ProfileEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -156,6 +156,10 @@ class PodStub:
     """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]
     """States the pod's invariants: every request ended, every block accounted for."""
+    Profile: _grpc.UnaryStreamMultiCallable[_pods_pb2.ProfileRequest, _pods_pb2.ProfileEvent]
+    """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
+    One at a time; RESOURCE_EXHAUSTED while another is taken.
+    """
 
 @_typing.type_check_only
 class PodAsyncStub(PodStub):
@@ -174,6 +178,10 @@ class PodAsyncStub(PodStub):
     """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]  # type: ignore[assignment]
     """States the pod's invariants: every request ended, every block accounted for."""
+    Profile: _aio.UnaryStreamMultiCallable[_pods_pb2.ProfileRequest, _pods_pb2.ProfileEvent]  # type: ignore[assignment]
+    """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
+    One at a time; RESOURCE_EXHAUSTED while another is taken.
+    """
 
 class PodServicer(metaclass=_abc_1.ABCMeta):
     """Served by every pod."""
@@ -225,5 +233,15 @@ class PodServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pods_pb2.CheckIntegrityResponse, _abc.Awaitable[_pods_pb2.CheckIntegrityResponse]]:
         """States the pod's invariants: every request ended, every block accounted for."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _pods_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pods_pb2.ProfileEvent], _abc.AsyncIterator[_pods_pb2.ProfileEvent]]:
+        """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
+        One at a time; RESOURCE_EXHAUSTED while another is taken.
+        """
 
 def add_PodServicer_to_server(servicer: PodServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

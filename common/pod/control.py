@@ -12,6 +12,8 @@ from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
+from common.pod.convert import phase_seconds_to_pb
+from common.pod.profiles import PodProfiles
 from common.rpc.errors import rpc_errors
 from common.step_budget import MIN_PREFILL_TOKENS
 
@@ -35,9 +37,10 @@ class OpenWork(Protocol):
 class PodServicer(pods_pb2_grpc.PodServicer):
     """Served by every pod."""
 
-    def __init__(self, context: PodContext, front: OpenWork) -> None:
+    def __init__(self, context: PodContext, front: OpenWork, profiles: PodProfiles) -> None:
         self._pod = context
         self._front = front
+        self._profiles = profiles
 
     async def GetInfo(  # noqa: N802  (the proto's name)
         self, request: pods_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -126,6 +129,13 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             num_transfers=report.num_transfers + self._front.num_handoffs,
         )
 
+    async def Profile(  # type: ignore[override]  # noqa: N802  (as WatchStats)
+        self, request: pods_pb2.ProfileRequest, context: grpc.aio.ServicerContext[Any, pods_pb2.ProfileEvent]
+    ) -> None:
+        """Takes a profile of the engine and sends it. A call that ends before ends the profile."""
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
+            await self._profiles.take(request, context.write)
+
     def _report(self, stats: EngineStats, events: pods_pb2.KVEvents | None = None) -> pods_pb2.PodStats:
         return pods_pb2.PodStats(
             num_running=stats.num_running,
@@ -145,4 +155,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             prefix_cache_hits=stats.prefix_cache_hits,
             kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_block,
             kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_block,
+            phases=phase_seconds_to_pb(self._pod.stats.phases),
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 
-from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, RequestOutput
+import msgspec
+
+from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RequestOutput
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
-from common.pb import common_pb2
+from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
 from common.types import HASH_BYTES, BlockHash, RequestId, SampledToken
@@ -63,6 +65,11 @@ def error_of(output: RequestOutput) -> BatonError:
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
     """Converts a token and its log probabilities, if it has any."""
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
+
+
+def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:
+    """Converts the seconds of each phase of the step loop."""
+    return pods_pb2.PhaseSeconds(**msgspec.structs.asdict(phases))
 
 
 def _target_itl_s(target_ms: float) -> float:

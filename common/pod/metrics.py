@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from common.engine.messages import EngineSpec
+from common.engine.messages import EngineSpec, PhaseSeconds
 from common.observability.build_info import BuildInfo
 from common.observability.model_label import MODEL_LABEL, OfModel
 from common.observability.tracing.tracer import trace_span_counter
@@ -202,6 +202,18 @@ class _EngineFigures(Collector):
             tokens.add_metric([self._model_name, kind], steps.num_steps, steps.num_tokens)
         yield seconds
         yield tokens
+        yield self._phases()
+
+    def _phases(self) -> Metric:
+        family = CounterMetricFamily(
+            "baton_pod_step_phase_seconds",
+            "Time of the engine's step loop, by what it did; the phases add up to the time for which it has run.",
+            labels=[MODEL_LABEL, "phase"],
+        )
+        phases = self._stats.phases
+        for phase in PhaseSeconds.__struct_fields__:
+            family.add_metric([self._model_name, phase], getattr(phases, phase))
+        return family
 
     def _transfers(self) -> Iterator[Metric]:
         stats = self._stats.latest

@@ -95,6 +95,8 @@ class EngineRequests:
                     self._deliver(output)
                 if step.kv_stored or step.kv_removed:
                     self._cache.apply(step.kv_stored, step.kv_removed)
+                if step.phases is not None:
+                    self._stats.publish_phases(step.phases)
                 if step.stats is not None:
                     self._stats.publish(step.stats)
             raise EngineDeadError("the engine closed its output stream")

@@ -40,6 +40,7 @@ from common.pod.control import OpenWork, PodServicer
 from common.pod.metrics import PREFIX as METRICS_PREFIX
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
+from common.pod.profiles import PodProfiles
 from common.pod.stats import StatsBoard
 from common.pod.tasks import TaskSet
 from common.registry import PodRecord, RedisRegistry
@@ -120,9 +121,11 @@ class PodRuntime:
                 credentials=self._tls.server_credentials() if self._tls is not None else None,
             )
             front.add_to(self.server.grpc_server)
-            add_PodServicer_to_server(PodServicer(context, front), self.server.grpc_server)
+            profiles = PodProfiles(self._engine)
+            add_PodServicer_to_server(PodServicer(context, front, profiles), self.server.grpc_server)
             stack.push_async_callback(self.server.stop)
             stack.push_async_callback(front.close)
+            stack.push_async_callback(profiles.close)
             if self.config.metrics_port is not None:
                 loop_figures = LoopFigures(METRICS_PREFIX, asyncio.get_running_loop())
                 context.metrics.registry.register(loop_figures)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from common.engine.messages import EngineStats
+from common.engine.messages import EngineStats, PhaseSeconds
 
 
 class StatsBoard:
     """Written by one task after each step, read by any number of watchers. A slow watcher skips some."""
 
     def __init__(self, initial: EngineStats) -> None:
-        self.latest = initial
+        self.latest = initial  # replaced by steps only: that it changes shows that the engine makes some
+        self.phases = PhaseSeconds()  # told by an idle engine as well
         self._watchers: set[asyncio.Event] = set()
 
     def publish(self, stats: EngineStats) -> None:
         """Replaces the statistics."""
         self.latest = stats
+        self.touch()
+
+    def publish_phases(self, phases: PhaseSeconds) -> None:
+        """Replaces the seconds of the step loop's phases."""
+        self.phases = phases
         self.touch()
 
     def touch(self) -> None:

@@ -20,6 +20,7 @@ from router.pods.pod import Pod
 
 _LABELS = ("role", "address", MODEL_LABEL)
 _MAX_WORD_CHARS = 64  # of what a pod says of itself
+_PHASES = tuple(field.name for field in pods_pb2.PhaseSeconds.DESCRIPTOR.fields)
 
 
 class _Figure(NamedTuple):
@@ -45,7 +46,7 @@ _GAUGES = (
     _Figure(
         "baton_router_pod_last_step_seconds",
         "Duration of the pod's last step.",
-        lambda stats: stats.last_step_s if 0 <= stats.last_step_s < math.inf else 0.0,
+        lambda stats: _finite(stats.last_step_s),
     ),
 )
 _COUNTERS = (
@@ -94,7 +95,19 @@ class RelayedFigures(Collector):
                 for labels, stats in reports:
                     family.add_metric(labels, figure.value(stats))
                 yield family
+        yield self._phases(reports)
         yield self._info()
+
+    def _phases(self, reports: list[tuple[list[str], pods_pb2.PodStats]]) -> Metric:
+        family = CounterMetricFamily(
+            "baton_router_pod_step_phase_seconds",
+            "Time of the step loop of the pod's engine, by what it did.",
+            labels=[*_LABELS, "phase"],
+        )
+        for labels, stats in reports:
+            for phase in _PHASES:
+                family.add_metric([*labels, phase], _finite(getattr(stats.phases, phase)))
+        return family
 
     def _info(self) -> Metric:
         family = GaugeMetricFamily(
@@ -107,6 +120,11 @@ class RelayedFigures(Collector):
                 words = [word[:_MAX_WORD_CHARS] for word in (info.pod_id, info.version, info.connector)]
                 family.add_metric([*_labels(pod), *words, str(info.num_blocks), str(info.block_size)], 1)
         return family
+
+
+def _finite(seconds: float) -> float:
+    """0 for what no clock shows."""
+    return seconds if 0 <= seconds < math.inf else 0.0
 
 
 def _labels(pod: Pod) -> list[str]:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import itertools
 import logging
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Literal
 
+from common.engine.client.base import EngineProfile
 from common.engine.launch import EngineFailed, EngineProcReply, EngineReady
 from common.engine.messages import (
     AbortRequests,
     AddRequest,
     Call,
     CallResult,
+    EndProfile,
     EngineCommand,
     EngineCoreOutputs,
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    ProfileReport,
+    StartProfile,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
-from common.errors import BatonError, DeadlineExceededError, EngineDeadError
+from common.engine.profiling import TRACE_FILE
+from common.errors import BatonError, DeadlineExceededError, EngineDeadError, UnavailableError
 from common.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -49,6 +58,7 @@ class AsyncClientBase(abc.ABC):
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._cause_of_death: BatonError | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._directory: str | None = None  # private, for what the engine writes; None: the system's for such files
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -171,6 +181,29 @@ class AsyncClientBase(abc.ABC):
         assert isinstance(result, IntegrityReport)
         return result
 
+    @asynccontextmanager
+    async def profile(self, *, seconds: float, max_steps: int = 0) -> AsyncIterator[EngineProfile]:
+        """See EngineClient."""
+        self._check_alive()
+        with tempfile.TemporaryDirectory(prefix="profile-", dir=self._directory) as directory:  # mode 0700
+            call_id = next(self._call_ids)
+            command = StartProfile(call_id=call_id, directory=directory, seconds=seconds, max_steps=max_steps)
+            answer = self._begin_call(call_id, command)
+            try:
+                outcome = await self._answer_of(asyncio.shield(answer), "a profile", seconds + self._call_timeout_s)
+            except asyncio.CancelledError:
+                if not answer.done():
+                    self._send(EndProfile(call_id))
+                with contextlib.suppress(BatonError):  # until nothing writes to the directory any more
+                    await self._answer_of(answer, "the end of a profile", self._call_timeout_s)
+                raise
+            finally:
+                self._calls.pop(call_id, None)
+            if outcome.error:
+                raise UnavailableError(outcome.error)
+            assert isinstance(outcome.result, ProfileReport)
+            yield EngineProfile(outcome.result, Path(directory, TRACE_FILE))
+
     async def reset_prefix_cache(self) -> None:
         """Removes all cached blocks that no request owns."""
         await self._call("reset_prefix_cache")
@@ -196,19 +229,26 @@ class AsyncClientBase(abc.ABC):
 
     async def _call(
         self, method: Literal["stats", "check_integrity", "reset_prefix_cache"]
-    ) -> EngineSpec | EngineStats | IntegrityReport | None:
-        self._check_alive()
+    ) -> EngineSpec | EngineStats | IntegrityReport | ProfileReport | None:
         call = Call(next(self._call_ids), method)
-        answer: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = answer
-        self._send(call)
+        self._check_alive()
         try:
-            async with asyncio.timeout(self._call_timeout_s):
-                return (await answer).result
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"the engine did not answer {method} in {self._call_timeout_s} s") from error
+            return (await self._answer_of(self._begin_call(call.call_id, call), method, self._call_timeout_s)).result
         finally:
             self._calls.pop(call.call_id, None)
+
+    def _begin_call(self, call_id: int, command: EngineCommand) -> asyncio.Future[CallResult]:
+        answer: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        self._send(command)
+        return answer
+
+    async def _answer_of(self, answer: asyncio.Future[CallResult], what: str, timeout_s: float) -> CallResult:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"the engine did not answer {what} in {timeout_s:g} s") from error
 
     def _fail_calls(self, reason: str) -> None:
         calls, self._calls = self._calls, {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from common.engine.messages import (
     AddRequest,
@@ -11,11 +13,19 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    ProfileReport,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
 )
 from common.types import RequestId
+
+
+class EngineProfile(NamedTuple):
+    """A profile that was taken."""
+
+    report: ProfileReport
+    trace: Path  # in Chrome's format, compressed by gzip; exists within the context only
 
 
 class EngineClient(Protocol):
@@ -54,6 +64,10 @@ class EngineClient(Protocol):
 
     async def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""
+
+    def profile(self, *, seconds: float, max_steps: int = 0) -> AbstractAsyncContextManager[EngineProfile]:
+        """Takes a profile for so long, or so many steps unless 0, and provides it within the context. Raises
+        UnavailableError if it failed, DeadlineExceededError if the engine does not answer. One at a time."""
 
     async def reset_prefix_cache(self) -> None:
         """Removes all cached blocks that no request owns."""

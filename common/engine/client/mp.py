@@ -71,6 +71,7 @@ class AsyncMPClient(AsyncClientBase):
 
     async def _start_engine(self) -> None:
         directory = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))  # mode 0700
+        self._directory = directory
         launch = Launch(
             config=self._config,
             executor=self._executor,

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from common.engine.config import Kernels
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -77,8 +78,9 @@ class Executor(Protocol):
         """Opens the connector over the KV cache, if there is one; the caller uses it until `close`. `on_settled` may
         be called from any thread, also between steps."""
 
-    def submit(self, step: SchedulerOutput) -> RunningStep:
-        """Begins one step: removes dropped requests, runs the forward pass, samples."""
+    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
+        """Begins one step: removes dropped requests, runs the forward pass, samples. Called in Phase.PREPARE; notes in
+        `phases` what comes after it, also while its result is waited for."""
 
     def close(self) -> None:
         """Releases everything, the connector included. Idempotent; safe after a partial start."""

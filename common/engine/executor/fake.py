@@ -21,6 +21,7 @@ import torch
 from common.engine.config import EngineConfig
 from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
+from common.engine.phases import Phase, PhaseClock
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
@@ -233,8 +234,9 @@ class FakeExecutor:
             self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
         )
 
-    def submit(self, step: SchedulerOutput) -> FinishedStep:
+    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> FinishedStep:
         """See Executor."""
+        phases.enter(Phase.FORWARD)
         return FinishedStep(self.execute(step))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from common.engine.config import EngineConfig
 from common.engine.executor.base import ModelFacts, OpenConnector, RunningStep
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.output import SchedulerOutput
 from common.engine.worker.worker import Worker
 
@@ -37,9 +38,9 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.runs_ahead
 
-    def submit(self, step: SchedulerOutput) -> RunningStep:
+    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
         """See Executor."""
-        return self._worker.submit(step)
+        return self._worker.submit(step, phases)
 
     def close(self) -> None:
         """See Executor."""

@@ -11,6 +11,7 @@ import msgspec
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import EngineStats
+from common.engine.phases import Phase, PhaseClock
 from common.engine.scheduler.kv_transfers import Arrival, HandedOver, Kept, Restored
 from common.engine.scheduler.request import Request
 from common.engine.transfers.messages import (
@@ -88,13 +89,14 @@ class _Totals:
 class TransferPort:
     """See KVTransfers. Used on the step loop's thread only."""
 
-    def __init__(self, kv: KVCacheManager, facts: ConnectorFacts, actor: Actor) -> None:
+    def __init__(self, kv: KVCacheManager, facts: ConnectorFacts, actor: Actor, phases: PhaseClock) -> None:
         """Tiers are used with prefix caching only."""
         self._kv = kv
         self._is_direct = facts.is_direct
         self._keeps_blocks = facts.keeps_blocks and kv.enable_prefix_caching
         self._offloads = facts.wants_offloads and kv.enable_prefix_caching
         self._actor = actor
+        self._phases = phases
         self.fence: Fence = None  # the end of the last step on the device; set after each
         self._totals = _Totals()
         self._open: dict[RequestId, list[Block]] = {}  # pinned blocks of the handoffs that the actor has not closed
@@ -217,6 +219,7 @@ class TransferPort:
 
     def collect(self) -> list[Arrival]:
         """See KVTransfers."""
+        interrupted = self._phases.enter(Phase.TRANSFER)
         arrivals: list[Arrival] = []
         for note in self._actor.take_notes():
             match note:
@@ -226,6 +229,7 @@ class TransferPort:
                     arrivals.append(note)
                 case Closed():
                     self._close(note.request_id)
+        self._phases.enter(interrupted)
         return arrivals
 
     def knows(self, request_id: RequestId) -> bool:

@@ -13,6 +13,7 @@ from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.model.loader import LoadedModel
+from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.draws import Draws
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
@@ -83,22 +84,25 @@ class ModelRunner:
     def run(self, num_scheduled_tokens: dict[RequestId, int]) -> ModelRunnerOutput:
         """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
-        return self.submit(num_scheduled_tokens).result()
+        return self.submit(num_scheduled_tokens, PhaseClock()).result()
 
     @torch.inference_mode()
-    def submit(self, num_scheduled_tokens: dict[RequestId, int]) -> RunningStep:
-        """Begins to. The step is over at once unless a GPU computes it and all requests are simple."""
+    def submit(self, num_scheduled_tokens: dict[RequestId, int], phases: PhaseClock) -> RunningStep:
+        """Begins to. The step is over at once unless a GPU computes it and all requests are simple. `phases`: see
+        Executor."""
         before = self._sampling
         batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
             self._clear(batch.opened_blocks)
         if before is not None and not before.is_settled:
             batch = before.fill_in(batch)
+        phases.enter(Phase.FORWARD)
         logits = self._forward(batch)
+        phases.enter(Phase.SAMPLE)
         if self._samples_on_device(batch):
             assert self._sample_on_device is not None
             token_ids = self._sample_on_device(logits, self._table.draws(batch.sampled_rows))
-            self._sampling = SamplingStep(token_ids, batch, self._table)
+            self._sampling = SamplingStep(token_ids, batch, self._table, phases)
             return self._sampling
         if before is not None:
             before.settle()

@@ -17,6 +17,7 @@ from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector,
 from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.kernel_cache import bound_kernel_caches
@@ -116,17 +117,17 @@ class Worker:
         """See Executor.runs_ahead."""
         return self._loaded is not None and self._loaded.attention_backend == "triton"
 
-    def submit(self, step: SchedulerOutput) -> RunningStep:
+    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        return _FencedStep(self._runner.submit(step.num_scheduled_tokens), self._fence())
+        return _FencedStep(self._runner.submit(step.num_scheduled_tokens, phases), self._fence())
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
-        return self.submit(step).result()
+        return self.submit(step, PhaseClock()).result()
 
     def close(self) -> None:
         """See Executor.close."""

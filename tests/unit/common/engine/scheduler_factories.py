@@ -35,6 +35,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.grammars import Grammars
 from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
@@ -100,7 +101,7 @@ class SchedulerWithTransfers(Scheduler):
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, facts: ConnectorFacts, **settings: Any) -> None:
         self.facts = facts
         self.actor = SyncActor()
-        self.port = TransferPort(kv, facts, self.actor)
+        self.port = TransferPort(kv, facts, self.actor, PhaseClock())
         super().__init__(config, kv, transfers=self.port, **settings)
 
     @property

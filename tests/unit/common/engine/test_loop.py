@@ -24,11 +24,14 @@ class RecordingQueue:
         self.num_gets = 0
         self.blocked = threading.Semaphore(0)  # released each time the loop waits
 
-    def get(self, block: bool) -> object:
+    def get_nowait(self) -> object:
         self.num_gets += 1
-        if block:
-            self.blocked.release()
-        return self._inner.get(block)
+        return self._inner.get_nowait()
+
+    def get(self, timeout: float) -> object:
+        self.num_gets += 1
+        self.blocked.release()
+        return self._inner.get(timeout=timeout)
 
 
 def request(request_id: str, max_tokens: int) -> AddRequest:

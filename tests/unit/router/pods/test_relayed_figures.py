@@ -31,6 +31,7 @@ async def test_reports_are_shown_until_the_pod_is_lost():
     fake.stats = pods_pb2.PodStats(
         num_running=3, num_blocks=8, num_free_blocks=6, num_prompt_tokens=70, last_step_s=math.inf
     )
+    fake.stats.phases.wait = 2.5
     async with run_cluster(decode=[fake]) as cluster:
         await cluster.until_ready()
         samples = scraped(cluster)
@@ -39,6 +40,7 @@ async def test_reports_are_shown_until_the_pod_is_lost():
         assert samples["baton_router_pod_kv_cache_usage_perc"] == (labels, 0.25)
         assert samples["baton_router_pod_prompt_tokens_total"] == (labels, 70)
         assert samples["baton_router_pod_last_step_seconds"] == (labels, 0), "no clock shows that"
+        assert samples["baton_router_pod_step_phase_seconds_total"] == (labels | {"phase": "wait"}, 2.5), "the last one"
         assert samples["baton_router_pod_info"][0]["pod_id"] == HOSTILE[:64]
         assert samples["baton_router_pod_ready"][1] == 1
         await fake.stop()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
-from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.errors import ConfigError, EngineDeadError, ModelLoadError, UnavailableError
 from common.types import FinishReason, RequestId, SampledToken, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import MODULE
 
@@ -179,6 +182,60 @@ async def test_start_fails(create: ClientFactory, executor: str, error: type[Exc
     assert str(raised.value) == message
     with pytest.raises(EngineDeadError):
         client.add_request(request("a", [1]))
+
+
+def steps_of(trace: Path) -> list[str]:
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events if event["name"].startswith("step ")]
+
+
+def profile_directories(root: Path) -> list[Path]:
+    return list(root.rglob("profile-*"))
+
+
+async def test_profile(create: ClientFactory) -> None:
+    client = create(f"{MODULE}:create_slow")
+    await client.start()
+    client.add_request(request("a", [1, 2, 3], max_tokens=30))
+    async with client.profile(seconds=TIMEOUT_S, max_steps=3) as profile:
+        steps = steps_of(profile.trace)
+    assert (profile.report.num_steps, profile.report.ended_by) == (3, "steps")
+    assert [step.partition(":")[0] for step in steps] == ["step 1", "step 2", "step 3"]
+    assert not profile.trace.parent.exists()
+    outputs = await collect(client, 1)
+    assert tokens_of(outputs["a"]) == expected_tokens([1, 2, 3], 30)
+
+
+async def test_one_profile_at_a_time_which_its_caller_may_end(
+    create: ClientFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    client = create()
+    await client.start()
+
+    async def take(seconds: float) -> int:
+        async with client.profile(seconds=seconds) as profile:
+            return profile.report.num_steps
+
+    first = asyncio.create_task(take(TIMEOUT_S))
+    await asyncio.sleep(0)  # it sends its command
+    assert len(profile_directories(tmp_path)) == 1
+    with pytest.raises(UnavailableError, match="being taken already"):
+        await take(0.1)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert profile_directories(tmp_path) == [], "none is left"
+    assert await take(0.1) == 0, "the engine takes the next one, and is idle"
+
+
+async def test_death_while_a_profile_is_taken(create: ClientFactory) -> None:
+    client = create(f"{MODULE}:create_failing")
+    await client.start()
+    client.add_request(request("a", [1, 2, 3]))
+    with pytest.raises(EngineDeadError, match="out of device memory"):
+        async with client.profile(seconds=TIMEOUT_S):
+            pass
 
 
 async def test_death_in_a_step(create: ClientFactory) -> None:

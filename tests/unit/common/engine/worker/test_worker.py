@@ -9,6 +9,7 @@ from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, M
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker import memory
 from common.engine.worker.worker import allocate_kv_cache
@@ -125,7 +126,7 @@ def test_handoff_between_two_executors(start):
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
-    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19)).result()
+    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), PhaseClock()).result()
     tokens = [result.sampled[request_id].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
@@ -134,7 +135,7 @@ def test_handoff_between_two_executors(start):
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
     for step in range(5):
-        result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1)).result()
+        result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), PhaseClock()).result()
         tokens.append(result.sampled[request_id].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 
