@@ -34,7 +34,8 @@ test-deploy: $(DEV)
 test-kernels: $(DEV)
 	$(BIN)/pytest -m "kernels or not kernels" tests/unit/common/engine/cpu_kernels $(ARGS)
 
-## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png. A minute.
+## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png, and top-*.svg
+## of `baton top`. A minute.
 test-page: $(DEV)
 	$(BIN)/pytest -m page tests/page $(ARGS)
 

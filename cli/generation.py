@@ -15,14 +15,12 @@ from msgspec import Meta
 from baton import Client
 from baton.answers import Answer, Piece
 from baton.requests import Request
+from cli.environment import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from cli.router_address import URL_FORMS, find_router, is_url
 from common.config import ArgumentParser, add_arguments, build
 from common.errors import BatonError, ConfigError
 from deploy.cluster_state import the_cluster
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "BATON_API_KEY"
-URL_VARIABLE = "BATON_URL"
 ENVIRONMENT_HELP = f"""\
 environment:
   {URL_VARIABLE}      address of the router, unless --url gives one
@@ -100,14 +98,6 @@ def _default_url() -> str:
         return given
     cluster = the_cluster()
     return f"grpc://{cluster.grpc_address}" if cluster is not None and cluster.grpc_address else DEFAULT_URL
-
-
-def api_key() -> str:
-    """Returns the API key in the environment; empty: there is none. Raises ConfigError, which does not repeat it."""
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{KEY_VARIABLE}: a key has no spaces, control characters or letters beyond ASCII")
-    return key
 
 
 def parse_generation(parser: ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, GenerationOptions]:

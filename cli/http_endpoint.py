@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from cli.generation import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
+from cli.environment import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from deploy.cluster_state import the_cluster
 from loadgen.http_client import HttpClient
 

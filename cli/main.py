@@ -22,6 +22,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command("cli.up", "Start a cluster on this machine, in the foreground or with -d in the background."),
     "status": Command("cli.status", "Show the clusters in the background and their processes."),
+    "top": Command("cli.top.command", "Show a cluster and its requests live in the terminal.", "top"),
     "logs": Command("cli.logs", "Show what the processes of a cluster in the background say."),
     "down": Command("cli.down", "End a cluster in the background."),
     "serve": Command("cli.serve", "Run one process: router, prefill or decode."),
@@ -40,7 +41,7 @@ COMMANDS = {
     "kv": Command("cli.kv", "Look into a store of KV blocks, check it, or empty it.", "engine"),
 }
 TOPICS = {
-    "clusters": ("up", "status", "logs", "down", "serve", "health"),
+    "clusters": ("up", "status", "top", "logs", "down", "serve", "health"),
     "clients": ("complete", "chat", "run-batch"),
     "sizing": ("bench", "plan", "profile-engine"),
     "tools": ("doctor", "profile", "fetch", "kv", "keys", "certs"),

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cli.environment import KEY_VARIABLE
 from cli.exit_codes import EXIT_UNREACHABLE, OF_TOOLS
-from cli.generation import KEY_VARIABLE
 from cli.router_address import fetch_json
 from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError

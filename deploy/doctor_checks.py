@@ -44,6 +44,7 @@ _OTHER_EXTRAS = {
     "redis": "the connector redis and the registry",
     "nixl": "the connector nixl",
     "certs": "baton certs and --mtls",
+    "top": "baton top",
     "tracing": "--otlp-traces-endpoint",
 }
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=([0-9.]+))?")

@@ -7,6 +7,7 @@ parser of httptools is fed as bytes arrive, and the time of a part of a body is 
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -279,4 +280,6 @@ def split_url(url: str) -> ServerAddress:
 
 
 def _reason(error: OSError) -> str:
+    if error.errno is not None and error.errno > 0:  # errors of name resolution have others
+        return os.strerror(error.errno)  # asyncio has its own words, with the address once more
     return error.strerror or str(error) or type(error).__name__

@@ -70,17 +70,19 @@ def test_the_bill_of_materials_has_every_package_in_the_tested_version() -> None
             assert item["version"].partition("+")[0] == pins[name].partition("+")[0], name
 
 
-@pytest.mark.parametrize("extras", ["", "router", "engine", "router,redis,certs"])
+@pytest.mark.parametrize("extras", ["", "top", "router", "engine", "router,redis,certs"])
 def test_each_extra_by_itself(tmp_path: Path, extras: str) -> None:
     commands = install(tmp_path / "env", extras)
     version = run(commands / "baton", "--version", cwd=tmp_path)
     assert re.fullmatch(r"baton \d+\.\d+\.\d+\n", version.stdout), version
     role = "router" if "router" in extras else "decode"
     served = run(commands / "baton", "serve", role, "--help", cwd=tmp_path)
-    if not extras:
+    if extras in ("", "top"):
         assert served.returncode == 2
         assert "baton-llm[" in served.stderr
         assert run(commands / "baton", "complete", "Hi", "--url", "http://127.0.0.1:9", cwd=tmp_path).returncode == 3
+        top = run(commands / "baton", "top", "--url", "http://127.0.0.1:9", cwd=tmp_path)
+        assert (top.returncode, "baton-llm[top]" in top.stderr) == ((3, False) if extras else (2, True)), top.stderr
     else:
         assert served.returncode == 0, served.stderr
     if extras == "engine":

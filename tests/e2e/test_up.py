@@ -12,11 +12,14 @@ from typing import Any
 
 import grpc
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from cli.top.answers import Timeline
+from cli.top.timeline_chart import draw
 from common.demo_model import DEMO_MODEL_NAME
 from common.pb import inference_pb2_grpc
 from docs_site import metrics_page
@@ -221,6 +224,20 @@ def test_baton_complete_and_chat(cluster: Cluster, stream: str) -> None:
     assert _baton("chat", "What is the capital of France?", *options) == (
         greedy_chat("What is the capital of France?", 24).rstrip("\n") + "\n"
     )
+
+
+def test_baton_top(cluster: Cluster, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=DEMO_MODEL_NAME, prompt="Something else to prefill", max_tokens=4)
+    lines = _baton("top", "--once", "--url", cluster.url, "--interval", "0.1").splitlines()
+    assert lines[1].startswith("Pods ready 2/2  prefill 1/1  decode 1/1 ")
+    assert lines[3] == f"{DEMO_MODEL_NAME}: served, 0 queued"
+    for name, address in cluster.addresses.items():
+        assert any({name, name.partition("-")[0], "ready", address} <= set(line.split()) for line in lines)
+    assert "prefill-0 to decode-0: " in lines[-1]
+    timeline = httpx.get(f"{cluster.url}/v1/requests/{answer.id}", timeout=30).content
+    drawn = draw(msgspec.json.decode(timeline, type=Timeline), 100).plain
+    for part in ("Router\n", f"Prefill pod {cluster.addresses['prefill-0']}\n", "Wire\n  transfer ", "  first decode "):
+        assert part in drawn
 
 
 def _baton(*arguments: str) -> str:

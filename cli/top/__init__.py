@@ -1,0 +1,1 @@
+"""`baton top`: a cluster and its requests, live in a terminal."""
