@@ -1,11 +1,12 @@
-"""Paged attention on CPU: decodes read the cache in place, by compiled kernels; chunks of prompts go through torch."""
+"""Paged attention on CPU, by compiled kernels that read the cache in place. Chunks of prompts go through torch where no
+kernel fits: in bfloat16 on processors without matrix instructions, and for blocks of odd sizes."""
 
 from __future__ import annotations
 
 import torch
 
 from common.engine.attention.base import AttentionArgs, AttentionMetadata, HeadNorms, KVSpec, ProjectedArgs, Rotary
-from common.engine.attention.torch_backend import DecodeGroup, TorchAttention
+from common.engine.attention.torch_backend import Chunk, DecodeGroup, TorchAttention
 from common.engine.cpu_kernels.attention import (
     CacheShape,
     Scores,
@@ -13,8 +14,15 @@ from common.engine.cpu_kernels.attention import (
     fused_decode_kernel,
     prepare_kernel,
 )
+from common.engine.cpu_kernels.chunk_attention import (
+    can_attend_chunks,
+    chunk_attention_kernel,
+    rows_per_task,
+    whole_tiles,
+)
 from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
 from common.engine.cpu_kernels.language import element_type_of
+from common.engine.cpu_kernels.tiled_linear import has_tiles
 
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
 
@@ -29,7 +37,10 @@ class CpuAttention(TorchAttention):
         self._decode: list[Call | None] = [None] * num_layers
         self._fused: list[Call | None] = [None] * num_layers
         self._prepare: list[Call | None] = [None] * num_layers
+        self._chunk: list[Call | None] = [None] * num_layers
         self._decode_threads = 1
+        self._tiled = kv_cache.dtype == torch.bfloat16
+        self._reads_chunks = (has_tiles() or not self._tiled) and can_attend_chunks(self._shape(1), tiled=self._tiled)
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """See AttentionBackend."""
@@ -58,12 +69,7 @@ class CpuAttention(TorchAttention):
             call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
             heads = qkv.view(1, len(qkv), -1, self._head_dim)
             query, key, value = torch.split(heads, [projected.num_heads, self._num_kv_heads, self._num_kv_heads], dim=2)
-            outs = out.view(1, len(out), -1, self._head_dim)
-            for chunk in self._chunks:
-                rows = slice(chunk.start, chunk.end)
-                outs[:, rows] = self._attend_chunk(
-                    layer, query[:, rows], key[:, rows], value[:, rows], chunk, projected.args
-                )
+            self._attend_chunks(layer, query, key, value, out.view(1, len(out), -1, self._head_dim), projected.args)
         return out
 
     def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
@@ -82,6 +88,35 @@ class CpuAttention(TorchAttention):
         self._point_to_sequences(call, self._batch, out)
         call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
         return out
+
+    def _attend_chunk(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        chunk: Chunk,
+        args: AttentionArgs,
+    ) -> None:
+        """See TorchAttention."""
+        if not self._reads_chunks:
+            super()._attend_chunk(layer, query, key, value, out, chunk, args)
+            return
+        assert self._batch is not None
+        _, num_tokens, num_heads, head_dim = query.shape
+        if query.stride()[2:] != (head_dim, 1):
+            query = query.contiguous()
+        num_tiles = -(-num_tokens * (num_heads // self._num_kv_heads) // rows_per_task(tiled=self._tiled))
+        call = self._chunk[layer] or self._chunk_call(layer, num_heads, args)
+        call.set("query", query.data_ptr())
+        call.set("query_stride", query.stride(1))
+        call.set("out", out.data_ptr())
+        call.set("block_table", self._batch.block_tables[chunk.sequence].data_ptr())
+        call.set("num_tokens", num_tokens)
+        call.set("num_tiles", num_tiles)
+        call.set("seq_len", chunk.seq_len)
+        call.run(num_tiles * self._num_kv_heads, threads_for(num_tokens * num_heads * chunk.seq_len))
 
     def _point(self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int) -> None:
         """Sets the arguments of projections, from a token on."""
@@ -115,6 +150,12 @@ class CpuAttention(TorchAttention):
         kernel = prepare_kernel(self._shape(projected.num_heads), has_norms=projected.norms is not None)
         call = Call(kernel, cache=self._layer_address(layer))
         self._prepare[layer] = _with_norms(call, projected.norms)
+        return call
+
+    def _chunk_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
+        kernel = chunk_attention_kernel(self._shape(num_heads), _scores(args), tiled=self._tiled)
+        call = Call(kernel, cache=self._layer_address(layer), configuration=whole_tiles())
+        self._chunk[layer] = _with_sinks(call, args)
         return call
 
     def _shape(self, num_heads: int) -> CacheShape:

@@ -46,7 +46,7 @@ class DecodeGroup:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class Chunk:
     """Query tokens [start, end) of the batch: the last ones of a sequence of `seq_len` tokens."""
 
     sequence: int
@@ -58,6 +58,7 @@ class _Chunk:
 
     @property
     def num_tokens(self) -> int:
+        """Of the query."""
         return self.end - self.start
 
 
@@ -96,7 +97,7 @@ class TorchAttention:
         self._batch: AttentionMetadata | None = None
         self._write_rows = self._tokens
         self._groups: list[DecodeGroup] = []
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """See AttentionBackend."""
@@ -106,7 +107,7 @@ class TorchAttention:
         self._write_rows = (first_rows[:, None] + self._head_vectors).view(-1)  # [tokens * kv heads]
         self._groups = self._group_decodes(batch)
         self._chunks = [
-            _Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
+            Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
             for i in range(batch.num_decodes, len(batch.seq_lens))
         ]
 
@@ -122,10 +123,22 @@ class TorchAttention:
         for group in self._groups:
             rows = slice(group.start, group.end)
             out[:, rows] = self._attend_decodes(layer, query[:, rows], group, args)
+        self._attend_chunks(layer, query, key, value, out, args)
+        return out
+
+    def _attend_chunks(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        args: AttentionArgs,
+    ) -> None:
+        """Attention of all chunks' tokens, written to their rows of `out` [1, num_tokens, heads, head_dim]."""
         for chunk in self._chunks:
             rows = slice(chunk.start, chunk.end)
-            out[:, rows] = self._attend_chunk(layer, query[:, rows], key[:, rows], value[:, rows], chunk, args)
-        return out
+            self._attend_chunk(layer, query[:, rows], key[:, rows], value[:, rows], out[:, rows], chunk, args)
 
     def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []
@@ -196,10 +209,11 @@ class TorchAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        chunk: _Chunk,
+        out: torch.Tensor,
+        chunk: Chunk,
         args: AttentionArgs,
-    ) -> torch.Tensor:
-        """Attention of query tokens [1, chunk tokens, heads, head_dim]."""
+    ) -> None:
+        """Attention of query tokens [1, chunk tokens, heads, head_dim], whose keys and values are in the cache."""
         window = args.sliding_window
         if window is not None and window >= chunk.seq_len:
             window = None
@@ -208,21 +222,21 @@ class TorchAttention:
         if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
             if plain and window is None:
-                out = functional.scaled_dot_product_attention(
+                attended = functional.scaled_dot_product_attention(
                     query, keys, values, is_causal=True, scale=args.scale, enable_gqa=True
                 )
-                return out.transpose(1, 2)
+                out.copy_(attended.transpose(1, 2))
+                return
         else:
             keys, values = self._gather_chunk(layer, chunk)
         attend = _masked_sdpa if plain else _masked_attention
-        outs = []
         rows_at_once = max(16, _MAX_SCORES // chunk.seq_len)
         for first in range(0, chunk.num_tokens, rows_at_once):
             part = query[:, :, first : first + rows_at_once]
-            outs.append(attend(part, keys, values, self._chunk_mask(chunk, window, first, part.shape[2]), args))
-        return torch.cat(outs, dim=2).transpose(1, 2)
+            mask = self._chunk_mask(chunk, window, first, part.shape[2])
+            out[:, first : first + rows_at_once] = attend(part, keys, values, mask, args).transpose(1, 2)
 
-    def _gather_chunk(self, layer: int, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather_chunk(self, layer: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the whole sequence, [1, kv heads, seq_len, head_dim] each."""
         if chunk.rows is None:
             assert self._batch is not None
@@ -232,7 +246,7 @@ class TorchAttention:
         keys, values = gathered[:, :, :, : chunk.seq_len]
         return keys, values
 
-    def _chunk_mask(self, chunk: _Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
+    def _chunk_mask(self, chunk: Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
         """[num_rows, seq_len] of 0 or -inf for query tokens [first, first + num_rows) of the chunk."""
         mask = chunk.masks.get((window, first))
         if mask is None:

@@ -146,6 +146,10 @@ class Pointer:
         address = self.builder.ir.gep(self.address, [offset], source_etype=_BYTE)
         return Pointer(self.builder, address, self.element)
 
+    def of(self, element: ElementType) -> Pointer:
+        """The same address, of numbers of another type."""
+        return Pointer(self.builder, self.address, element)
+
     def load(self, lanes: int = 0) -> Value:
         """One number, or a vector of the next `lanes`."""
         return self.builder.load(self, lanes)
@@ -263,6 +267,24 @@ class Builder:
             node = self._rounded_to_bfloat16(value)
         self.ir.store(node, pointer.address, align=pointer.element.value)
 
+    def paired(self, first: Value, second: Value) -> Value:
+        """Both as bfloat16, two in each lane, for processors that have it. Lanes are as of float32, but no numbers."""
+        pairs, kind = ir.VectorType(_BFLOAT16, 2 * MAX_LANES), first.node.type
+        function = self._declared("llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(pairs, [kind, kind]))
+        return self._interleaved(self.ir.call(function, [second.node, first.node]))  # whose halves are in this order
+
+    def load_interleaved(self, first: Pointer, second: Pointer) -> Value:
+        """MAX_LANES bfloat16 numbers each, two in each lane. Lanes are as of float32, but no numbers."""
+        halves = [self._read(pointer, ir.IntType(16), MAX_LANES) for pointer in (first, second)]
+        order = ir.Constant(ir.VectorType(_INT32, 2 * MAX_LANES), list(range(2 * MAX_LANES)))
+        return self._interleaved(self.ir.shuffle_vector(*halves, order))
+
+    def _interleaved(self, halves: Any) -> Value:
+        order = [lane // 2 + lane % 2 * MAX_LANES for lane in range(2 * MAX_LANES)]
+        mask = ir.Constant(ir.VectorType(_INT32, len(order)), order)
+        mixed = self.ir.shuffle_vector(halves, halves, mask)
+        return Value(self, self.ir.bitcast(mixed, _like(_FLOAT, MAX_LANES)))
+
     def load_pairs(self, pointer: Pointer, lanes: int) -> Value:
         """The next 2 * `lanes` bfloat16 numbers as they are, two in each lane."""
         return Value(self, self._read(pointer, _INT32, lanes))
@@ -298,6 +320,10 @@ class Builder:
     def release_tiles(self) -> None:
         """Ends the use of tile registers."""
         self._tiles("tilerelease", [], [])
+
+    def clear_tile(self, tile: int) -> None:
+        """Makes a tile zero."""
+        self._tiles("tilezero", [tile], [])
 
     def load_tile(self, tile: int, pointer: Pointer, stride: Operand) -> None:
         """Reads the rows of a tile, `stride` numbers from one to the next."""
@@ -343,6 +369,10 @@ class Builder:
         not_a_number = self.ir.fcmp_unordered("uno", value.node, value.node)
         kept = self.ir.select(not_a_number, _constant(_INT32, 0x7FC00000, lanes), rounded)
         return self.ir.trunc(self.ir.lshr(kept, _constant(_INT32, 16, lanes)), _like(ir.IntType(16), lanes))
+
+    def real(self, integer: Value) -> Value:
+        """The integer as float32."""
+        return Value(self, self.ir.sitofp(integer.node, _FLOAT))
 
     def fma(self, first: Value, second: Value, third: Value) -> Value:
         """first * second + third, rounded once."""
@@ -413,6 +443,20 @@ class Builder:
         for lane, number in enumerate(numbers):
             node = self.ir.insert_element(node, number.node, ir.Constant(_INT32, lane))
         return Value(self, node)
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """The columns of as many rows as each has lanes."""
+        count = len(rows)
+        found, distance = list(rows), 1
+        while distance < count:
+            low = [lane if not lane & distance else lane + count - distance for lane in range(count)]
+            high = [lane + distance if not lane & distance else lane + count for lane in range(count)]
+            for row in range(count):
+                if not row & distance:
+                    first, second = found[row], found[row + distance]
+                    found[row], found[row + distance] = (self.shuffle(first, second, order) for order in (low, high))
+            distance *= 2
+        return found
 
     def shuffle(self, first: Value, second: Value, order: Sequence[int]) -> Value:
         """Lanes of both vectors, counted through, in the given order."""

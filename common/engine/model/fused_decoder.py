@@ -9,8 +9,10 @@ weights and activations are bfloat16.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -72,10 +74,13 @@ class FusedDecoder:
         rotary = self._rotary.at(positions, max(batch.seq_lens))
         delta = torch.zeros((len(input_ids), self._size), dtype=self._dtype, device=input_ids.device)
         parts = self._operators.split(len(input_ids))
-        for index, layer in enumerate(self._layers):
-            qkv = _in_parts(parts, layer.project, hidden, delta)
+        qkv = _in_parts(parts, self._layers[0].project, hidden, delta)
+        for index, (layer, following) in enumerate(itertools.pairwise(self._layers)):
             attended = attention.attend_projections(index, qkv, layer.projected, rotary)
-            delta = _in_parts(parts, layer.finish, hidden, attended)
+            qkv = _in_parts(parts, partial(layer.advance, following), hidden, attended)
+        last = self._layers[-1]
+        attended = attention.attend_projections(len(self._layers) - 1, qkv, last.projected, rotary)
+        delta = _in_parts(parts, last.finish, hidden, attended)
         normed = self._final_norm(hidden, delta)
         return self._head(normed if wanted is None else normed[wanted])
 
@@ -159,6 +164,10 @@ class _Layer:
         """What follows attention; returns what is still to be added to the residual stream."""
         delta = self.o(attended)
         return self.down(self.silu_mul(self.gate_up(self.post_norm(hidden, delta))))
+
+    def advance(self, following: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """From this layer's attention to the projections of the one that follows."""
+        return following.project(hidden, self.finish(hidden, attended))
 
 
 def _in_parts(parts: list[int], compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
