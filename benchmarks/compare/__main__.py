@@ -9,6 +9,7 @@ rounded to other tokens, in bfloat16 often.
 
     baton         the engine in its process, as `baton.LLM` runs it
     vllm          vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
+    invariant     Baton with `batch_invariant`
     transformers  `generate` with its default cache and `sdpa` attention
 
     decode        milliseconds between two tokens of a batch whose prompts have 128 tokens
@@ -45,8 +46,9 @@ _DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16"]
 def main() -> int:
     """Measures and prints."""
     args = _parser().parse_args()
-    names = [name for name in args.sides if python_of(name)]
-    if missing := set(args.sides) - set(names):
+    sides = args.sides or (NAMES[:-1] if args.quick or ON_GPU else NAMES)
+    names = [name for name in sides if python_of(name)]
+    if missing := set(sides) - set(names):
         print(f"not installed: {', '.join(missing)}; `make peers` installs vLLM", file=sys.stderr)
     models = args.models or (_MODELS[:2] if args.quick else _MODELS)
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="small models, two repeats, no servers: under 10 minutes")
     parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=_DTYPES)
-    parser.add_argument("--sides", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all; with --quick all but invariant")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
     parser.add_argument("--serving-repeats", type=int, default=3)
@@ -117,7 +119,7 @@ def _offline(
 def _serving(
     models: Sequence[str], dtypes: Sequence[str], names: Sequence[str], repeats: int, logs: Path
 ) -> list[ServingRow]:
-    servers = [name for name in names if name != "transformers"]
+    servers = [name for name in names if name in ("baton", "vllm")]
     rows = []
     for model in models:
         for dtype in dtypes:

@@ -14,9 +14,9 @@ from common.types import RequestId, SamplingParams
 class Baton:
     """See Generator."""
 
-    def __init__(self, directory: str, dtype: str) -> None:
+    def __init__(self, directory: str, dtype: str, *, batch_invariant: bool = False) -> None:
         config = EngineConfig(
-            model=ModelConfig(model=directory, dtype=dtype),
+            model=ModelConfig(model=directory, dtype=dtype, batch_invariant=batch_invariant),
             cache=CacheConfig(enable_prefix_caching=False),
             scheduler=SchedulerConfig(target_itl_ms=None),  # as for offline generation: no stream waits for a step
         )

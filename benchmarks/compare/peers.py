@@ -16,7 +16,7 @@ from benchmarks.compare.side import Generation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS = CHECKOUT / ".venv-peers"  # of `make peers`
-NAMES = ("baton", "vllm", "transformers")
+NAMES = ("baton", "vllm", "transformers", "invariant")
 _END_S = 60.0
 _SHOWN_LINES = 20  # of what a side that failed has written
 

@@ -48,6 +48,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enforce_eager: Annotated[
         bool, Meta(description="No CUDA graphs of decode steps: starts faster, and each step takes longer.")
     ] = False
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Logits of a request are the same to the last bit whatever else is in the batch, however its "
+            "prompt was cut, with and without a handoff, before and after a migration. For models of the Llama kind on "
+            "CPUs; slower."
+        ),
+    ] = False
     logits_processors: Annotated[
         list[str],
         Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),

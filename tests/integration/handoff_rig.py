@@ -49,6 +49,7 @@ def create_engine(
     faulty_name: str = "",
     num_blocks: int = 128,
     device: str = "cpu",
+    batch_invariant: bool = False,
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""
@@ -62,7 +63,14 @@ def create_engine(
         )
     return InprocClient(
         EngineConfig(
-            model=ModelConfig(model=str(model_dir), dtype="float32", device=device, max_model_len=256, num_threads=1),
+            model=ModelConfig(
+                model=str(model_dir),
+                dtype="float32",
+                device=device,
+                max_model_len=256,
+                num_threads=1,
+                batch_invariant=batch_invariant,
+            ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=16),
             connector=connector,
@@ -86,9 +94,13 @@ class Prefilled:
 class Decoded:
     """What a consumer said of one request."""
 
-    token_ids: list[int] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     received: KVReceived | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
 
 
 class Handoffs:
@@ -204,8 +216,8 @@ def note_decoded(outputs: EngineCoreOutputs, decoded: dict[RequestId, Decoded]) 
         assert output.error == ""
         request = decoded[output.request_id]
         if output.tokens:
-            assert output.start_index == len(request.token_ids)
-            request.token_ids += [token.token_id for token in output.tokens]
+            assert output.start_index == len(request.tokens)
+            request.tokens += output.tokens
         for event in output.events:
             if isinstance(event, KVReceived):
                 assert request.received is None

@@ -23,6 +23,7 @@ from common.engine.cpu_kernels.chunk_attention import (
 from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_linear import has_tiles
+from common.errors import ConfigError
 
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
 
@@ -54,23 +55,47 @@ class CpuAttention(TorchAttention):
         """See ProjectionAttention."""
         batch = self._batch
         assert batch is not None
-        num_decodes = batch.num_decodes
         width = projected.num_heads * self._head_dim
         out = torch.empty((len(qkv), width), dtype=qkv.dtype)
+        num_decodes = batch.num_decodes
         if num_decodes:
-            call = self._fused[layer] or self._fused_call(layer, projected)
-            self._point(call, qkv, rotary, batch, 0)
-            self._point_to_sequences(call, batch, out)
-            call.run(num_decodes * self._num_kv_heads, self._decode_threads)
+            self._decode_projections(layer, qkv, out, projected, rotary, batch)
         if self._chunks:
-            call = self._prepare[layer] or self._prepare_call(layer, projected)
-            self._point(call, qkv, rotary, batch, num_decodes)
-            num_tokens = len(qkv) - num_decodes
-            call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
+            self._prepare_projections(layer, qkv, num_decodes, projected, rotary, batch)
             heads = qkv.view(1, len(qkv), -1, self._head_dim)
             query, key, value = torch.split(heads, [projected.num_heads, self._num_kv_heads, self._num_kv_heads], dim=2)
             self._attend_chunks(layer, query, key, value, out.view(1, len(out), -1, self._head_dim), projected.args)
         return out
+
+    def _decode_projections(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        projected: ProjectedArgs,
+        rotary: Rotary,
+        batch: AttentionMetadata,
+    ) -> None:
+        """The decodes, which come first, from projections to attention."""
+        call = self._fused[layer] or self._fused_call(layer, projected)
+        self._point(call, qkv, rotary, batch, 0)
+        self._point_to_sequences(call, batch, out)
+        call.run(batch.num_decodes * self._num_kv_heads, self._decode_threads)
+
+    def _prepare_projections(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        first_token: int,
+        projected: ProjectedArgs,
+        rotary: Rotary,
+        batch: AttentionMetadata,
+    ) -> None:
+        """Norms, rotary embedding, and writing to the cache."""
+        call = self._prepare[layer] or self._prepare_call(layer, projected)
+        self._point(call, qkv, rotary, batch, first_token)
+        num_tokens = len(qkv) - first_token
+        call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
 
     def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
         """All in one: kernels need no padding."""
@@ -103,20 +128,30 @@ class CpuAttention(TorchAttention):
         if not self._reads_chunks:
             super()._attend_chunk(layer, query, key, value, out, chunk, args)
             return
+        self._attend_rows(layer, query, out, chunk.sequence, 1, args)
+
+    def _attend_rows(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, first: int, num_sequences: int, args: AttentionArgs
+    ) -> None:
+        """Attention of the sequences from `first` on, which have as many query tokens each."""
         assert self._batch is not None
         _, num_tokens, num_heads, head_dim = query.shape
         if query.stride()[2:] != (head_dim, 1):
             query = query.contiguous()
-        num_tiles = -(-num_tokens * (num_heads // self._num_kv_heads) // rows_per_task(tiled=self._tiled))
+        tokens_each = num_tokens // num_sequences
+        num_tiles = -(-tokens_each * (num_heads // self._num_kv_heads) // rows_per_task(tiled=self._tiled))
         call = self._chunk[layer] or self._chunk_call(layer, num_heads, args)
+        tables = self._batch.block_tables
         call.set("query", query.data_ptr())
         call.set("query_stride", query.stride(1))
         call.set("out", out.data_ptr())
-        call.set("block_table", self._batch.block_tables[chunk.sequence].data_ptr())
-        call.set("num_tokens", num_tokens)
+        call.set("seq_lens", self._batch.seq_lens_tensor[first:].data_ptr())
+        call.set("block_tables", tables[first:].data_ptr())
+        call.set("table_width", tables.stride(0))
+        call.set("num_tokens", tokens_each)
         call.set("num_tiles", num_tiles)
-        call.set("seq_len", chunk.seq_len)
-        call.run(num_tiles * self._num_kv_heads, threads_for(num_tokens * num_heads * chunk.seq_len))
+        num_read = sum(self._batch.seq_lens[first : first + num_sequences]) * tokens_each
+        call.run(num_sequences * num_tiles * self._num_kv_heads, threads_for(num_read * num_heads))
 
     def _point(self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int) -> None:
         """Sets the arguments of projections, from a token on."""
@@ -165,6 +200,36 @@ class CpuAttention(TorchAttention):
 
     def _layer_address(self, layer: int) -> int:
         return self._cache[0, layer].data_ptr()
+
+
+class BatchInvariantAttention(CpuAttention):
+    """Attention whose results do not depend on what else is in a batch, nor on how a prompt was cut into chunks: each
+    token goes through the kernel of chunks, as a decode too. Raises ConfigError if that does not take the cache."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        super().__init__(kv_cache)
+        if not self._reads_chunks:
+            raise ConfigError(
+                "batch_invariant: the kernels need a block_size that is a multiple of 16, heads whose size is one of "
+                "16 (in bfloat16 of 32), and for bfloat16 a processor with AMX",
+                param="batch_invariant",
+            )
+
+    def _decode_projections(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        projected: ProjectedArgs,
+        rotary: Rotary,
+        batch: AttentionMetadata,
+    ) -> None:
+        """See CpuAttention."""
+        num_decodes = batch.num_decodes
+        decodes = qkv[:num_decodes]
+        self._prepare_projections(layer, decodes, 0, projected, rotary, batch)
+        query = decodes.view(1, num_decodes, -1, self._head_dim)[:, :, : projected.num_heads]
+        self._attend_rows(layer, query, out, 0, num_decodes, projected.args)
 
 
 def supports(device: torch.device, spec: KVSpec) -> bool:

@@ -7,6 +7,7 @@ no sums or maxima across lanes. Scores, weights and results are therefore transp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -32,18 +33,32 @@ def rows_per_task(*, tiled: bool) -> int:
 
 @cache
 def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) -> Kernel:
-    """Attention of `num_tokens` query tokens, the last ones of a sequence of `seq_len`; their keys and values are in
-    the cache. For each KV head there are `num_tiles` tasks: num_tokens * group rows, by those of a task, rounded up.
+    """Attention of `num_tokens` query tokens of each of some sequences, their last ones; keys and values are in the
+    cache. A row's result depends on nothing but its query and the tokens up to its own. For each sequence and KV head
+    there are `num_tiles` tasks: num_tokens * group rows, by those of a task, rounded up.
 
-    cache: of the layer, from its first block on. query [num_tokens, ...] with `query_stride` numbers from one token to
-    the next, out [num_tokens, heads, head_dim], block_table [blocks of the sequence], sinks [heads] float32. `tiled`:
-    with matrix instructions, for bfloat16; configuration is that of whole tiles then.
+    cache: of the layer, from its first block on. query [sequences * num_tokens, ...] with `query_stride` numbers from
+    one token to the next, out [sequences * num_tokens, heads, head_dim], seq_lens [sequences], block_tables [sequences,
+    table_width], sinks [heads] float32. `tiled`: with matrix instructions, for bfloat16; configuration is that of whole
+    tiles then.
     """
     rows_type = _TiledRows if tiled else _VectorRows
 
     def body(b: Builder, task: Value, a: Any) -> None:
-        tile = a.num_tiles - 1 - task % a.num_tiles  # those that attend to most begin
-        rows = rows_type(b, shape, scores, a, task // a.num_tiles, tile * rows_type.num_rows)
+        sequence, rest = task // (a.num_tiles * shape.num_kv_heads), task % (a.num_tiles * shape.num_kv_heads)
+        kv_head, tile = rest // a.num_tiles, a.num_tiles - 1 - rest % a.num_tiles  # the longest begin
+        chunk = _Chunk(
+            cache=a.cache,
+            query=a.query.at(sequence * a.num_tokens * a.query_stride),
+            query_stride=a.query_stride,
+            out=a.out.at(sequence * a.num_tokens * (shape.num_heads * shape.head_dim)),
+            num_tokens=a.num_tokens,
+            seq_len=a.seq_lens.at(sequence).load(),
+            block_table=a.block_tables.at(sequence * a.table_width),
+            sinks=a.sinks,
+            configuration=a.configuration,
+        )
+        rows = rows_type(b, shape, scores, chunk, kv_head, tile * rows_type.num_rows)
         rows.load()
         with b.loop(rows.first_key(), rows.end, rows.num_keys) as key:
             runs = [rows.keys_at(key + start) for start in range(0, rows.num_keys, _RUN)]
@@ -53,10 +68,25 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
         rows.store()
 
     ints = ElementType.INT64
-    pointers = {"cache": shape.element, "query": shape.element, "out": shape.element, "block_table": ints}
-    pointers |= {"sinks": _FLOATS, "configuration": ints}
-    numbers = ("query_stride", "num_tokens", "num_tiles", "seq_len")
+    pointers = {"cache": shape.element, "query": shape.element, "out": shape.element, "seq_lens": ints}
+    pointers |= {"block_tables": ints, "sinks": _FLOATS, "configuration": ints}
+    numbers = ("query_stride", "num_tokens", "num_tiles", "table_width")
     return Kernel("chunk_attention", pointers | dict.fromkeys(numbers), body)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a task reads and writes: of one sequence."""
+
+    cache: Pointer
+    query: Pointer
+    query_stride: Value
+    out: Pointer
+    num_tokens: Value
+    seq_len: Value
+    block_table: Pointer
+    sinks: Pointer
+    configuration: Pointer
 
 
 class _Rows:
@@ -66,13 +96,15 @@ class _Rows:
     num_keys: ClassVar[int]  # attended to at once
     keys_per_turn: ClassVar[int]  # whose weights are kept together
 
-    def __init__(self, b: Builder, shape: CacheShape, scores: Scores, a: Any, kv_head: Value, first: Value) -> None:
-        self.b, self.shape, self.a = b, shape, a
+    def __init__(
+        self, b: Builder, shape: CacheShape, scores: Scores, chunk: _Chunk, kv_head: Value, first: Value
+    ) -> None:
+        self.b, self.shape, self.chunk = b, shape, chunk
         self._scores, self._kv_head, self._first = scores, kv_head, first
         num_rows, dim = self.num_rows, shape.head_dim
-        num_left = a.num_tokens * shape.group - first
+        num_left = chunk.num_tokens * shape.group - first
         self._num_valid = b.select(num_left < num_rows, num_left, num_rows)
-        self._first_position = a.seq_len - a.num_tokens
+        self._first_position = chunk.seq_len - chunk.num_tokens
         self.end = self._position(self._num_valid - 1) + 1
         self._plain = b.scratch(num_rows * dim)  # [rows, head_dim]
         self.scores = b.scratch(self.num_keys * num_rows)  # [keys, rows]
@@ -104,8 +136,7 @@ class _Rows:
 
     def _position(self, row: Value) -> Value:
         """Of the token of a row, in its sequence."""
-        position: Value = self._first_position + (self._first + row) // self.shape.group
-        return position
+        return self._first_position + (self._first + row) // self.shape.group
 
     def place(self, row: Value) -> tuple[Value, Value]:
         """Token of the chunk, and query head."""
@@ -123,13 +154,12 @@ class _Rows:
 
     def keys_at(self, token: Value) -> Pointer:
         """Keys of the tokens from a multiple of _RUN on; of the sequence's last ones if there are no such."""
-        shape, a = self.shape, self.a
-        last = a.seq_len - 1
-        token = self.b.select(token < a.seq_len, token, last - last % _RUN)
-        block = a.block_table.at(token // shape.block_size).load()
+        shape, chunk = self.shape, self.chunk
+        last = chunk.seq_len - 1
+        token = self.b.select(token < chunk.seq_len, token, last - last % _RUN)
+        block = chunk.block_table.at(token // shape.block_size).load()
         in_block = self._kv_head * shape.head_numbers + token % shape.block_size * shape.head_dim
-        keys: Pointer = a.cache.at(block * shape.block_numbers + in_block)
-        return keys
+        return chunk.cache.at(block * shape.block_numbers + in_block)
 
     def load(self) -> None:
         """Reads the queries, and begins."""
@@ -145,15 +175,15 @@ class _Rows:
         with b.loop(0, self._num_valid) as row:
             self._positions.at(row).store(b.real(self._position(row)))
             if self._scores.has_sinks:
-                self._sinks.at(row).store(self.a.sinks.at(self.place(row)[1]).load())
+                self._sinks.at(row).store(self.chunk.sinks.at(self.place(row)[1]).load())
         self._take_queries()
 
     def _copy(self, element: ElementType, width: int, queries: Pointer) -> None:
         """Queries of valid rows, as `width` numbers of an element type each; queries = [width, rows]."""
-        a, dim = self.a, self.shape.head_dim
+        chunk, dim = self.chunk, self.shape.head_dim
         with self.b.loop(0, self._num_valid) as row:
             token, head = self.place(row)
-            source = a.query.at(token * a.query_stride + head * dim).of(element)
+            source = chunk.query.at(token * chunk.query_stride + head * dim).of(element)
             with self.b.loop(0, width, MAX_LANES) as i:
                 self._plain.at(row * width + i).store(source.at(i).load(MAX_LANES))
         self._transpose(self._plain, self.num_rows, queries, width)
@@ -197,7 +227,7 @@ class _Rows:
 
     def store(self) -> None:
         """Writes the results."""
-        b, a, dim = self.b, self.a, self.shape.head_dim
+        b, dim = self.b, self.shape.head_dim
         for start in self.places:
             factor = self._final_factor(start)
             with b.loop(0, dim) as i:
@@ -206,7 +236,7 @@ class _Rows:
         self._transpose(self.totals, dim, self._plain, self.num_rows)
         with b.loop(0, self._num_valid) as row:
             token, head = self.place(row)
-            target = a.out.at((token * self.shape.num_heads + head) * dim)
+            target = self.chunk.out.at((token * self.shape.num_heads + head) * dim)
             with b.loop(0, dim, MAX_LANES) as i:
                 target.at(i).store(self._plain.at(row * dim + i).load(MAX_LANES))
 
@@ -307,7 +337,7 @@ class _TiledRows(_Rows):
 
     def load(self) -> None:
         """See _Rows."""
-        self.b.configure_tiles(self.a.configuration)
+        self.b.configure_tiles(self.chunk.configuration)
         super().load()
 
     def store(self) -> None:

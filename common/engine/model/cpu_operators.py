@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.engine.attention.cpu_backend import CpuAttention
+from common.engine.attention.cpu_backend import BatchInvariantAttention, CpuAttention
 from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
 from common.engine.cpu_kernels.elementwise import add_norm_kernel, silu_mul_kernel
 from common.engine.cpu_kernels.language import element_type_of
@@ -22,7 +22,10 @@ _MAX_ROWS = 384  # rather than a few rows apart, for which weights are read once
 
 
 class CpuOperators:
-    """See Operators."""
+    """See Operators. `batch_invariant`: a token's results do not depend on what else is computed beside it."""
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
 
     def supports(self, model: Any) -> bool:
         """See Operators."""
@@ -35,11 +38,11 @@ class CpuOperators:
 
     def attention(self, kv_cache: torch.Tensor) -> CpuAttention:
         """See Operators."""
-        return CpuAttention(kv_cache)
+        return BatchInvariantAttention(kv_cache) if self._batch_invariant else CpuAttention(kv_cache)
 
     def linear(self, linear: nn.Linear) -> PerToken:
         """See Operators."""
-        return StreamedLinear(linear)
+        return StreamedLinear(linear, batch_invariant=self._batch_invariant)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """See Operators."""

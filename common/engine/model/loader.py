@@ -71,7 +71,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         decoder=found.decoder,
-        attention_backend="torch" if kernels == "torch" else kernels_of(device),
+        attention_backend=_backend_of(config, kernels, device),
         kernels=kernels,
         kernels_failed=found.kernels_failed,
         device=device,
@@ -161,11 +161,21 @@ def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) 
     backend = kernels_of(device)
     wanted = (config.gpu_kernels if backend == "triton" else config.cpu_kernels) == "auto"
     failed = False
-    if wanted and can_fuse(model, operators := _operators(backend)):
+    operators = _operators(backend, batch_invariant=config.batch_invariant)
+    fuses = wanted and can_fuse(model, operators)
+    if config.batch_invariant and (backend != "cpu" or not fuses):
+        raise ConfigError(
+            "batch_invariant: only with compiled kernels, for models of the Llama kind, on a CPU",
+            param="batch_invariant",
+        )
+    if fuses:
         probed = probe_model(model)
         try:
             return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
-        except Exception as error:  # noqa: BLE001  the decoder differs, or whatever a compiler raises
+        except Exception as error:  # the decoder differs, or whatever a compiler raises
+            if config.batch_invariant:
+                reason = f"batch_invariant: the compiled kernels cannot be used: {_first_line(error)}"
+                raise ConfigError(reason, param="batch_invariant") from error
             logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
             failed = True
             model = _from_pretrained(directory, config, device)
@@ -183,12 +193,18 @@ def kernels_of(device: torch.device) -> Literal["cpu", "triton"]:
     return "triton" if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else "cpu"
 
 
-def _operators(backend: Literal["cpu", "triton"]) -> Operators:
+def _backend_of(config: ModelConfig, kernels: Kernels, device: torch.device) -> AttentionBackendName:
+    if kernels == "torch":
+        return "torch"
+    return "cpu-invariant" if config.batch_invariant else kernels_of(device)
+
+
+def _operators(backend: Literal["cpu", "triton"], *, batch_invariant: bool) -> Operators:
     if backend == "triton":
         from common.engine.model.triton_operators import TritonOperators
 
         return TritonOperators()
-    return CpuOperators()
+    return CpuOperators(batch_invariant=batch_invariant)
 
 
 def _probe_packed(directory: Path, config: ModelConfig, device: torch.device, model: Any) -> tuple[Any, ProbedModel]:

@@ -19,6 +19,7 @@ from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
 from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
 from common.engine.model.packed_linear import PackedLinear
+from common.errors import ConfigError
 
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
@@ -34,21 +35,39 @@ class _Blocks(NamedTuple):
 
 
 class StreamedLinear:
-    """See PerToken. A linear layer on CPU."""
+    """See PerToken. A linear layer on CPU.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    `batch_invariant`: a row's result does not depend on how many rows there are, as only our kernels see to; raises
+    ConfigError if they do not take the layer.
+    """
+
+    def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False) -> None:
         self._packed = PackedLinear(linear)
         self._out_features = linear.out_features
         blocks = _blocks_of(linear.weight.detach(), self._packed.packed)
         self._few_rows = None if blocks is None else _few_rows(linear, blocks)
         self._most_numbers = 0 if self._few_rows is None else self._few_rows.most_rows * linear.in_features
+        self._batch_invariant = batch_invariant
+        if batch_invariant and self._few_rows is None:
+            raise ConfigError(
+                f"batch_invariant: no kernel for a linear layer of {linear.in_features} x {linear.out_features} in "
+                f"{linear.weight.dtype} on this processor",
+                param="batch_invariant",
+            )
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
-        if self._few_rows is None or not 0 < inputs.numel() <= self._most_numbers:
+        is_few = inputs.numel() <= self._most_numbers
+        if self._few_rows is None or not (is_few or self._batch_invariant) or not inputs.numel():
             return self._packed(inputs)
         out = torch.empty((inputs.shape[0], self._out_features), dtype=inputs.dtype)
-        self._few_rows(inputs.contiguous(), out)
+        inputs = inputs.contiguous()
+        if is_few:
+            self._few_rows(inputs, out)
+        else:
+            most = self._few_rows.most_rows
+            for few, few_out in zip(inputs.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
+                self._few_rows(few, few_out)
         return out
 
 

@@ -56,7 +56,7 @@ def check(dtype, tiled, head_dim, block_size, num_kv_heads, group, scores):
         num_blocks = -(-seq_len // block_size)
         cache = torch.randn(num_blocks + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim).to(dtype)
         padded = torch.randn(num_tokens, num_heads + 2, head_dim).to(dtype)  # queries are part of longer rows
-        table = torch.randperm(num_blocks) + 1
+        table, lengths = torch.randperm(num_blocks) + 1, torch.tensor([seq_len])
         out = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=dtype)
         num_tiles = -(-num_tokens * group // rows_per_task(tiled=tiled))
         Call(
@@ -65,12 +65,13 @@ def check(dtype, tiled, head_dim, block_size, num_kv_heads, group, scores):
             query=padded.data_ptr(),
             query_stride=padded.stride(0),
             out=out.data_ptr(),
-            block_table=table.data_ptr(),
+            block_tables=table.data_ptr(),
+            table_width=num_blocks,
+            seq_lens=lengths.data_ptr(),
             sinks=sinks.data_ptr(),
             configuration=whole_tiles() if tiled else 0,
             num_tokens=num_tokens,
             num_tiles=num_tiles,
-            seq_len=seq_len,
         ).run(num_tiles * num_kv_heads, 2)
         keys, values = cache[table, LAYER].double().permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
         query = padded[:, :num_heads].double().view(num_tokens, num_kv_heads, group, head_dim)

@@ -1,0 +1,11 @@
+"""Baton with `batch_invariant`, to see what that costs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.compare.baton_side import Baton
+from benchmarks.compare.side import serve
+
+if __name__ == "__main__":
+    serve(partial(Baton, batch_invariant=True))

@@ -1,0 +1,129 @@
+"""Log probabilities to the last bit, whatever else an engine computes beside a request and however it cuts it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from common.demo_model import demo_model_path
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.cpu_kernels.tiled_linear import has_tiles
+from common.engine.messages import AddRequest
+from common.errors import ConfigError
+from common.types import RequestId, SampledToken, SamplingParams
+from tests.integration.handoff_rig import Handoffs, create_engine
+from tests.tiny_models import tiny_model_dir
+
+OUTPUT_TOKENS = 12
+SAMPLING = SamplingParams(temperature=1.0, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True, num_logprobs=3)
+DTYPES = [
+    "float32",
+    pytest.param(
+        "bfloat16", marks=pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
+    ),
+]
+
+
+def create(dtype: str, *, budget: int = 2048, num_blocks: int = 400, prefix_caching: bool = False) -> InprocClient:
+    return InprocClient(
+        EngineConfig(
+            model=ModelConfig(model=str(demo_model_path()), dtype=dtype, batch_invariant=True, num_threads=2),
+            cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+            scheduler=SchedulerConfig(max_num_batched_tokens=budget, target_itl_ms=None, max_num_seqs=16),
+        )
+    )
+
+
+def requests(seed: int) -> list[list[int]]:
+    """Prompts of any length, some with a common beginning."""
+    source = random.Random(seed)
+    beginning = [source.randrange(3, 1000) for _ in range(50)]
+    return [
+        beginning * (index % 3 == 0)
+        + [source.randrange(3, 1000) for _ in range(source.choice([1, 15, 16, 40, 150, 300]))]
+        for index in range(9)
+    ]
+
+
+def alone(client: InprocClient, prompts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
+    return [run(client, [prompt], [0])[0] for prompt in prompts]
+
+
+def run(client: InprocClient, prompts: Sequence[Sequence[int]], arrivals: Sequence[int]) -> list[list[SampledToken]]:
+    """Tokens of requests, each of which arrives at a step."""
+    found: dict[RequestId, list[SampledToken]] = {RequestId(f"r{index}"): [] for index in range(len(prompts))}
+    step = 0
+    while step <= max(arrivals) or client.has_unfinished:
+        for request_id, prompt, arrival in zip(found, prompts, arrivals, strict=True):
+            if arrival == step:
+                client.add_request(AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling=SAMPLING))
+        for output in client.step().outputs:
+            found[output.request_id] += output.tokens
+        step += 1
+    assert all(len(tokens) == OUTPUT_TOKENS for tokens in found.values())
+    return list(found.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whatever_the_schedule(dtype):
+    prompts = requests(0)
+    with create(dtype) as client:
+        expected = alone(client, prompts)
+    for seed, (budget, num_blocks, prefix_caching) in enumerate(
+        [(2048, 400, False), (37, 400, True), (130, 40, False), (300, 60, True)]
+    ):
+        arrivals = [random.Random(seed).randrange(12) for _ in prompts]
+        with create(dtype, budget=budget, num_blocks=num_blocks, prefix_caching=prefix_caching) as client:
+            assert run(client, prompts, arrivals) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_any_token_on(dtype):
+    """What another pod computes after a migration, which begins with prompt and tokens so far as one chunk."""
+    (prompt, *_) = requests(1)
+    with create(dtype) as client:
+        (whole,) = alone(client, [prompt])
+        for count in (1, 5, OUTPUT_TOKENS - 1):
+            so_far = [token.token_id for token in whole[:count]]
+            request_id = RequestId(f"m{count}")
+            client.add_request(
+                AddRequest(request_id=request_id, prompt_token_ids=prompt, sampling=SAMPLING, output_token_ids=so_far)
+            )
+            rest: list[SampledToken] = []
+            while client.has_unfinished:
+                rest += [token for output in client.step().outputs for token in output.tokens]
+            assert rest == whole[count:]
+
+
+def test_across_a_handoff(tmp_path):
+    prompts = [prompt[:200] for prompt in requests(2)]
+    handoffs = Handoffs(*(create_engine(demo_model_path(), tmp_path / "kv", batch_invariant=True) for _ in range(2)))
+    try:
+        decoded = handoffs.run(prompts, SAMPLING)
+    finally:
+        handoffs.close()
+    with create("float32") as client:
+        expected = alone(client, prompts)
+    assert [each.tokens for each in decoded] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "message"),
+    [
+        ({"model": str(tiny_model_dir("gemma2"))}, {}, "of the Llama kind"),
+        ({"cpu_kernels": "reference"}, {}, "of the Llama kind"),
+        ({"model": str(tiny_model_dir("llama"))}, {}, "no kernel for a linear layer"),
+        ({}, {"block_size": 8}, "block_size"),
+    ],
+)
+def test_refused_where_kernels_are_missing(model, cache, message):
+    config = EngineConfig(
+        model=ModelConfig(**{"model": str(demo_model_path()), "batch_invariant": True} | model),
+        cache=CacheConfig(num_blocks=8, **cache),
+    )
+    with pytest.raises(ConfigError, match=message) as refusal:
+        InprocClient(config)
+    assert refusal.value.param == "batch_invariant"
