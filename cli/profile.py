@@ -13,8 +13,8 @@ import grpc
 import msgspec
 from msgspec import Meta
 
+from cli.environment import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE
-from cli.generation import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from cli.router_address import fetch_json
 from cli.trace_summary import OperatorTime, summarize
 from common.config import ArgumentParser, add_arguments, build, epilog_of
