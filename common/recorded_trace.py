@@ -50,11 +50,13 @@ def _read(lines: Iterable[bytes], path: Path, max_requests: int, option: str) ->
             continue
         try:
             read.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"--{option}: {path}, line {number}: {problem_of(error)}", param=option) from error
     return read
 
 
 def problem_of(error: Exception) -> str:
     """Returns what is wrong with a line, for a person."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
     return str(error).replace("`", "").replace(" - at $.", ": ")

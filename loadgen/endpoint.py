@@ -110,7 +110,7 @@ async def first_model(client: HttpClient) -> str:
         raise BatonError(f"GET /v1/models: status {response.status}: {error_in(response.body)}; --model names a model")
     try:
         models = msgspec.json.decode(response.body, type=_Models).data
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BatonError(f"GET /v1/models: the answer is not valid: {error}; --model names a model") from error
     if not models:
         raise BatonError("the endpoint serves no model yet")

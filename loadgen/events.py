@@ -104,7 +104,7 @@ class AnswerReader:
     def _take(self, payload: bytes, arrived_s: float) -> None:
         try:
             chunk = self._decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestFailed("invalid response", f"a chunk of the stream is not valid: {error}") from error
         if chunk.error is not None:
             raise RequestFailed("error in stream", error_text(chunk.error))
@@ -127,6 +127,6 @@ def error_in(body: bytes) -> str:
     """Returns what the body of an answer with an error status says."""
     try:
         document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return quoted(body[:400].decode("utf-8", "replace")) if body else "no body"
     return error_text(document.get("error", document) if isinstance(document, dict) else document)

@@ -90,7 +90,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.extra_body:
             try:
                 fields |= msgspec.json.decode(self.extra_body, type=dict[str, Any])
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise ValueError(f"--extra-body: expected a JSON object: {problem_of(error)}") from error
         return fields
 
@@ -179,7 +179,7 @@ def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[_Line]:
             continue
         try:
             yield decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             problem = problem_of(error)
             raise ConfigError(f"--dataset-path: {path}, line {number}: {problem}", param="dataset_path") from error
 

@@ -95,7 +95,7 @@ def load_profile(path: Path) -> EngineProfile:
         document = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"--profile: cannot read {path}: {error.strerror}", param="profile") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--profile: {path} is not JSON: {error}", param="profile") from error
     return parse_profile(document, str(path))
 

@@ -78,7 +78,7 @@ class RouterApi:
             raise self._refusal(path, response.status, response.body)
         try:
             return msgspec.json.decode(body, type=answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._not_a_router(path, f"the answer is not a router's: {plain(str(error))}") from error
 
     def _refusal(self, path: str, status: int, body: bytes) -> BatonError:

@@ -57,7 +57,7 @@ def parse_line(number: int, line: bytes) -> BatchRequest:
     """Returns the request of a line. Raises InvalidLineError."""
     try:
         read = msgspec.json.decode(line, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidLineError(f"line {number}: {problem_of(error)}", _custom_id_of(line)) from error
     body = bytes(read.body)
     if problem := _problem(read, body):
@@ -72,8 +72,8 @@ def _problem(read: _Line, body: bytes) -> str:
         return f"url: must be a path such as /v1/chat/completions, got {read.url[:100]!r}"
     try:
         fields = msgspec.json.decode(body, type=_Body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return f"body: {error}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"body: {problem_of(error)}"
     return "body.stream: a batch has whole answers, no streams" if fields.stream else ""
 
 
@@ -81,7 +81,7 @@ def _custom_id_of(line: bytes) -> str | None:
     """As far as it can be read."""
     try:
         document = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     custom_id = document.get("custom_id") if isinstance(document, dict) else None
     return custom_id if isinstance(custom_id, str) else None
@@ -122,7 +122,7 @@ def answer_of(request: BatchRequest, response: Response) -> BatchAnswer:
     try:
         msgspec.json.decode(response.body)
         body = response.body.replace(b"\n", b" ").replace(b"\r", b" ")  # JSON has them between tokens only
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         if response.status == _OK:
             answer.error = BatchError("invalid_response", "the answer is not JSON")
             return answer

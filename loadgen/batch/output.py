@@ -82,7 +82,7 @@ class OutputFile:
         for number, line in enumerate(self._lines(), start=1):
             try:
                 answer = msgspec.json.decode(line, type=BatchAnswer)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     self.num_cut = len(line)
                     os.ftruncate(self._file, end)

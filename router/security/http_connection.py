@@ -102,6 +102,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_waiting()
         self._stop_waiting_for_reader()
         self._release_body()
+        self._unset_keepalive_if_required()  # uvicorn's own keeps it running if the client reset the connection
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

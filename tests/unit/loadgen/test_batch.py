@@ -105,6 +105,16 @@ def test_bad_lines_become_errors_and_cost_the_others_nothing(tmp_path: Path) -> 
     assert answers["method"]["error"]["message"] == "line 2: method: must be POST, got 'GET'"
 
 
+def test_json_that_is_nested_too_deep_is_an_error_of_its_line(tmp_path: Path) -> None:
+    deep = "[" * 5000 + "]" * 5000
+    files = Files(tmp_path, line("a"), line("deep", body=0).replace('"body": 0', f'"body": {deep}'), line("b"))
+    files.run(lambda request: [(0.1, http_answer(200, deep.encode() if request.body["prompt"] == "b" else {}))])
+    answers = files.answers()
+    assert answers["a"]["error"] is None
+    assert answers[None]["error"]["message"] == "line 2: it is nested too deep"
+    assert answers["b"]["error"]["code"] == "invalid_response"
+
+
 def test_a_custom_id_answers_once(tmp_path: Path) -> None:
     files = Files(tmp_path, line("a"), line("a"))
     server, _ = files.run()

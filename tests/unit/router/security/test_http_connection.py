@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 
 import pytest
 import uvicorn
@@ -229,6 +230,20 @@ async def test_the_end_of_an_answer_that_is_not_read_is_not_waited_for():
     connection.data_received(b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
     await transport.aborted.wait()
     assert transport.is_closing()
+
+
+async def test_a_client_that_resets_its_idle_connection_is_not_counted_as_one_that_does_not_read(start_cluster):
+    cluster = await start_cluster(limits=LimitsConfig(send_timeout_s=0.01))
+    connections = cluster.router._http.server_state.connections
+    with socket.create_connection(("127.0.0.1", cluster.router.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+        client.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        reply = await asyncio.to_thread(client.recv, 4096)
+        assert reply.startswith(b"HTTP/1.1 200")
+        (connection,) = connections
+    while connections:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert connection.timeout_keep_alive_task is None
 
 
 class StuckTransport(asyncio.Transport):
