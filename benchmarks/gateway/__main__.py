@@ -1,6 +1,6 @@
 """What each API of the gateway costs the router, with pods that answer at once.
 
-    python -m benchmarks.gateway [--before DIR] [--markdown FILE] [--json FILE] [--quick]
+    python -m benchmarks.gateway [--before DIR | --timelines] [--markdown FILE] [--json FILE] [--quick] 2>/dev/null
 
 The real router process stands between a load generator and fake pods, as in benchmarks.router. Measured is its
 processor time, of all its threads: per whole answer of one token, and per token of streams that have had their first,
@@ -11,8 +11,9 @@ Measured are completions, chats, chats with tools (the parser that `--tool-parse
 schema as response_format, Anthropic's messages, OpenAI's responses, and chats over gRPC.
 
 With --before the router of another checkout runs beside that of this one, and they take turns, with the same load
-generator, answers and Python environment; what it does not have is left out. The difference is the median of those of
-pairs that were measured one after the other. Run it on a machine that does nothing else.
+generator, answers and Python environment; what it does not have is left out. With --timelines what runs beside is the
+same router without timelines and access log, which the measured one has: `before` is without. The difference is the
+median of those of pairs that were measured one after the other. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gateway.measure import Plan, measure
+from benchmarks.gateway.measure import SEEN, UNSEEN, Plan, Router, measure
 from benchmarks.gateway.report import format_page, format_tables, verdicts
 from benchmarks.router.measure import StreamLoad
 from benchmarks.router.report import describe_machine, format_verdict
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     plan = QUICK if args.quick else FULL
     machine = describe_machine()
-    results = measure(plan, args.before, lambda line: print(line, file=sys.stderr))
+    now, before = (SEEN, UNSEEN) if args.timelines else (Router(), args.before and Router(args.before))
+    results = measure(plan, now, before, lambda line: print(line, file=sys.stderr))
     found = verdicts(results)
     print(format_tables(results, found))
     print("\n".join(map(format_verdict, found)))
@@ -55,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
+    beside.add_argument("--timelines", action="store_true", help="what timelines and access log cost")
     parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")

@@ -39,6 +39,18 @@ class Cost(NamedTuple):
     paced_token_s: float  # of those with a rate: the router wakes up for every step of the pod
 
 
+class Router(NamedTuple):
+    """Which router is measured."""
+
+    checkout: Path | None = None  # None: this one
+    options: tuple[str, ...] = ()
+
+
+# What operators see of each request: lines of a log, timelines. A log level given twice is the last one.
+SEEN = Router(options=("--log-level", "info"))
+UNSEEN = Router(options=("--max-timelines", "0", "--no-access-log"))
+
+
 @dataclass(slots=True)
 class Results:
     """By name of the case; one Cost for each repeat."""
@@ -70,14 +82,14 @@ class Results:
         }
 
 
-def measure(plan: Plan, before: Path | None, on_figure: Callable[[str], None]) -> Results:
-    """Everything, in turn. `before`: the older checkout, if there is one. `on_figure` gets a line for each figure."""
+def measure(plan: Plan, now: Router, before: Router | None, on_figure: Callable[[str], None]) -> Results:
+    """Everything, in turn. `before`: what `now` is compared with. `on_figure` gets a line for each figure."""
     results = Results()
     for repeat in range(plan.repeats):
         for setup in SETUPS:
             with Child("benchmarks.gateway.load") as load, ExitStack() as stack:
                 load.read_line()
-                sides = [(results.now, stack.enter_context(_start(setup, None)))]
+                sides = [(results.now, stack.enter_context(_start(setup, now)))]
                 if before is not None and (older := _start_older(setup, before, stack)) is not None:
                     sides.append((results.before, older))
                 for case in setup.cases:
@@ -90,14 +102,14 @@ def measure(plan: Plan, before: Path | None, on_figure: Callable[[str], None]) -
     return results
 
 
-def _start(setup: Setup, checkout: Path | None) -> AbstractContextManager[System]:
-    return baton(directory=checkout, options=setup.options, answer=setup.answer)
+def _start(setup: Setup, router: Router) -> AbstractContextManager[System]:
+    return baton(directory=router.checkout, options=[*setup.options, *router.options], answer=setup.answer)
 
 
-def _start_older(setup: Setup, checkout: Path, stack: ExitStack) -> System | None:
+def _start_older(setup: Setup, router: Router, stack: ExitStack) -> System | None:
     """None: it does not know the options."""
     try:
-        return stack.enter_context(_start(setup, checkout))
+        return stack.enter_context(_start(setup, router))
     except ChildEndedError:
         return None
 

@@ -42,7 +42,7 @@ class _BFloat16Type(ir.Type):  # type: ignore[misc]
 
 
 _BFLOAT16 = _BFloat16Type()
-_MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))
+MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 class ElementType(enum.Enum):
@@ -296,7 +296,7 @@ class Builder:
     def fma_pairs(self, first: Value, second: Value, third: Value) -> Value:
         """`third` plus, in each lane, the products of two pairs of bfloat16 numbers. A processor with an instruction
         for it rounds differently."""
-        if not _MULTIPLIES_PAIRS:
+        if not MULTIPLIES_PAIRS:
             for half in (self._lower, self._upper):
                 third = self.fma(half(first), half(second), third)
             return third

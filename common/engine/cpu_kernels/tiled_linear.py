@@ -14,7 +14,7 @@ import torch
 from llvmlite import binding
 
 from common.engine.cpu_kernels.compiled import Kernel
-from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Value
+from common.engine.cpu_kernels.language import MAX_LANES, MULTIPLIES_PAIRS, Builder, ElementType, Value
 
 TILE = 16  # rows of a tile, and its columns: single float32 numbers, or pairs in bfloat16
 MAX_ROWS = 2 * TILE
@@ -35,6 +35,11 @@ def has_tiles() -> bool:
     if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def instructions() -> str:
+    """Names what the kernels are compiled for, as far as it decides how they round."""
+    return f"{MAX_LANES} lanes, pairs {MULTIPLIES_PAIRS}, tiles {has_tiles()}"
 
 
 @cache

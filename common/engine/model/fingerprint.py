@@ -6,7 +6,8 @@ SHA-256 over
   and `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` of its tensors: every fine-tuned or re-quantised checkpoint
   differs in them, and reading them takes milliseconds whatever the size of the model;
 - the parsed config.json without fields that change no number;
-- compute dtype and KV layout: what a token's KV looks like.
+- compute dtype and KV layout: what a token's KV looks like;
+- where KV is the same to the last bit (`batch_invariant`), the instructions that rounded it.
 
 Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which divides the KV but
 does not change it; blocks are compared by it separately.
@@ -31,8 +32,11 @@ _IRRELEVANT = frozenset(
 )
 
 
-def fingerprint_model(weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec) -> bytes:
-    """The 32-byte fingerprint. `config` is the parsed config.json. Raises OSError if a file cannot be read."""
+def fingerprint_model(
+    weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec, *, rounding: str = ""
+) -> bytes:
+    """The 32-byte fingerprint. `config` is the parsed config.json; `rounding` names the instructions, if they matter.
+    Raises OSError if a file cannot be read."""
     digest = hashlib.sha256(b"baton.fingerprint.v1")
     for path in sorted(weight_files, key=lambda path: path.name):
         digest.update(_digest_weights(path))
@@ -40,6 +44,7 @@ def fingerprint_model(weight_files: Sequence[Path], config: dict[str, Any], spec
     digest.update(json.dumps(relevant, sort_keys=True).encode())
     layout = [str(spec.dtype), spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.value_head_dim]
     digest.update(json.dumps(layout).encode())
+    digest.update(rounding.encode())
     return digest.digest()
 
 

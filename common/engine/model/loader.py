@@ -21,6 +21,7 @@ from common.engine.attention.hook import ATTENTION_NAME
 from common.engine.attention.registry import AttentionBackendName, can_attend
 from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
+from common.engine.cpu_kernels.tiled_linear import instructions
 from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
@@ -45,6 +46,7 @@ class LoadedModel:
     attention_backend: AttentionBackendName
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
+    rounding: str  # see fingerprint_model
     device: torch.device
     dtype: torch.dtype
     kv_spec: KVSpec
@@ -74,6 +76,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         attention_backend=_backend_of(config, kernels, device),
         kernels=kernels,
         kernels_failed=found.kernels_failed,
+        rounding=instructions() if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,

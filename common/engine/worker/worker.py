@@ -60,7 +60,9 @@ class Worker:
         loaded = self._loaded = load_model(self._config.model)
         block_size = self._config.cache.block_size
         try:
-            fingerprint = fingerprint_model(loaded.weight_files, loaded.config, loaded.kv_spec)
+            fingerprint = fingerprint_model(
+                loaded.weight_files, loaded.config, loaded.kv_spec, rounding=loaded.rounding
+            )
         except OSError as error:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(

@@ -11,6 +11,7 @@ from benchmarks.paced_pod import PACE_VARIABLE, PacedExecutor
 from common.engine.config import EngineConfig, ModelConfig
 from common.engine.executor.base import FinishedStep
 from common.engine.executor.inproc import InprocExecutor
+from common.engine.phases import PhaseClock
 from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.types import RequestId
 
@@ -20,12 +21,13 @@ PROFILE = Path(__file__).parents[1] / "planning" / "profile.json"
 def test_only_a_step_that_computes_something_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PACE_VARIABLE, str(PROFILE))
     monkeypatch.setattr(InprocExecutor, "__init__", lambda self, config: None)
-    monkeypatch.setattr(InprocExecutor, "submit", lambda self, step: FinishedStep(ModelRunnerOutput()))
+    monkeypatch.setattr(InprocExecutor, "submit", lambda self, step, phases: FinishedStep(ModelRunnerOutput()))
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     executor = PacedExecutor(EngineConfig(model=ModelConfig(model="demo")))
-    executor.submit(SchedulerOutput())
+    executor.submit(SchedulerOutput(), PhaseClock())
     assert slept == []
-    executor.submit(SchedulerOutput(num_scheduled_tokens={RequestId("r"): 64}, total_num_scheduled_tokens=64))
+    step = SchedulerOutput(num_scheduled_tokens={RequestId("r"): 64}, total_num_scheduled_tokens=64)
+    executor.submit(step, PhaseClock())
     assert len(slept) == 1
     assert slept[0] > 0

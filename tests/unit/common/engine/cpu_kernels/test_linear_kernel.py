@@ -47,7 +47,7 @@ def test_computes_the_same_and_each_row_whatever_is_beside_it(dtype, block, has_
 
 
 def test_pairs_without_an_instruction_for_them(monkeypatch):
-    monkeypatch.setattr(language, "_MULTIPLIES_PAIRS", False)
+    monkeypatch.setattr(language, "MULTIPLIES_PAIRS", False)
     linear_kernel.cache_clear()
     try:
         test_computes_the_same_and_each_row_whatever_is_beside_it(torch.bfloat16, 64, has_bias=True)
