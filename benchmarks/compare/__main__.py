@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
@@ -108,12 +108,11 @@ def _directory(model: str, scratch: Path) -> Path:
 
 def _offline(
     model: str, directory: Path, dtype: str, names: Sequence[str], repeats: int, limits: Limits, logs: Path
-) -> Sequence[Row]:
+) -> Iterator[Row]:
     try:
-        return list(measure_model(model, directory, dtype, names, repeats, work_of(directory, dtype), limits, logs))
+        yield from measure_model(model, directory, dtype, names, repeats, work_of(directory, dtype), limits, logs)
     except SideError as error:
         print(f"{model} {dtype}: {error}", file=sys.stderr)
-        return []
 
 
 def _serving(

@@ -22,6 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gateway.measure import SEEN, UNSEEN, Plan, Router, measure
@@ -38,7 +39,7 @@ QUICK = Plan(repeats=1, concurrency=4, num_answers=100, fast=StreamLoad(16, 100,
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
-    plan = QUICK if args.quick else FULL
+    plan = QUICK if args.quick else replace(FULL, repeats=args.repeats)
     machine = describe_machine()
     now, before = (SEEN, UNSEEN) if args.timelines else (Router(), args.before and Router(args.before))
     results = measure(plan, now, before, lambda line: print(line, file=sys.stderr))
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
     beside.add_argument("--timelines", action="store_true", help="what timelines and access log cost")
+    parser.add_argument("--repeats", type=int, default=FULL.repeats)
     parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
