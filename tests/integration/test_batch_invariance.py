@@ -30,7 +30,7 @@ DTYPES = [
 def create(dtype: str, *, budget: int = 2048, num_blocks: int = 400, prefix_caching: bool = False) -> InprocClient:
     return InprocClient(
         EngineConfig(
-            model=ModelConfig(model=str(demo_model_path()), dtype=dtype, batch_invariant=True, num_threads=2),
+            model=ModelConfig(model=str(demo_model_path()), dtype=dtype, batch_invariant=True),
             cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, target_itl_ms=None, max_num_seqs=16),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -53,7 +54,7 @@ class Worker:
         """See Executor.load_model."""
         bound_kernel_caches()
         if self._config.model.num_threads is not None:
-            torch.set_num_threads(self._config.model.num_threads)
+            _set_num_threads(self._config.model.num_threads)
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
@@ -196,6 +197,13 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: to
             f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device}",
             param="kv_cache_memory",
         ) from error
+
+
+def _set_num_threads(num_threads: int) -> None:
+    num_cores = os.cpu_count() or num_threads
+    if num_threads > num_cores:
+        raise ConfigError(f"num_threads: {num_threads}, but this machine has {num_cores} cores", param="num_threads")
+    torch.set_num_threads(num_threads)
 
 
 def create_connector(config: KVConnectorConfig) -> WorkerConnector:

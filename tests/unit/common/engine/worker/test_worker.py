@@ -102,6 +102,13 @@ def test_kv_cache_that_cannot_be_had_is_a_setting_error():
         allocate_kv_cache(KVSpec(24, 8, 128, 128, torch.bfloat16), 10**9, 16, torch.device("cpu"))
 
 
+def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    model = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=5)
+    with pytest.raises(ConfigError, match="num_threads: 5, but this machine has 4 cores"):
+        InprocExecutor(EngineConfig(model=model)).load_model()
+
+
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
