@@ -76,15 +76,16 @@ class RequestTable:
 
     def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
         """Append one sampled token to each of the rows."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+        places = self.num_tokens[rows]
+        self.token_ids[rows, places] = token_ids
+        self.num_tokens[rows] = places + 1
 
     def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One token for each of the rows is being sampled: -1, -2, ... stand for them until `settle_tokens`. Returns
         their places."""
         places = self.num_tokens[rows]
         self.token_ids[rows, places] = -1 - np.arange(len(rows))
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] = places + 1
         return places
 
     def settle_tokens(
