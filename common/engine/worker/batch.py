@@ -75,7 +75,7 @@ class BatchPacker:
                 block_ids * block_size + offsets,
                 layout.wanted,
                 layout.ends,
-                table.block_tables[rows, :max_blocks].reshape(-1),
+                table.block_tables[rows, :max_blocks],
             ],
             self._device,
         )
@@ -92,7 +92,7 @@ class BatchPacker:
                 query_start=layout.query_start,
                 seq_lens=layout.seq_lens,
                 seq_lens_tensor=seq_lens,
-                block_tables=block_tables.view(len(rows), max_blocks),
+                block_tables=block_tables,
                 slot_mapping=slots,
             ),
             sampled_ids=layout.sampled_ids,
@@ -193,5 +193,6 @@ def _upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> li
     """The arrays as tensors on the device, in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
-    return list(torch.split(packed, [len(array) for array in arrays]))
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+    parts = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
