@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.sampling.draws import MIN_TEMPERATURE
-from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.noise import gumbel_noise, mixed_seeds, stream_keys
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
@@ -141,9 +141,8 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     params = [row.params for row in rows]
     temperatures = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    keys = torch.tensor(
-        [[stream_key(row.params.settled_seed, row.output_position)] for row in rows], device=logits.device
-    )
+    seeds = mixed_seeds([p.settled_seed for p in params])
+    keys = stream_keys(seeds, np.array([row.output_position for row in rows]))
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
         scores, token_ids = _most_likely(scores, params)
         _apply_top_k(scores, params)
@@ -151,7 +150,8 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     else:
         token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
     _apply_min_p(scores, params)
-    winner = _argmax(gumbel_noise(keys, token_ids).add_(scores))[:, None]
+    noise = gumbel_noise(torch.from_numpy(keys).to(logits.device)[:, None], token_ids)
+    winner = _argmax(noise.add_(scores))[:, None]
     return token_ids.expand(len(rows), -1).gather(1, winner).squeeze(1)
 
 
@@ -252,7 +252,9 @@ def _as_numpy(scores: torch.Tensor) -> npt.NDArray[np.floating]:
 
 def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Whether the best logit of each row is a number, [rows]. argmax takes NaN for the best."""
-    return logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    if logits.device.type != "cpu":
+        return logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    return torch.from_numpy(np.isfinite(_as_numpy(logits)[np.arange(len(best)), best.numpy()]))
 
 
 def _tokens(
