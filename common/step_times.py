@@ -50,10 +50,17 @@ class _Sums:
     def __init__(self) -> None:
         self.w = self.x = self.z = self.xx = self.xz = self.zz = self.y = self.xy = self.zy = 0.0
 
-    def fade_into(self, other: _Sums, factor: float) -> None:
-        """Writes these sums, times `factor`, to `other`."""
-        for name in _Sums.__slots__:
-            setattr(other, name, factor * getattr(self, name))
+    def fade(self, factor: float) -> None:
+        """Multiplies all of them."""
+        self.w *= factor
+        self.x *= factor
+        self.xx *= factor
+        self.xy *= factor
+        self.xz *= factor
+        self.y *= factor
+        self.z *= factor
+        self.zy *= factor
+        self.zz *= factor
 
     def add(self, weight: float, x: float, z: float, y: float) -> None:
         """Adds one point."""
@@ -67,18 +74,22 @@ class _Sums:
         self.xy += weight * x * y
         self.zy += weight * z * y
 
-    def solve(self) -> tuple[float, float, float]:
-        """Returns the constant and the slopes, each at least its minimum."""
-        xx, xz, zz = self.w * self.xx - self.x**2, self.w * self.xz - self.x * self.z, self.w * self.zz - self.z**2
-        xy, zy = self.w * self.xy - self.x * self.y, self.w * self.zy - self.z * self.y
+    def solve(self, prior: _Sums, speed: float) -> tuple[float, float, float]:
+        """Returns the constant and the slopes, each at least its minimum, of the points of both sums, those of `prior`
+        with `speed` times their y."""
+        w, x, z = self.w + prior.w, self.x + prior.x, self.z + prior.z
+        sum_xx, sum_xz, sum_zz = self.xx + prior.xx, self.xz + prior.xz, self.zz + prior.zz
+        y, sum_xy, sum_zy = self.y + speed * prior.y, self.xy + speed * prior.xy, self.zy + speed * prior.zy
+        xx, xz, zz = w * sum_xx - x**2, w * sum_xz - x * z, w * sum_zz - z**2
+        xy, zy = w * sum_xy - x * y, w * sum_zy - z * y
         determinant = xx * zz - xz**2
         slope_z = max((xx * zy - xz * xy) / determinant, 0.0)
         slope_x = max((xy - slope_z * xz) / xx, _MIN_TOKEN_S)
         if slope_x == _MIN_TOKEN_S:
             slope_z = max(zy / zz, 0.0)
-        constant = (self.y - slope_x * self.x - slope_z * self.z) / self.w
+        constant = (y - slope_x * x - slope_z * z) / w
         if constant < 0:
-            return 0.0, max(self.xy - slope_z * self.xz, 0.0) / self.xx + _MIN_TOKEN_S, slope_z
+            return 0.0, max(sum_xy - slope_z * sum_xz, 0.0) / sum_xx + _MIN_TOKEN_S, slope_z
         return constant, slope_x, slope_z
 
 
@@ -87,11 +98,14 @@ class StepTimes:
 
     def __init__(self, budget: float, prior: Line = PRIOR) -> None:
         """`budget`: most tokens of a step."""
-        self._budget = max(budget, 2.0)
         self._prior = prior
         self._num_steps = 0.0
         self._log_speed = 0.0  # sum of log(seconds / prior)
         self._sums = _Sums()
+        self._prior_sums = _Sums()
+        for tokens, context in ((1.0, 0.0), (max(budget, 2.0), 0.0), (1.0, _TYPICAL_CONTEXT)):
+            usual = prior.at(tokens, context)
+            self._prior_sums.add(_PRIOR_WEIGHT / usual**2, tokens, context / _TYPICAL_CONTEXT, usual)
         self.line = prior
 
     @classmethod
@@ -131,17 +145,12 @@ class StepTimes:
         usual = self._prior.at(tokens, context)
         self._num_steps = _FADING * self._num_steps + 1
         self._log_speed = _FADING * self._log_speed + math.log(seconds / usual)
-        self._sums.fade_into(self._sums, _FADING)
+        self._sums.fade(_FADING)
         self._sums.add(1 / usual**2, tokens, context / _TYPICAL_CONTEXT, seconds)
 
     def _solve(self) -> None:
         speed = math.exp(self._log_speed / self._num_steps)
-        sums = _Sums()
-        self._sums.fade_into(sums, 1.0)
-        for tokens, context in ((1.0, 0.0), (self._budget, 0.0), (1.0, _TYPICAL_CONTEXT)):
-            usual = self._prior.at(tokens, context)
-            sums.add(_PRIOR_WEIGHT / usual**2, tokens, context / _TYPICAL_CONTEXT, usual * speed)
-        base_s, token_s, context_s = sums.solve()
+        base_s, token_s, context_s = self._sums.solve(self._prior_sums, speed)
         self.line = Line(base_s, token_s, context_s / _TYPICAL_CONTEXT)
 
 

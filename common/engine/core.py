@@ -87,7 +87,6 @@ class EngineCore:
         self.phases = PhaseClock(clock)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
-        self._last_step_s = 0.0
         self._last_end = -math.inf  # of a step
         self._ahead: _Flight | None = None  # the next step, if it was begun already
         self._port: TransferPort | None = None
@@ -214,8 +213,6 @@ class EngineCore:
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         if self._ahead is not None:
             self._scheduler.begin_ahead(self._ahead.step)
-        if step.total_num_scheduled_tokens:  # a step without tokens does not show the model's speed
-            self._last_step_s = step_s
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(
             outputs=outputs,
@@ -271,7 +268,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
-        stats = msgspec.structs.replace(self._scheduler.stats(), last_step_s=self._last_step_s)
+        stats = self._scheduler.stats()
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:

@@ -221,7 +221,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return 0 if self.seed is None else self.seed % 2**64
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probabilities at one position, natural logarithm, as the model computed them: before biases, penalties, masks
     and temperature."""
 
@@ -230,7 +230,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0  # of the prompt's token, from 1 on; 0: of an output token, where it is not computed
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One output token."""
 
     token_id: int

@@ -12,6 +12,8 @@ hash of a counter, in 64-bit integers that wrap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -32,12 +34,15 @@ def mixed_seed(seed: int) -> int:
     return _mix(seed & _MASK64)
 
 
+def mixed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """`mixed_seed` of several seeds, unsigned 64-bit integers."""
+    return _mix_array(np.array(seeds, dtype=np.uint64))
+
+
 def stream_keys(mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """`stream_key` of several seeds, each with a position of its own."""
     bits = mixed_seeds + np.uint64(_GOLDEN) * (positions.astype(np.uint64) + np.uint64(1))
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_MIX_1)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_MIX_2)
-    keys: npt.NDArray[np.int64] = (bits ^ (bits >> np.uint64(31))).view(np.int64)
+    keys: npt.NDArray[np.int64] = _mix_array(bits).view(np.int64)
     return keys
 
 
@@ -46,12 +51,37 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
     `keys` is [rows, 1] int64 from `stream_key`; `token_ids` is int64, [rows, n] or [n].
     """
+    bits = hash_with_numpy(keys, token_ids) if keys.device.type == "cpu" else hash_with_torch(keys, token_ids)
+    uniform = bits.double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never 0 or 1
+    return uniform.log_().neg_().log_().neg_()
+
+
+def hash_with_numpy(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The high 53 bits of the generator's output, [rows, n] int64. On a CPU numpy multiplies integers several times as
+    fast as torch."""
+    counters = token_ids.numpy().view(np.uint64) * np.uint64(_GOLDEN) + keys.numpy().view(np.uint64)
+    bits = _mix_array(counters)
+    bits >>= np.uint64(11)
+    return torch.from_numpy(bits.view(np.int64))
+
+
+def hash_with_torch(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The same on any device."""
     bits = token_ids * _signed(_GOLDEN) + keys
     bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
     bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
     bits = bits.bitwise_xor_(_shift(bits, 31))
-    uniform = _shift(bits, 11).double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never 0 or 1
-    return uniform.log_().neg_().log_().neg_()
+    return _shift(bits, 11)
+
+
+def _mix_array(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser, in place."""
+    shifted = np.empty_like(bits)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        bits ^= np.right_shift(bits, np.uint64(shift), out=shifted)
+        bits *= np.uint64(factor)
+    bits ^= np.right_shift(bits, np.uint64(31), out=shifted)
+    return bits
 
 
 def _mix(bits: int) -> int:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.sampling.draws import MIN_TEMPERATURE
-from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.noise import gumbel_noise, mixed_seeds, stream_keys
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
@@ -71,8 +71,7 @@ class Sampler:
         they are overwritten."""
         if mask is not None:
             mask.apply(logits)
-        token_ids = _argmax(logits)
-        return _tokens(token_ids, _is_finite(logits, token_ids), [None] * len(token_ids))
+        return [SampledToken(token_id) if token_id >= 0 else None for token_id in _best_tokens(logits)]
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], mask: LogitMask | None = None
@@ -142,9 +141,8 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     params = [row.params for row in rows]
     temperatures = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    keys = torch.tensor(
-        [[stream_key(row.params.settled_seed, row.output_position)] for row in rows], device=logits.device
-    )
+    seeds = mixed_seeds([p.settled_seed for p in params])
+    keys = stream_keys(seeds, np.array([row.output_position for row in rows]))
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
         scores, token_ids = _most_likely(scores, params)
         _apply_top_k(scores, params)
@@ -152,7 +150,8 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     else:
         token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
     _apply_min_p(scores, params)
-    winner = _argmax(gumbel_noise(keys, token_ids).add_(scores))[:, None]
+    noise = gumbel_noise(torch.from_numpy(keys).to(logits.device)[:, None], token_ids)
+    winner = _argmax(noise.add_(scores))[:, None]
     return token_ids.expand(len(rows), -1).gather(1, winner).squeeze(1)
 
 
@@ -225,18 +224,37 @@ def logprobs_of(
     return entries
 
 
+def _best_tokens(logits: torch.Tensor) -> list[int]:
+    """The most likely token of each row, -1 where its logit is not finite. On a CPU all of it in numpy, whose calls are
+    cheaper than torch's."""
+    if logits.device.type != "cpu":
+        token_ids = logits.argmax(dim=-1)
+        return list(torch.where(_is_finite(logits, token_ids), token_ids, -1).tolist())
+    numbers = _as_numpy(logits)
+    best = numbers.argmax(axis=-1)
+    is_finite = np.isfinite(numbers[np.arange(len(best)), best])
+    return list(np.where(is_finite, best, -1).tolist())
+
+
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
     """The first of the largest scores of each row, [rows]; of NaN where there is one. On a CPU numpy takes a tenth of
     torch's time."""
     if scores.device.type != "cpu" or not scores.shape[0]:
         return scores.argmax(dim=-1)
+    return torch.from_numpy(_as_numpy(scores).argmax(axis=-1))
+
+
+def _as_numpy(scores: torch.Tensor) -> npt.NDArray[np.floating]:
     numbers = scores.float() if scores.itemsize < 4 else scores  # numpy has no bfloat16
-    return torch.from_numpy(numbers.numpy().argmax(axis=-1))
+    array: npt.NDArray[np.floating] = numbers.numpy()
+    return array
 
 
 def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Whether the best logit of each row is a number, [rows]. argmax takes NaN for the best."""
-    return logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    if logits.device.type != "cpu":
+        return logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    return torch.from_numpy(np.isfinite(_as_numpy(logits)[np.arange(len(best)), best.numpy()]))
 
 
 def _tokens(

@@ -108,6 +108,7 @@ class Scheduler:
         self._knee = measured_knee(measured_steps)
         self._num_arrivals = 0
         self._last_step_tokens = 0
+        self._last_step_s = 0.0  # of one with tokens: others do not show the model's speed
 
     # ---------------------------------------------------------------- from the client
 
@@ -427,6 +428,8 @@ class Scheduler:
         the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
         self._lifecycle.totals.count_step(step.total_num_scheduled_tokens, step_s)
+        if step.total_num_scheduled_tokens:
+            self._last_step_s = step_s
         self._lifecycle.step_ended(step.num_scheduled_tokens, result)
         return self._lifecycle.take_news()
 
@@ -460,7 +463,7 @@ class Scheduler:
         return self._kv.cache_changes.take()
 
     def stats(self) -> EngineStats:
-        """Current figures; those of the step's duration and of transfers are the core's."""
+        """Current figures; those of transfers are the core's."""
         places, totals = self._places, self._lifecycle.totals
         return EngineStats(
             num_running=len(places.running),
@@ -469,6 +472,7 @@ class Scheduler:
             num_free_blocks=self._kv.num_free_blocks,
             num_blocks=self._kv.num_blocks,
             num_queued_tokens=places.num_queued_tokens,
+            last_step_s=self._last_step_s,
             last_step_tokens=self._last_step_tokens,
             num_preemptions=totals.num_preemptions,
             prefix_cache_queries=totals.prefix_cache_queries,

@@ -40,119 +40,159 @@ class PackedBatch:
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
 
 
-def pack_batch(
-    table: RequestTable, num_scheduled_tokens: dict[RequestId, int], block_size: int, device: torch.device
-) -> PackedBatch:
-    """Build the batch. `table` knows the requests and how many of their tokens are computed; in it, those of the batch
-    count as computed from here on."""
-    request_ids = list(num_scheduled_tokens)
-    rows = table.rows_of(request_ids)
-    starts = table.num_computed_tokens[rows]
-    counts = list(num_scheduled_tokens.values())
-    layout = _lay_out_decodes(starts) if max(counts) == 1 else _lay_out(starts, np.array(counts))
-    rows = rows[layout.order]
-    table.num_computed_tokens[rows] = layout.ends
-    token_rows = rows[layout.sequences]
-    blocks, offsets = np.divmod(layout.positions, block_size)
-    block_ids = table.block_tables[token_rows, blocks]
-    max_blocks = -(-max(layout.seq_lens) // block_size)
-    samples = np.flatnonzero(layout.ends == table.num_tokens[rows])
-    sampled_rows = rows[samples]
-    wanted, prompt_runs = layout.last_tokens[samples], list[PromptRun]()
-    if table.num_prompt_logits[rows].any():
-        prompt_runs, of_prompts = _prompt_runs(table, [request_ids[i] for i in layout.order.tolist()], rows, layout)
-        wanted = np.concatenate([wanted, *of_prompts])
+class BatchPacker:
+    """Packs the steps of one request table.
 
-    input_ids, positions, slots, logits_index, seq_lens, block_tables = _upload(
-        [
-            table.token_ids[token_rows, layout.positions],
-            layout.positions,
-            block_ids * block_size + offsets,
-            wanted,
-            layout.ends,
-            table.block_tables[rows, :max_blocks].reshape(-1),
-        ],
-        device,
-    )
-    # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
-    opened = np.flatnonzero(offsets == 0)
-    if len(opened):
-        opened = opened[layout.positions[opened] + block_size > layout.ends[layout.sequences[opened]]]
-    return PackedBatch(
-        input_ids=input_ids,
-        positions=positions,
-        logits_index=logits_index,
-        attention=AttentionMetadata(
-            num_decodes=layout.num_decodes,
-            query_start=layout.query_start,
-            seq_lens=layout.seq_lens,
-            seq_lens_tensor=seq_lens,
-            block_tables=block_tables.view(len(rows), max_blocks),
-            slot_mapping=slots,
-        ),
-        sampled_ids=[request_ids[i] for i in layout.order[samples].tolist()],
-        sampled_rows=sampled_rows,
-        prompt_runs=prompt_runs,
-        opened_blocks=block_ids[opened].tolist(),
-    )
+    Most steps compute the next token of the same requests as the step before: only positions and block tables change.
+    """
+
+    def __init__(self, table: RequestTable, block_size: int, device: torch.device) -> None:
+        self._table = table
+        self._block_size = block_size
+        self._device = device
+        self._last: _Layout | None = None
+
+    def pack(self, num_scheduled_tokens: dict[RequestId, int]) -> PackedBatch:
+        """Builds the batch. The table knows the requests and how many of their tokens are computed; in it, those of
+        the batch count as computed from here on."""
+        table, block_size = self._table, self._block_size
+        last = self._last
+        if last is not None and last.is_repeated(num_scheduled_tokens, table.version):
+            layout = last.one_token_later()
+        else:
+            layout = _lay_out(table, num_scheduled_tokens)
+        self._last = layout
+        rows, positions = layout.rows, layout.positions
+        table.num_computed_tokens[rows] = layout.ends
+        token_rows = rows[layout.sequences]
+        blocks, offsets = np.divmod(positions, block_size)
+        block_ids = table.block_tables[token_rows, blocks]
+        max_blocks = -(-max(layout.seq_lens) // block_size)
+        input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = _upload(
+            [
+                table.token_ids[token_rows, positions],
+                positions,
+                block_ids * block_size + offsets,
+                layout.wanted,
+                layout.ends,
+                table.block_tables[rows, :max_blocks],
+            ],
+            self._device,
+        )
+        # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
+        opened = (offsets == 0).nonzero()[0]
+        if len(opened):
+            opened = opened[positions[opened] + block_size > layout.ends[layout.sequences[opened]]]
+        return PackedBatch(
+            input_ids=input_ids,
+            positions=positions_tensor,
+            logits_index=logits_index,
+            attention=AttentionMetadata(
+                num_decodes=layout.num_decodes,
+                query_start=layout.query_start,
+                seq_lens=layout.seq_lens,
+                seq_lens_tensor=seq_lens,
+                block_tables=block_tables,
+                slot_mapping=slots,
+            ),
+            sampled_ids=layout.sampled_ids,
+            sampled_rows=layout.sampled_rows,
+            prompt_runs=layout.prompt_runs,
+            opened_blocks=block_ids[opened].tolist(),
+        )
 
 
 class _Layout(NamedTuple):
-    """Order of the sequences in the batch and the place of each query token."""
+    """The order of the sequences in a batch, the place of each query token, and which logits are wanted."""
 
-    order: npt.NDArray[np.intp]  # [num_seqs], into the scheduled requests
+    num_scheduled_tokens: dict[RequestId, int]
+    table_version: int
+    rows: npt.NDArray[np.int64]  # [num_seqs], in the request table
     sequences: npt.NDArray[np.intp]  # [num_tokens]: sequence, in batch order, of each token
     positions: npt.NDArray[np.int64]  # [num_tokens]: position of each token in its sequence
     ends: npt.NDArray[np.int64]  # [num_seqs]: length of each sequence after the step
-    last_tokens: npt.NDArray[np.int64]  # [num_seqs]: last query token of each sequence
     query_start: list[int]
     seq_lens: list[int]  # `ends`
     num_decodes: int
+    sampled_ids: list[RequestId]
+    sampled_rows: npt.NDArray[np.int64]
+    wanted: npt.NDArray[np.int64]  # see PackedBatch.logits_index
+    prompt_runs: list[PromptRun]
+
+    def is_repeated(self, num_scheduled_tokens: dict[RequestId, int], table_version: int) -> bool:
+        """Whether the step after this one computes the tokens that this one samples, in the same rows."""
+        num_seqs = len(self.rows)
+        return (
+            self.num_decodes == num_seqs == len(self.sampled_ids)
+            and table_version == self.table_version
+            and num_scheduled_tokens == self.num_scheduled_tokens
+        )
+
+    def one_token_later(self) -> _Layout:
+        """Returns the layout of that step."""
+        ends = self.ends + 1
+        return self._replace(positions=self.ends, ends=ends, seq_lens=ends.tolist())
+
+
+def _lay_out(table: RequestTable, num_scheduled_tokens: dict[RequestId, int]) -> _Layout:
+    """Sequences with one token first, longest first; then the others as they came."""
+    request_ids = list(num_scheduled_tokens)
+    rows = table.rows_of(request_ids)
+    starts = table.num_computed_tokens[rows]
+    counts = np.array(list(num_scheduled_tokens.values()))
+    is_chunk = counts > 1
+    order = np.lexsort((np.where(is_chunk, 0, -starts), is_chunk))
+    rows, starts, counts = rows[order], starts[order], counts[order]
+    request_ids = [request_ids[i] for i in order.tolist()]
+    ends = starts + counts
+    query_ends = np.cumsum(counts)
+    query_starts = query_ends - counts
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    samples = np.flatnonzero(ends == table.num_tokens[rows])
+    wanted, prompt_runs = query_ends[samples] - 1, list[PromptRun]()
+    if table.num_prompt_logits:
+        prompt_runs, of_prompts = _prompt_runs(table, request_ids, rows, starts, ends, query_starts)
+        wanted = np.concatenate([wanted, *of_prompts])
+    return _Layout(
+        num_scheduled_tokens=num_scheduled_tokens,
+        table_version=table.version,
+        rows=rows,
+        sequences=sequences,
+        positions=np.arange(len(sequences)) + (starts - query_starts)[sequences],
+        ends=ends,
+        query_start=[0, *query_ends.tolist()],
+        seq_lens=ends.tolist(),
+        num_decodes=len(counts) - int(np.count_nonzero(is_chunk)),
+        sampled_ids=[request_ids[i] for i in samples.tolist()],
+        sampled_rows=rows[samples],
+        wanted=wanted,
+        prompt_runs=prompt_runs,
+    )
 
 
 def _prompt_runs(
-    table: RequestTable, request_ids: Sequence[RequestId], rows: npt.NDArray[np.int64], layout: _Layout
+    table: RequestTable,
+    request_ids: Sequence[RequestId],
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    query_starts: npt.NDArray[np.int64],
 ) -> tuple[list[PromptRun], list[npt.NDArray[np.int64]]]:
-    """The prompt tokens whose logits are wanted, and their places in the batch. `request_ids` are in batch order."""
+    """The prompt tokens whose logits are wanted, and their places in the batch. All arguments are in batch order."""
     runs, places = [], []
-    for sequence in np.flatnonzero(table.num_prompt_logits[rows]).tolist():
-        row, first = int(rows[sequence]), layout.query_start[sequence]
-        start = int(layout.positions[first])
-        num_tokens = min(int(layout.ends[sequence]), int(table.num_prompt_logits[row])) - start
+    for sequence, row in enumerate(rows.tolist()):
+        start, first = int(starts[sequence]), int(query_starts[sequence])
+        num_tokens = min(int(ends[sequence]), table.num_prompt_logits.get(row, 0)) - start
         if num_tokens > 0:
             runs.append(PromptRun(request_ids[sequence], row, start, num_tokens))
             places.append(np.arange(first, first + num_tokens))
     return runs, places
 
 
-def _lay_out_decodes(starts: npt.NDArray[np.int64]) -> _Layout:
-    """One token for each sequence: what most steps are."""
-    num_seqs = len(starts)
-    order = np.argsort(-starts, kind="stable")
-    positions = starts[order]
-    ends = positions + 1
-    tokens = np.arange(num_seqs)
-    return _Layout(order, tokens, positions, ends, tokens, list(range(num_seqs + 1)), ends.tolist(), num_seqs)
-
-
-def _lay_out(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> _Layout:
-    """Sequences with one token first, longest first; then the others as they came."""
-    is_chunk = counts > 1
-    order = np.lexsort((np.where(is_chunk, 0, -starts), is_chunk))
-    starts, counts = starts[order], counts[order]
-    ends = starts + counts
-    query_ends = np.cumsum(counts)
-    query_starts = query_ends - counts
-    sequences = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(len(sequences)) + (starts - query_starts)[sequences]
-    num_decodes = len(counts) - int(np.count_nonzero(is_chunk))
-    query_start = [0, *query_ends.tolist()]
-    return _Layout(order, sequences, positions, ends, query_ends - 1, query_start, ends.tolist(), num_decodes)
-
-
 def _upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on the device, in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    packed = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
-    return list(torch.split(packed, [len(array) for array in arrays]))
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+    parts = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

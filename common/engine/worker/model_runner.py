@@ -18,7 +18,7 @@ from common.engine.sampling.draws import Draws
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
-from common.engine.worker.batch import PackedBatch, pack_batch
+from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.constraints import TokenMask
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
 from common.engine.worker.request_table import RequestTable
@@ -76,6 +76,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
         )
+        self._packer = BatchPacker(self._table, self._block_size, loaded.device)
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
@@ -91,7 +92,7 @@ class ModelRunner:
         """Begins to. The step is over at once unless a GPU computes it and all requests are simple. `phases`: see
         Executor."""
         before = self._sampling
-        batch = pack_batch(self._table, num_scheduled_tokens, self._block_size, self._loaded.device)
+        batch = self._packer.pack(num_scheduled_tokens)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
             self._clear(batch.opened_blocks)
         if before is not None and not before.is_settled:
@@ -191,7 +192,7 @@ class ModelRunner:
         self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None
     ) -> dict[RequestId, SampledToken | None]:
         """The tokens of the batch. With a mask, `logits` is overwritten."""
-        if self._table.plain[batch.sampled_rows].all():
+        if self._table.are_plain(batch.sampled_rows):
             tokens = self._sampler.sample_plain(logits, mask)
         else:
             rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]

@@ -43,7 +43,7 @@ class RequestTable:
         self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.plain = np.ones(max_num_seqs, dtype=np.bool_)  # see sampler.is_plain
+        self.version = 0  # changes as requests get rows or lose them
         # Of rows whose requests are simple, see SamplingParams.is_simple; the others draw by their parameters.
         self.is_simple = np.zeros(max_num_seqs, dtype=np.bool_)
         self._draw_params = np.zeros((max_num_seqs, 4), dtype=np.float32)  # see Draws
@@ -53,7 +53,9 @@ class RequestTable:
         self._params = [SamplingParams()] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
         self.constraints = Constraints(vocab_size, eos_token_ids)
-        self.num_prompt_logits = np.zeros(max_num_seqs, dtype=np.int64)  # leading tokens whose logits are wanted
+        # Few requests are in these, often none.
+        self._not_plain: set[int] = set()  # rows; see sampler.is_plain
+        self.num_prompt_logits: dict[int, int] = {}  # by row: leading tokens whose logits are wanted
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -76,15 +78,16 @@ class RequestTable:
 
     def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
         """Append one sampled token to each of the rows."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+        places = self.num_tokens[rows]
+        self.token_ids[rows, places] = token_ids
+        self.num_tokens[rows] = places + 1
 
     def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One token for each of the rows is being sampled: -1, -2, ... stand for them until `settle_tokens`. Returns
         their places."""
         places = self.num_tokens[rows]
         self.token_ids[rows, places] = -1 - np.arange(len(rows))
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] = places + 1
         return places
 
     def settle_tokens(
@@ -97,6 +100,10 @@ class RequestTable:
         """How the next tokens of simple rows are drawn."""
         positions = self.num_tokens[rows] - self._num_prompt_tokens[rows]
         return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
+
+    def are_plain(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether the next token of each of the rows is the argmax of its logits."""
+        return not self._not_plain or self._not_plain.isdisjoint(rows.tolist())
 
     def sampling_row(self, row: int) -> SamplingRow:
         """Returns the sampler's view of a row."""
@@ -114,6 +121,7 @@ class RequestTable:
 
     def _add(self, new: NewRequest) -> None:
         self._drop(new.request_id)
+        self.version += 1
         row = self._free_rows.pop()
         self._rows[new.request_id] = row
         num_tokens = len(new.token_ids)
@@ -122,7 +130,8 @@ class RequestTable:
         self.num_computed_tokens[row] = new.num_computed_tokens
         processors = tuple(each for each in self._processors if each.applies_to(new.sampling))
         self._processors_of[row] = processors
-        self.plain[row] = is_plain(new.sampling) and not processors
+        if processors or not is_plain(new.sampling):
+            self._not_plain.add(row)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self.is_simple[row] = new.sampling.is_simple and not processors and new.grammar is None
         self._draw_params[row] = draw_params(new.sampling)
@@ -130,7 +139,8 @@ class RequestTable:
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
         self.constraints.add(row, new)
-        self.num_prompt_logits[row] = new.num_prompt_tokens - 1 if new.wants_prompt_logprobs else 0
+        if new.wants_prompt_logprobs:
+            self.num_prompt_logits[row] = new.num_prompt_tokens - 1
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
 
@@ -144,6 +154,9 @@ class RequestTable:
         row = self._rows.pop(request_id, None)
         if row is None:
             return
+        self.version += 1
         self.constraints.drop(row)
+        self._not_plain.discard(row)
+        self.num_prompt_logits.pop(row, None)
         self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
         self._free_rows.append(row)

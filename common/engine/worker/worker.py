@@ -126,7 +126,8 @@ class Worker:
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        return _FencedStep(self._runner.submit(step.num_scheduled_tokens, phases), self._fence())
+        running, fence = self._runner.submit(step.num_scheduled_tokens, phases), self._fence()
+        return running if fence is None else _FencedStep(running, fence)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.sampling.noise import gumbel_noise, stream_key
+from common.engine.sampling.noise import gumbel_noise, hash_with_numpy, hash_with_torch, stream_key
 from common.engine.sampling.rules import rules_of
 from common.engine.sampling.sampler import MASKED, Sampler, SamplingRow, is_plain
 from common.types import SamplingParams
@@ -50,6 +50,12 @@ def test_noise_is_that_of_splitmix64():
     noise = gumbel_noise(torch.tensor([[0]]), torch.tensor([1, 2, 3]))[0]
     expected = [-math.log(-math.log(((bits >> 11) + 0.5) / 2**53)) for bits in published]
     assert noise.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_noise_is_the_same_on_all_devices():
+    keys = torch.tensor([[stream_key(seed, seed)] for seed in range(3)])
+    for token_ids in (torch.arange(1000), torch.arange(3000).view(3, 1000)[:, 7:900]):
+        assert torch.equal(hash_with_numpy(keys, token_ids), hash_with_torch(keys, token_ids))
 
 
 def test_streams_of_seeds_and_positions_differ():

@@ -159,6 +159,19 @@ def test_arrivals_and_departures_do_not_disturb_running_requests(driver):
     assert driver.outputs[first] == reference("llama", prompt_of(9), 5)
 
 
+@pytest.mark.parametrize("driver", ["llama"], indirect=True)
+def test_a_step_of_the_same_shape_may_be_of_another_request(driver):
+    stays, goes = driver.add("stays", prompt_of(9)), driver.add("goes", prompt_of(7))
+    driver.run([stays, goes], 3)
+    driver.drop(goes)
+    driver.outputs.pop(goes)
+    again = driver.add("goes", prompt_of(1))  # under its id; one token each, as in the step before
+    assert driver.run([stays, again], 6) == [
+        reference("llama", prompt_of(9), 6),
+        reference("llama", prompt_of(1), 6),
+    ]
+
+
 @pytest.mark.parametrize("driver", ["qwen3"], indirect=True)
 def test_preempted_request_resumes_where_it_was(driver):
     prompt = prompt_of(10)
