@@ -34,9 +34,7 @@ class PackedBatch:
     attention: AttentionMetadata
     sampled_ids: list[RequestId]  # requests that sample, in the order of logits_index
     sampled_rows: npt.NDArray[np.int64]  # their rows in the request table
-    prompt_runs: list[
-        PromptRun
-    ]  # of requests that want log probabilities of their prompt, in the order of logits_index
+    prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
 
 
