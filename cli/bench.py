@@ -27,7 +27,7 @@ from loadgen.figures import Figures, as_json, requests_as_json, summarise
 from loadgen.load import Run, run_load
 from loadgen.prompts import WordSource, check_endpoint, words_of_endpoint, words_of_tokenizer
 from loadgen.slo import Slo, parse_slo
-from loadgen.sweep import Found, Try, highest_rate
+from loadgen.sweep import Found, Try, attainment_alone, highest_rate
 from loadgen.table import as_table
 from loadgen.workload import Conversation, LoadOptions, build_conversations
 
@@ -53,7 +53,7 @@ _EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted",
 }
 _OWN_RATE = frozenset({"request_rate", "num_prompts"})  # options that sweep decides
-_LEAST_REQUESTS = 20  # of a try
+_LEAST_REQUESTS = 20  # of a try, and of those sent one at a time
 
 
 class BenchOptions(EndpointOptions, frozen=True, kw_only=True):
@@ -162,8 +162,13 @@ def sweep(args: argparse.Namespace) -> int:
     found = uvloop.run(_search(asked, search))
     print(found.summary)
     settings = {name: value for name, value in asked.settings(search).items() if name not in _OWN_RATE}
-    tries = {"highest_rate": found.kept, "lowest_broken_rate": found.broken, "tries": [*map(Try._asdict, found.tries)]}
-    _write(args.json, lambda: _json({"settings": settings, **tries}))
+    results = {
+        "highest_rate": found.kept,
+        "lowest_broken_rate": found.broken,
+        "attainment_one_at_a_time": found.alone,
+        "tries": [*map(Try._asdict, found.tries)],
+    }
+    _write(args.json, lambda: _json({"settings": settings, **results}))
     _write(args.html, lambda: page.sweep_page(found, search.attainment / 100, settings))
     return 0 if found.kept is not None else EXIT_FAILED
 
@@ -230,6 +235,7 @@ def _difference_table(found: Sequence[Difference], num_runs: int) -> str:
 
 async def _search(asked: _Asked, search: SweepOptions) -> Found:
     seeds = itertools.count(asked.load.seed)  # other prompts each time, which no cache knows
+    needed = search.attainment / 100
     async with _reached(asked.endpoint, asked.load) as target:
 
         async def measure(rate: float) -> float:
@@ -238,18 +244,29 @@ async def _search(asked: _Asked, search: SweepOptions) -> Found:
             run = await _run(target, load, f"{rate:.4g} requests/s")
             return summarise(run, asked.slo).attainment or 0.0
 
+        async def measure_alone() -> float:
+            load = msgspec.structs.replace(asked.load, num_prompts=_LEAST_REQUESTS, seed=next(seeds))
+            share = await attainment_alone(_conversations(load, target), target.endpoint, asked.slo, attainment=needed)
+            _print_share("one at a time", share, is_kept=share >= needed)
+            return share
+
         return await highest_rate(
             measure,
+            measure_alone,
             start=search.start_rate,
-            attainment=search.attainment / 100,
+            attainment=needed,
             precision=search.precision,
             on_try=_print_try,
         )
 
 
 def _print_try(each: Try) -> None:
-    verdict = "kept" if each.is_kept else "broken"
-    print(f"{each.rate:>10.4g} requests/s  {each.attainment:>7.1%} of requests within the SLOs: {verdict}", flush=True)
+    _print_share(f"{each.rate:.4g} requests/s", each.attainment, is_kept=each.is_kept)
+
+
+def _print_share(load: str, share: float, *, is_kept: bool) -> None:
+    verdict = "kept" if is_kept else "broken"
+    print(f"{load:>21}  {share:>7.1%} of requests within the SLOs: {verdict}", flush=True)
 
 
 def _resolved(options: BenchOptions) -> BenchOptions:
