@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
 
@@ -17,6 +16,7 @@ from cli.environment import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE
 from cli.router_address import fetch_json
 from cli.trace_summary import OperatorTime, summarize
+from cli.whole_file import replacing
 from common.config import ArgumentParser, add_arguments, build, epilog_of
 from common.errors import BatonError, ConfigError, UnreachableError
 from common.pb import pods_pb2, pods_pb2_grpc
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(options, ProfileOptions)
     address = _address_of(args.pod, options)
     out = args.out or Path(f"trace-{re.sub(r'[^A-Za-z0-9._-]', '-', args.pod)}.json.gz")
-    with _replacing(out) as file:
+    with replacing(out, "out") as file:
         report = _take(address, options, file)
     _print_report(report, out)
     return 0
@@ -124,21 +124,6 @@ def _pods_of_router(options: ProfileOptions) -> list[tuple[str, str]]:
 
 
 # -- the profile -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` once it is complete, and is removed otherwise."""
-    fresh = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
-        with fresh.open("xb") as file:
-            yield file
-        fresh.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}", param="out") from error
-    finally:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
 
 
 def _take(address: str, options: ProfileOptions, file: BinaryIO) -> pods_pb2.ProfileReport:
