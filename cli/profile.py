@@ -117,8 +117,8 @@ def _pods_of_router(options: ProfileOptions) -> list[tuple[str, str]]:
     if not url and (cluster := the_cluster()) is not None:
         return [(pod.name, pod.address) for pod in cluster.pods if pod.role != "router"]
     view = fetch_json(url or DEFAULT_URL, "/v1/cluster", options.tls_ca, api_key())
-    try:
-        return [(str(pod["pod_id"]), str(pod["address"])) for pod in view["pods"] if pod["pod_id"] is not None]
+    try:  # without those that are not connected, which keep the name of a pod that may have moved
+        return [(str(pod["pod_id"]), str(pod["address"])) for pod in view["pods"] if pod["version"] is not None]
     except (KeyError, TypeError) as error:
         raise BatonError(f"what answers at {url or DEFAULT_URL} is not a Baton router") from error
 

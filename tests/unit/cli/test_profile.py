@@ -114,7 +114,9 @@ async def test_pods_have_names_in_the_router_and_in_the_background(
 ) -> None:
     async with FakeDecodePod() as pod:
         answer_of(pod, TRACE)
-        view = {"pods": [{"pod_id": "decode-0", "address": pod.address}, {"pod_id": None, "address": "10.0.0.1:1"}]}
+        connected = {"pod_id": "decode-0", "address": pod.address, "version": "0.1"}
+        moved = {"pod_id": "decode-0", "address": "10.0.0.1:1", "version": None}
+        view = {"pods": [connected, moved, {"pod_id": None, "address": "10.0.0.2:1", "version": None}]}
         monkeypatch.setattr(profile, "fetch_json", lambda *_: view)
         out = ("--out", str(tmp_path / "t"))
         assert await run("--pod", "decode-0", "--url", "http://127.0.0.1:8000", *out) == 0
