@@ -48,7 +48,7 @@ _EXAMPLES = {
 }
 _EXIT_CODES = {
     0: "success",
-    EXIT_FAILED: "the endpoint refused the first request, or requests failed",
+    EXIT_FAILED: "the endpoint refused the API key or the first request, or requests failed",
     2: "a wrong option or file",
     EXIT_UNREACHABLE: "nothing answers at --url",
     EXIT_INTERRUPTED: "interrupted; serve prints the figures of the requests that had ended",

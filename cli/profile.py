@@ -27,7 +27,7 @@ from deploy.cluster_state import the_cluster
 
 EXIT_CODES = {
     0: "the trace is written",
-    EXIT_FAILED: "the pod refused, or failed meanwhile",
+    EXIT_FAILED: "the router refuses the API key; or the pod refused, or failed meanwhile",
     2: "a wrong option or setting",
     EXIT_UNREACHABLE: "no pod or no router answers",
     EXIT_INTERRUPTED: "interrupted; the profile has ended on the pod, too",
