@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import grpc
 import msgspec
@@ -23,6 +24,7 @@ from common.pb import pods_pb2, pods_pb2_grpc
 from common.rpc.channel import open_blocking_channel
 from common.rpc.errors import from_rpc_error
 from common.rpc.tls import ClusterTlsConfig, cluster_tls
+from common.setting_values import show
 from deploy.cluster_state import the_cluster
 
 EXIT_CODES = {
@@ -37,7 +39,6 @@ environment:
   {URL_VARIABLE}      address of the router, unless --url gives one
   {KEY_VARIABLE}  operator's API key of the router"""
 _MARGIN_S = 150.0  # beyond the profile itself, for a step that is under way and for sending the trace
-_ADDRESS = re.compile(r"\S+:\d{1,5}")
 _NUM_OPERATORS = 15
 _ENDS = {
     pods_pb2.PROFILE_END_STEPS: "it had all steps that were asked for",
@@ -99,8 +100,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _address_of(pod: str | None, options: ProfileOptions) -> str:
-    """Raises ConfigError if no pod, or not one only, has that name."""
-    if pod is not None and _ADDRESS.fullmatch(pod):
+    """Raises ConfigError if that is no address, or if no pod, or not one only, has that name."""
+    if pod is not None and ":" in pod:
+        if not _is_address(pod):
+            raise ConfigError(f"--pod: expected a name or HOST:PORT, as in [::1]:7000, got {show(pod)}", param="pod")
         return pod
     pods = _pods_of_router(options)
     addresses = {address for name, address in pods if name == pod}
@@ -109,6 +112,15 @@ def _address_of(pod: str | None, options: ProfileOptions) -> str:
         problem = "which one?" if pod is None else f"no pod is named {pod}" if not addresses else f"{pod} is several"
         raise ConfigError(f"--pod: {problem} (pods: {names})", param="pod")
     return addresses.pop()
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(f"//{text}")
+        has_both = bool(parts.hostname and parts.port)
+    except ValueError:  # no port, or half an IPv6 address
+        return False
+    return has_both and parts.netloc == text and "@" not in text and " " not in text
 
 
 def _pods_of_router(options: ProfileOptions) -> list[tuple[str, str]]:

@@ -136,6 +136,20 @@ async def test_pods_have_names_in_the_router_and_in_the_background(
 
 
 @pytest.mark.parametrize(
+    "pod", ["127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1:", ":7000", "[::1", "[::1]", "::1:7000", "a b:1"]
+)
+def test_what_is_no_address_is_refused(pod: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--pod", pod]) == 2
+    assert f"--pod: expected a name or HOST:PORT, as in [::1]:7000, got '{pod}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pod", ["[::1]:1", "localhost:1"])
+def test_addresses(pod: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--pod", pod, "--out", str(tmp_path / "t")]) == 3
+    assert f"{pod} cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
         (("--seconds", "0"), 2, "--seconds: must be > 0"),
