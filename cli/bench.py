@@ -18,16 +18,17 @@ from msgspec import Meta
 from cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE
 from cli.http_endpoint import ENVIRONMENT_HELP, EndpointOptions, allow_connections, endpoint_url, open_endpoint
 from cli.progress import ProgressBar
+from cli.whole_file import check_writable, replacing
 from common.config import ArgumentParser, add_arguments, build, epilog_of
 from common.errors import BatonError, ConfigError
 from loadgen import page
 from loadgen.compare import Difference, differences, order
 from loadgen.endpoint import Api, OpenAIEndpoint, first_model
 from loadgen.figures import Figures, as_json, requests_as_json, summarise
-from loadgen.load import Run, run_load
+from loadgen.load import Run, RunInterrupted, run_load
 from loadgen.prompts import WordSource, check_endpoint, words_of_endpoint, words_of_tokenizer
 from loadgen.slo import Slo, parse_slo
-from loadgen.sweep import Found, Try, highest_rate
+from loadgen.sweep import Found, Try, attainment_alone, highest_rate
 from loadgen.table import as_table
 from loadgen.workload import Conversation, LoadOptions, build_conversations
 
@@ -47,13 +48,13 @@ _EXAMPLES = {
 }
 _EXIT_CODES = {
     0: "success",
-    EXIT_FAILED: "the endpoint refused the first request, or requests failed",
+    EXIT_FAILED: "the endpoint refused the API key or the first request, or requests failed",
     2: "a wrong option or file",
     EXIT_UNREACHABLE: "nothing answers at --url",
-    EXIT_INTERRUPTED: "interrupted",
+    EXIT_INTERRUPTED: "interrupted; serve prints the figures of the requests that had ended",
 }
 _OWN_RATE = frozenset({"request_rate", "num_prompts"})  # options that sweep decides
-_LEAST_REQUESTS = 20  # of a try
+_LEAST_REQUESTS = 20  # of a try, and of those sent one at a time
 
 
 class BenchOptions(EndpointOptions, frozen=True, kw_only=True):
@@ -128,7 +129,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises BatonError."""
     args = create_parser().parse_args(argv)
     for option in ("json", "html"):
-        _check_writable(getattr(args, option), option)
+        if (path := getattr(args, option)) is not None:
+            check_writable(path, option)
     allow_connections()
     return int(args.run(args))
 
@@ -139,14 +141,23 @@ def serve(args: argparse.Namespace) -> int:
 
     async def measure() -> Run:
         async with _reached(asked.endpoint, asked.load) as target:
-            return await _run(target, asked.load, "")
+            await _warm_up(target, asked.load)
+            try:
+                return await _measure(target, asked.load, "")
+            except RunInterrupted as interruption:
+                return interruption.run
 
     run = uvloop.run(measure())
+    if not run.samples:
+        sys.stderr.write("interrupted before a request had ended\n")
+        return EXIT_INTERRUPTED
     figures = summarise(run, asked.slo)
     print(as_table(figures, asked.slo, asked.load))
     settings = asked.settings()
-    _write(args.json, lambda: _json({"settings": settings, **as_json(figures), "requests": requests_as_json(run)}))
-    _write(args.html, lambda: page.run_page(run, figures, asked.slo, asked.load, settings))
+    _write(args, "json", lambda: _json({"settings": settings, **as_json(figures), "requests": requests_as_json(run)}))
+    _write(args, "html", lambda: page.run_page(run, figures, asked.slo, asked.load, settings))
+    if run.num_unfinished:
+        return EXIT_INTERRUPTED
     return EXIT_FAILED if figures.failed else 0
 
 
@@ -162,9 +173,14 @@ def sweep(args: argparse.Namespace) -> int:
     found = uvloop.run(_search(asked, search))
     print(found.summary)
     settings = {name: value for name, value in asked.settings(search).items() if name not in _OWN_RATE}
-    tries = {"highest_rate": found.kept, "lowest_broken_rate": found.broken, "tries": [*map(Try._asdict, found.tries)]}
-    _write(args.json, lambda: _json({"settings": settings, **tries}))
-    _write(args.html, lambda: page.sweep_page(found, search.attainment / 100, settings))
+    results = {
+        "highest_rate": found.kept,
+        "lowest_broken_rate": found.broken,
+        "attainment_one_at_a_time": found.alone,
+        "tries": [*map(Try._asdict, found.tries)],
+    }
+    _write(args, "json", lambda: _json({"settings": settings, **results}))
+    _write(args, "html", lambda: page.sweep_page(found, search.attainment / 100, settings))
     return 0 if found.kept is not None else EXIT_FAILED
 
 
@@ -182,8 +198,8 @@ def compare(args: argparse.Namespace) -> int:
     if any(failed.values()):
         print(f"note: failed requests: A {failed['A']}, B {failed['B']}; they are in none of the figures")
     settings = asked.settings(other)
-    _write(args.json, lambda: _json(_comparison(found, figures, settings)))
-    _write(args.html, lambda: page.compare_page(found, runs["A"], runs["B"], settings))
+    _write(args, "json", lambda: _json(_comparison(found, figures, settings)))
+    _write(args, "html", lambda: page.compare_page(found, runs["A"], runs["B"], settings))
     return EXIT_FAILED if any(failed.values()) else 0
 
 
@@ -230,6 +246,7 @@ def _difference_table(found: Sequence[Difference], num_runs: int) -> str:
 
 async def _search(asked: _Asked, search: SweepOptions) -> Found:
     seeds = itertools.count(asked.load.seed)  # other prompts each time, which no cache knows
+    needed = search.attainment / 100
     async with _reached(asked.endpoint, asked.load) as target:
 
         async def measure(rate: float) -> float:
@@ -238,18 +255,29 @@ async def _search(asked: _Asked, search: SweepOptions) -> Found:
             run = await _run(target, load, f"{rate:.4g} requests/s")
             return summarise(run, asked.slo).attainment or 0.0
 
+        async def measure_alone() -> float:
+            load = msgspec.structs.replace(asked.load, num_prompts=_LEAST_REQUESTS, seed=next(seeds))
+            share = await attainment_alone(_conversations(load, target), target.endpoint, asked.slo, attainment=needed)
+            _print_share("one at a time", share, is_kept=share >= needed)
+            return share
+
         return await highest_rate(
             measure,
+            measure_alone,
             start=search.start_rate,
-            attainment=search.attainment / 100,
+            attainment=needed,
             precision=search.precision,
             on_try=_print_try,
         )
 
 
 def _print_try(each: Try) -> None:
-    verdict = "kept" if each.is_kept else "broken"
-    print(f"{each.rate:>10.4g} requests/s  {each.attainment:>7.1%} of requests within the SLOs: {verdict}", flush=True)
+    _print_share(f"{each.rate:.4g} requests/s", each.attainment, is_kept=each.is_kept)
+
+
+def _print_share(load: str, share: float, *, is_kept: bool) -> None:
+    verdict = "kept" if is_kept else "broken"
+    print(f"{load:>21}  {share:>7.1%} of requests within the SLOs: {verdict}", flush=True)
 
 
 def _resolved(options: BenchOptions) -> BenchOptions:
@@ -285,9 +313,18 @@ async def _reached(options: BenchOptions, load: LoadOptions) -> AsyncIterator[_T
 
 
 async def _run(target: _Target, load: LoadOptions, title: str) -> Run:
+    await _warm_up(target, load)
+    return await _measure(target, load, title)
+
+
+async def _warm_up(target: _Target, load: LoadOptions) -> None:
     if load.num_warmups:
         warmups = msgspec.structs.replace(load, num_prompts=load.num_warmups, seed=load.seed + 10**6)
         await run_load(_conversations(warmups, target), target.endpoint, max_concurrency=load.max_concurrency)
+
+
+async def _measure(target: _Target, load: LoadOptions, title: str) -> Run:
+    """Raises RunInterrupted if it is cancelled while requests are sent."""
     conversations = _conversations(load, target)
     with ProgressBar(sum(len(each.turns) for each in conversations), title=title) as bar:
         return await run_load(
@@ -357,23 +394,12 @@ def _add_command(
     subparser.set_defaults(run=run)
 
 
-def _check_writable(path: Path | None, option: str) -> None:
-    """Raises ConfigError before the run, not after it, if a file cannot be written."""
+def _write(args: argparse.Namespace, option: str, text: Callable[[], str]) -> None:
+    path: Path | None = getattr(args, option)
     if path is None:
         return
-    try:
-        path.touch()
-    except OSError as error:
-        raise ConfigError(f"--{option}: cannot write {path}: {error.strerror}", param=option) from error
-
-
-def _write(path: Path | None, text: Callable[[], str]) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(text(), encoding="utf-8")
-    except OSError as error:
-        raise BatonError(f"cannot write {path}: {error.strerror}") from error
+    with replacing(path, option) as file:
+        file.write(text().encode())
     sys.stderr.write(f"{path} written\n")
 
 

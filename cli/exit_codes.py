@@ -12,7 +12,7 @@ EXIT_INTERRUPTED = 130
 
 OF_CLIENTS = {
     0: "success",
-    EXIT_FAILED: "the router refused the request, or failed",
+    EXIT_FAILED: "the router refused the API key or the request, or failed",
     2: "a wrong option or setting",
     EXIT_UNREACHABLE: "no router answers",
     EXIT_INTERRUPTED: "interrupted",

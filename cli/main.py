@@ -57,7 +57,7 @@ environment:
   BATON_API_KEY  API key for clients
 
 exit codes:
-  0 success, 1 failure, 2 wrong option or setting, 3 nothing answers or runs, 130 interrupted
+  0 success, 1 failure or a refused API key, 2 wrong option or setting, 3 nothing answers or runs, 130 interrupted
 
 `baton COMMAND --help` describes a command's options and exit codes; `baton --version` prints the version."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cli.environment import KEY_VARIABLE
-from cli.exit_codes import EXIT_UNREACHABLE, OF_TOOLS
+from cli.environment import KEY_VARIABLE, api_key
+from cli.exit_codes import EXIT_FAILED, EXIT_UNREACHABLE, OF_TOOLS
 from cli.router_address import fetch_json
 from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError
@@ -38,6 +37,7 @@ _ENVIRONMENT = f"""\
 environment:
   {KEY_VARIABLE}  operator's API key of the router of --url"""
 _EXIT_CODES = OF_TOOLS | {
+    EXIT_FAILED: "the router of --url refuses the API key, or fails",
     2: "a wrong option, profile or trace, or SLOs that no number of pods keeps",
     EXIT_UNREACHABLE: "no router answers at --url",
 }
@@ -47,7 +47,7 @@ _STAYS = 4  # a simulation lasts so many times as long as a request
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan. Returns the exit code; raises ConfigError or UnreachableError."""
+    """Prints the plan. Returns the exit code; raises BatonError."""
     args = _parser().parse_args(argv)
     slo = Slo(_seconds(args.slo_ttft, "--slo-ttft"), _seconds(args.slo_itl, "--slo-itl"), args.percentile)
     workload = _workload(args, slo)
@@ -144,7 +144,7 @@ def _profile(args: argparse.Namespace) -> EngineProfile:
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')}: only with --url", param=name)
         return load_profile(args.profile)
-    answer = fetch_json(args.url, LEARNED_PATH, args.tls_ca, os.environ.get(KEY_VARIABLE, ""))
+    answer = fetch_json(args.url, LEARNED_PATH, args.tls_ca, api_key())
     return learned_profile(answer, args.model)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import grpc
 import msgspec
@@ -17,17 +17,19 @@ from cli.environment import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE, api_key
 from cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREACHABLE
 from cli.router_address import fetch_json
 from cli.trace_summary import OperatorTime, summarize
+from cli.whole_file import replacing
 from common.config import ArgumentParser, add_arguments, build, epilog_of
 from common.errors import BatonError, ConfigError, UnreachableError
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.rpc.channel import open_blocking_channel
 from common.rpc.errors import from_rpc_error
 from common.rpc.tls import ClusterTlsConfig, cluster_tls
+from common.setting_values import show
 from deploy.cluster_state import the_cluster
 
 EXIT_CODES = {
     0: "the trace is written",
-    EXIT_FAILED: "the pod refused, or failed meanwhile",
+    EXIT_FAILED: "the router refuses the API key; or the pod refused, or failed meanwhile",
     2: "a wrong option or setting",
     EXIT_UNREACHABLE: "no pod or no router answers",
     EXIT_INTERRUPTED: "interrupted; the profile has ended on the pod, too",
@@ -37,7 +39,6 @@ environment:
   {URL_VARIABLE}      address of the router, unless --url gives one
   {KEY_VARIABLE}  operator's API key of the router"""
 _MARGIN_S = 150.0  # beyond the profile itself, for a step that is under way and for sending the trace
-_ADDRESS = re.compile(r"\S+:\d{1,5}")
 _NUM_OPERATORS = 15
 _ENDS = {
     pods_pb2.PROFILE_END_STEPS: "it had all steps that were asked for",
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(options, ProfileOptions)
     address = _address_of(args.pod, options)
     out = args.out or Path(f"trace-{re.sub(r'[^A-Za-z0-9._-]', '-', args.pod)}.json.gz")
-    with _replacing(out) as file:
+    with replacing(out, "out") as file:
         report = _take(address, options, file)
     _print_report(report, out)
     return 0
@@ -99,8 +100,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _address_of(pod: str | None, options: ProfileOptions) -> str:
-    """Raises ConfigError if no pod, or not one only, has that name."""
-    if pod is not None and _ADDRESS.fullmatch(pod):
+    """Raises ConfigError if that is no address, or if no pod, or not one only, has that name."""
+    if pod is not None and ":" in pod:
+        if not _is_address(pod):
+            raise ConfigError(f"--pod: expected a name or HOST:PORT, as in [::1]:7000, got {show(pod)}", param="pod")
         return pod
     pods = _pods_of_router(options)
     addresses = {address for name, address in pods if name == pod}
@@ -111,34 +114,28 @@ def _address_of(pod: str | None, options: ProfileOptions) -> str:
     return addresses.pop()
 
 
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(f"//{text}")
+        has_both = bool(parts.hostname and parts.port)
+    except ValueError:  # no port, or half an IPv6 address
+        return False
+    return has_both and parts.netloc == text and "@" not in text and " " not in text
+
+
 def _pods_of_router(options: ProfileOptions) -> list[tuple[str, str]]:
     """Names and addresses."""
     url = options.url or os.environ.get(URL_VARIABLE, "").strip()
     if not url and (cluster := the_cluster()) is not None:
         return [(pod.name, pod.address) for pod in cluster.pods if pod.role != "router"]
     view = fetch_json(url or DEFAULT_URL, "/v1/cluster", options.tls_ca, api_key())
-    try:
-        return [(str(pod["pod_id"]), str(pod["address"])) for pod in view["pods"] if pod["pod_id"] is not None]
+    try:  # without those that are not connected, which keep the name of a pod that may have moved
+        return [(str(pod["pod_id"]), str(pod["address"])) for pod in view["pods"] if pod["version"] is not None]
     except (KeyError, TypeError) as error:
         raise BatonError(f"what answers at {url or DEFAULT_URL} is not a Baton router") from error
 
 
 # -- the profile -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` once it is complete, and is removed otherwise."""
-    fresh = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
-        with fresh.open("xb") as file:
-            yield file
-        fresh.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}", param="out") from error
-    finally:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
 
 
 def _take(address: str, options: ProfileOptions, file: BinaryIO) -> pods_pb2.ProfileReport:

@@ -8,14 +8,16 @@ import ssl
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from cli.environment import KEY_VARIABLE
 from common.client_tls import tls_context, tls_problem
-from common.errors import BatonError, ConfigError, UnreachableError
+from common.errors import BatonError, ConfigError, PermissionDeniedError, UnauthenticatedError, UnreachableError
 
 URL_FORMS = "http://host:port or grpc://host:port"
 _TIMEOUT_S = 5.0
 _TLS_SCHEMES = ("https", "grpcs")
 _HTTP_SCHEMES = ("http", "https")
 _GRPC_SCHEMES = ("grpc", "grpcs")
+_REFUSALS = {http.client.UNAUTHORIZED: UnauthenticatedError, http.client.FORBIDDEN: PermissionDeniedError}
 
 
 class RouterAddress(NamedTuple):
@@ -70,8 +72,8 @@ def _ask_for_port(parts: SplitResult, context: ssl.SSLContext | None) -> int:
 def fetch_json(url: str, path: str, tls_ca: str, api_key: str) -> Any:
     """Returns the JSON that the router at `url`, http:// or https://, has at `path`.
 
-    Raises ConfigError if the URL, the authority or the key is no good, UnreachableError if nothing answers, BatonError
-    for another answer.
+    Raises ConfigError if the URL or the authority is no good, UnreachableError if nothing answers, UnauthenticatedError
+    or PermissionDeniedError if the router refuses the key, BatonError for another answer.
     """
     parts = urlsplit(url)
     if not is_url(url) or parts.scheme not in _HTTP_SCHEMES:
@@ -93,8 +95,9 @@ def fetch_json(url: str, path: str, tls_ca: str, api_key: str) -> Any:
         raise BatonError(f"what answers at {origin} is not a Baton router") from error
     finally:
         connection.close()
-    if response.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-        raise ConfigError(f"{origin}{path} needs an operator's API key, in BATON_API_KEY")
+    refusal = _REFUSALS.get(response.status)
+    if refusal is not None:
+        raise refusal(f"{origin}{path} needs an operator's API key, in {KEY_VARIABLE}")
     if response.status != http.client.OK:
         raise BatonError(f"{origin}{path} answered {response.status}")
     return answer

@@ -30,7 +30,7 @@ _EXAMPLES = (
 )
 _EXIT_CODES = {
     0: "every request was answered with status 200",
-    EXIT_FAILED: "some have an error, which their lines name; or the run ended early",
+    EXIT_FAILED: "some have an error, which their lines name; or the run ended early, as with a refused API key",
     2: "a wrong option, or files that do not belong together",
     EXIT_UNREACHABLE: "the endpoint does not answer; the same command continues",
     EXIT_INTERRUPTED: "interrupted; the same command continues",

@@ -13,6 +13,7 @@ import yaml
 
 from deploy.cluster_config import ClusterCommand
 from deploy.cluster_plan import ClusterPlan, plan_cluster, public_ports
+from deploy.model_download import check_models
 from deploy.pod_process import PodSpec
 from deploy.scratch import scratch_directory
 
@@ -23,7 +24,9 @@ _SECRETS = (
 
 
 def print_plan(command: ClusterCommand) -> int:
-    """Prints configuration, files and commands without passwords. Returns 0; raises ConfigError as the start would."""
+    """Prints configuration, files and commands without passwords. Asks no hub for models. Returns 0; raises ConfigError
+    as the start would."""
+    check_models(command.model_sources)
     config = command.config
     port, grpc_port = public_ports(config)
     with scratch_directory() as scratch:

@@ -30,6 +30,12 @@ def fetch_models(sources: Sequence[ModelSource], terminal: Terminal) -> dict[str
     return _LOCAL_COPY_ONLY if remote else {}
 
 
+def check_models(sources: Sequence[ModelSource]) -> None:
+    """Raises ConfigError for a model that can be neither a directory nor on the hub, which is not asked."""
+    for source in sources:
+        _is_directory(source.model)
+
+
 def fetch_to(source: ModelSource, directory: Path, terminal: Terminal) -> None:
     """Downloads a model into `directory`; files that are there already and have not changed are kept.
 

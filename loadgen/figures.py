@@ -38,6 +38,7 @@ class Figures(NamedTuple):
 
     completed: int
     failed: int
+    num_unfinished: int  # requests that an interruption left; they are in no other figure
     errors: Mapping[str, Errors]
     num_without_usage: int  # requests whose tokens are counted as chunks
     duration_s: float
@@ -49,7 +50,7 @@ class Figures(NamedTuple):
     max_output_tokens_per_s: float  # within one second
     max_concurrent_requests: int
     goodput: float | None  # requests per second that keep the SLOs; None: there are none
-    attainment: float | None  # share of all requests that keep them
+    attainment: float | None  # share of all requests, successful or failed, that keep them
     latencies: Mapping[str, Distribution]  # ttft, tpot, itl, e2el
     send_delay: Distribution | None  # None: no request had a time at which to be sent
     cpu_share: float  # of one core, that the load generator took
@@ -66,6 +67,7 @@ def summarise(run: Run, slo: Slo) -> Figures:
     return Figures(
         completed=len(good),
         failed=len(run.samples) - len(good),
+        num_unfinished=run.num_unfinished,
         errors=_errors(run.samples),
         num_without_usage=sum(not sample.has_usage for sample in good),
         duration_s=run.duration_s,
@@ -146,6 +148,7 @@ def as_json(figures: Figures) -> dict[str, Any]:
         "duration": figures.duration_s,
         "completed": figures.completed,
         "failed": figures.failed,
+        "unfinished": figures.num_unfinished,
         "errors": {kind: errors._asdict() for kind, errors in figures.errors.items()},
         "requests_without_usage": figures.num_without_usage,
         "total_input_tokens": figures.total_input_tokens,

@@ -26,10 +26,19 @@ _NOT_SENT = Failure("not sent", "an earlier turn of the conversation failed")
 class Run(NamedTuple):
     """What was measured."""
 
-    samples: Sequence[Sample]  # one for each turn, in the order of the workload
+    samples: Sequence[Sample]  # one for each turn that has ended, in the order of the workload
     started_s: float  # by the load generator's clock
     duration_s: float  # until the last answer was complete
     cpu_s: float  # processor time of the load generator
+    num_unfinished: int = 0  # turns that had not ended, or not begun, when the run was interrupted
+
+
+class RunInterrupted(asyncio.CancelledError):
+    """The run was cancelled. `run` is what was measured until then."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
 
 
 async def run_load(
@@ -40,25 +49,31 @@ async def run_load(
     clock: Clock = time.perf_counter,
     on_end: OnEnd = lambda _: None,
 ) -> Run:
-    """Sends all conversations, at most `max_concurrency` at once, and returns when all have ended."""
+    """Sends all conversations, at most `max_concurrency` at once, and returns when all have ended. Raises
+    RunInterrupted if it is cancelled."""
     slots: Any = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     samples: list[list[Sample]] = []
     with _short_collections():
         started_s, started_cpu_s = clock(), time.process_time()
-        async with asyncio.TaskGroup() as tasks:
-            for conversation in conversations:
-                due_s = None if conversation.start_s is None else started_s + conversation.start_s
-                if due_s is not None:
-                    await _sleep_until(due_s, clock)
-                samples.append([Sample(due_s), *(Sample(None) for _ in conversation.turns[1:])])
-                talk = _Conversing(conversation.turns, samples[-1], endpoint, clock, on_end)
-                tasks.create_task(talk.run(slots))
-        return Run(
-            [sample for each in samples for sample in each],
-            started_s,
-            clock() - started_s,
-            time.process_time() - started_cpu_s,
-        )
+
+        def measured() -> Run:
+            ended = [sample for each in samples for sample in each if sample.has_ended]
+            num_unfinished = sum(len(each.turns) for each in conversations) - len(ended)
+            cpu_s = time.process_time() - started_cpu_s
+            return Run(ended, started_s, clock() - started_s, cpu_s, num_unfinished)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for conversation in conversations:
+                    due_s = None if conversation.start_s is None else started_s + conversation.start_s
+                    if due_s is not None:
+                        await _sleep_until(due_s, clock)
+                    samples.append([Sample(due_s), *(Sample(None) for _ in conversation.turns[1:])])
+                    talk = _Conversing(conversation.turns, samples[-1], endpoint, clock, on_end)
+                    tasks.create_task(talk.run(slots))
+        except asyncio.CancelledError:
+            raise RunInterrupted(measured()) from None
+        return measured()
 
 
 class _Conversing:

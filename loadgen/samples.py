@@ -27,6 +27,11 @@ class Sample:
     failure: Failure | None = None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether there is an answer or a failure."""
+        return self.failure is not None or bool(self.token_times)
+
+    @property
     def ttft_s(self) -> float:
         """From sending to the first token."""
         return self.token_times[0] - self.sent_s

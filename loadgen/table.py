@@ -39,6 +39,8 @@ def rows(figures: Figures, slo: Slo, options: LoadOptions) -> Iterator[tuple[str
     """Yields names and values of what is no latency."""
     yield "Successful requests", str(figures.completed)
     yield "Failed requests", str(figures.failed)
+    if figures.num_unfinished:
+        yield "Unfinished requests", str(figures.num_unfinished)
     if options.max_concurrency is not None:
         yield "Maximum request concurrency", str(options.max_concurrency)
     if options.rate is not None:
@@ -59,6 +61,8 @@ def rows(figures: Figures, slo: Slo, options: LoadOptions) -> Iterator[tuple[str
 
 def remarks(figures: Figures) -> Iterator[str]:
     """Yields what limits the meaning of the figures."""
+    if figures.num_unfinished:
+        yield "the run was interrupted: unfinished requests, the slowest perhaps among them, are in none of the figures"
     for kind, errors in figures.errors.items():
         yield f"{kind}, first of {errors.num_requests}: {' '.join(errors.example.split())}"
     if figures.failed:

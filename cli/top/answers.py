@@ -52,7 +52,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its id or, while it is not connected, its address."""
+        """Its id or, before it is first connected, its address."""
         return self.pod_id or self.address
 
 

@@ -112,7 +112,7 @@ class TopApp(App[BatonError]):
 
     async def _load_timeline(self, screen: TimelineScreen) -> None:
         try:
-            timeline = await self._api.timeline(screen.request_id)
+            timeline = await self._api.timeline(screen.request)
         except UnknownRequestError as error:
             screen.fail(error.message)
         else:

@@ -68,7 +68,7 @@ def _state_tone(row: PodFigures) -> Tone:
 POD_COLUMNS: tuple[Column[PodFigures], ...] = (
     Column(
         "POD",
-        "its id, or its address while it is not connected",
+        "its id, or its address before it is first connected",
         lambda row: plain(row.pod.name, _MAX_NAME_CHARS),
         lambda row: natural(row.pod.name),
         is_number=False,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 
 from cli.environment import KEY_VARIABLE
-from cli.top.answers import ClusterView, RequestList, Timeline
+from cli.top.answers import ClusterView, Request, RequestList, Timeline
 from cli.top.words import plain
 from common.errors import (
     BatonError,
@@ -53,10 +53,13 @@ class RouterApi:
         """Returns the last requests, the newest first. Raises BatonError, see above."""
         return await self._get(f"{_REQUESTS_PATH}?limit={MAX_REQUESTS}", RequestList)
 
-    async def timeline(self, request_id: str) -> Timeline:
+    async def timeline(self, request: Request) -> Timeline:
         """Returns a request's timeline. Raises UnknownRequestError if the router keeps it no more, or see above."""
+        path = f"{_REQUESTS_PATH}/{quote(request.id, safe='')}"
+        if request.tenant:  # another may use the same id
+            path += f"?tenant={quote(request.tenant, safe='')}"
         try:
-            return await self._get(f"{_REQUESTS_PATH}/{quote(request_id, safe='')}", Timeline)
+            return await self._get(path, Timeline)
         except NotARouterError as error:  # it has answered before: it is one
             raise UnknownRequestError("The router keeps the timeline of this request no more.") from error
 

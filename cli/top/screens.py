@@ -40,11 +40,11 @@ class TimelineScreen(Screen[None]):
 
     def __init__(self, request: Request) -> None:
         super().__init__()
-        self.request_id = request.id
+        self.request = request
         self.is_settled = False  # it changes no more
         self.status = Static(classes="status")  # of the router
         self._timeline: Timeline | None = None
-        self._chart = Static(f"Request {plain(self.request_id)}\nWaiting for the router.", id="chart", markup=False)
+        self._chart = Static(f"Request {plain(self.request.id)}\nWaiting for the router.", id="chart", markup=False)
 
     def compose(self) -> ComposeResult:
         """See Screen."""
@@ -62,7 +62,7 @@ class TimelineScreen(Screen[None]):
     def fail(self, why: str) -> None:
         """Says why there is none."""
         self.is_settled = True
-        self._chart.update(Text(f"Request {plain(self.request_id)}\n{why}"))
+        self._chart.update(Text(f"Request {plain(self.request.id)}\n{why}"))
 
     def on_resize(self) -> None:
         """Fits it to the width of the terminal."""

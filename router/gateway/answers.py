@@ -472,8 +472,8 @@ class ClusterLoad(_Answer):
 
 
 class ClusterPod(_Answer):
-    """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `pod_id`,
-    `version` and `load` are null while it is not connected."""
+    """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
+    and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first."""
 
     address: str
     role: Literal["prefill", "decode"]

@@ -174,7 +174,8 @@ _OPERATION_ROWS = (
         (
             "The last requests, and where the time of one went: [Why was this request slow](observability.md"
             "#why-was-this-request-slow). Not for operators only: any key sees its own requests, without pods' "
-            "addresses. `limit` of the first is the most that it answers with. HTTP only."
+            "addresses. `limit` of the first is the most that it answers with; `tenant`, for operators, leaves out the "
+            "requests of others. HTTP only."
         ),
     ),
     (

@@ -130,6 +130,12 @@ def _paths() -> dict[str, Any]:
         "description": "Most requests in the answer; default 100.",
         "schema": {"type": "integer", "minimum": 1, "maximum": 999999},
     }
+    tenant = {
+        "name": "tenant",
+        "in": "query",
+        "description": "Only requests of this tenant. For operators; others see their own, whatever it says.",
+        "schema": {"type": "string"},
+    }
     unauthenticated = (ErrorCode.UNAUTHENTICATED,)
     return {
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
@@ -174,7 +180,7 @@ def _paths() -> dict[str, Any]:
                     _json(answers.RequestList),
                     (*unauthenticated, ErrorCode.INVALID_ARGUMENT),
                 ),
-                "parameters": [limit],
+                "parameters": [limit, tenant],
             }
         },
         f"{REQUESTS_PATH}/{{request_id}}": {
@@ -184,7 +190,7 @@ def _paths() -> dict[str, Any]:
                     _json(answers.RequestTimeline),
                     (*unauthenticated, ErrorCode.NOT_FOUND),
                 ),
-                "parameters": [{**name, "name": "request_id"}],
+                "parameters": [{**name, "name": "request_id"}, tenant],
             }
         },
         RESET_PATH: {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -33,8 +34,16 @@ _DEFAULT_LIMIT = 100
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
+class _Seen(NamedTuple):
+    """What the client of a request may see."""
+
+    is_operator: bool
+    tenant_name: str | None  # whose requests; None: everyone's
+
+
 class TimelineEndpoints:
-    """Whose key it is sees its own requests, an operator's key all. Addresses of pods are for operators."""
+    """Whose key it is sees its own requests, an operator's key all, or those of the tenant that it names. Addresses of
+    pods are for operators."""
 
     def __init__(self, service: InferenceService, access: AccessControl) -> None:
         self._service = service
@@ -50,22 +59,28 @@ class TimelineEndpoints:
 
     async def _requests(self, request: Request) -> Response:
         """The newest first. Raises InvalidRequestError."""
-        limit, tenant = _limit(request.query_params.get("limit")), _tenant(request)
-        sees_all = self._access.is_operator(tenant)
+        limit = _limit(request.query_params.get("limit"))
+        is_operator, tenant_name = self._seen_by(request)
         kept = self._service.timelines.newest_first()
-        seen = (each for each in kept if sees_all or each.tenant_name == tenant.name)
+        seen = (each for each in kept if tenant_name in (None, each.tenant_name))
         now = time.monotonic()
-        data = [_summary(timeline, now, shows_pods=sees_all) for timeline in islice(seen, limit)]
+        data = [_summary(timeline, now, shows_pods=is_operator) for timeline in islice(seen, limit)]
         return _json(RequestList(object="list", max_kept=self._service.config.max_timelines, data=data))
 
     async def _request(self, request: Request) -> Response:
         """One of them. Raises UnknownRequestError."""
-        request_id, tenant = request.path_params["request_id"], _tenant(request)
-        sees_all = self._access.is_operator(tenant)
-        timeline = self._service.timelines.find(request_id, None if sees_all else tenant.name)
+        request_id = request.path_params["request_id"]
+        is_operator, tenant_name = self._seen_by(request)
+        timeline = self._service.timelines.find(request_id, tenant_name)
         if timeline is None:
             raise UnknownRequestError(f"no timeline of the request {quoted(request_id)} is kept")
-        return _json(_whole(timeline, shows_pods=sees_all))
+        return _json(_whole(timeline, shows_pods=is_operator))
+
+    def _seen_by(self, request: Request) -> _Seen:
+        tenant = _tenant(request)
+        if self._access.is_operator(tenant):
+            return _Seen(is_operator=True, tenant_name=request.query_params.get("tenant"))
+        return _Seen(is_operator=False, tenant_name=tenant.name)
 
 
 def _summary(timeline: Timeline, now: float, *, shows_pods: bool) -> RequestSummary:

@@ -101,6 +101,7 @@ class Pod:
         self.is_fed = False  # it has told which blocks it holds
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
+        self.pod_id: str | None = None  # of the last pod that was connected at this address
         self.session: DecodeSession | None = None  # of a connected decode pod
         self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
         self.refusal = ""  # why it does not fit
@@ -353,6 +354,7 @@ class Pod:
         elif info.role == self.role:
             self._prefill_stub = pods_pb2_grpc.PrefillStub(channel)
         self.info = info
+        self.pod_id = info.pod_id
         self._control_stub = control
         self.slot = self._index.join(capacity=max(1, info.num_blocks))
         self.is_fed = False

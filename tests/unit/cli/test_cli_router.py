@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import threading
 
 from cli.main import main
@@ -51,6 +52,30 @@ async def test_keys_and_tls(start_cluster, tmp_path, monkeypatch, capsys):  # no
     for file in ("nonsense.pem", "absent.pem"):
         assert await baton(*ask, url, "--tls-ca", str(tmp_path / file)) == 2
         assert f"--tls-ca: {tmp_path / file} cannot be used" in capsys.readouterr().err
+
+
+async def test_a_refused_key_has_the_same_exit_code_for_all_commands(start_cluster, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setenv("BATON_API_KEYS", f"alice:sha256:{digest_of(KEY).hex()}")
+    monkeypatch.chdir(tmp_path)
+    cluster = await start_cluster(security=SecurityConfig())
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "Hello"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(batch))
+    for_operators = [
+        ("profile", "--pod", "decode-0"),
+        ("plan", "--slo-ttft", "1s", "--slo-itl", "50ms", "--rate", "1", "--isl", "9", "--osl", "9"),
+        ("top", "--once"),
+    ]
+    others = [
+        ("bench", "serve"),
+        ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl"),
+        ("chat", "Hello"),
+        ("complete", "Hello"),
+    ]
+    for key, commands in (("unknown", [*for_operators, *others]), (KEY, for_operators)):
+        monkeypatch.setenv("BATON_API_KEY", key)
+        for argv in commands:
+            assert (argv[0], await baton(*argv, "--url", cluster.router.http_url)) == (argv[0], 1)
+            assert "key" in capsys.readouterr().err
 
 
 def test_where_no_router_is(capsys):

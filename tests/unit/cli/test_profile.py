@@ -114,7 +114,9 @@ async def test_pods_have_names_in_the_router_and_in_the_background(
 ) -> None:
     async with FakeDecodePod() as pod:
         answer_of(pod, TRACE)
-        view = {"pods": [{"pod_id": "decode-0", "address": pod.address}, {"pod_id": None, "address": "10.0.0.1:1"}]}
+        connected = {"pod_id": "decode-0", "address": pod.address, "version": "0.1"}
+        moved = {"pod_id": "decode-0", "address": "10.0.0.1:1", "version": None}
+        view = {"pods": [connected, moved, {"pod_id": None, "address": "10.0.0.2:1", "version": None}]}
         monkeypatch.setattr(profile, "fetch_json", lambda *_: view)
         out = ("--out", str(tmp_path / "t"))
         assert await run("--pod", "decode-0", "--url", "http://127.0.0.1:8000", *out) == 0
@@ -131,6 +133,20 @@ async def test_pods_have_names_in_the_router_and_in_the_background(
         finally:
             os.close(claimed.lock)
         assert "--pod: no pod is named router (pods: decode-1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "pod", ["127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1:", ":7000", "[::1", "[::1]", "::1:7000", "a b:1"]
+)
+def test_what_is_no_address_is_refused(pod: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--pod", pod]) == 2
+    assert f"--pod: expected a name or HOST:PORT, as in [::1]:7000, got '{pod}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pod", ["[::1]:1", "localhost:1"])
+def test_addresses(pod: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--pod", pod, "--out", str(tmp_path / "t")]) == 3
+    assert f"{pod} cannot be reached" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

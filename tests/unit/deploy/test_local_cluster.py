@@ -420,3 +420,13 @@ def test_a_dry_run_prints_what_would_be_started_without_passwords(capsys: pytest
     (router,) = [line for line in printed.splitlines() if "serve router" in line]
     words = shlex.split(router)
     assert len(option(tuple(words), "--prefill")) == 2
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_model_that_does_not_exist_is_the_same_error_in_a_dry_run(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv in ([f"{tmp_path}/none"], ["--models", f"a={tmp_path}", "--models", f"b={tmp_path}/none"]):
+        with pytest.raises(ConfigError, match=f"^--model: {tmp_path}/none does not exist$"):
+            main([*argv, *more])
+    assert capsys.readouterr().out == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import statistics
@@ -12,7 +13,7 @@ import pytest
 from loadgen.endpoint import Api, OpenAIEndpoint
 from loadgen.figures import Distribution, Figures, as_json, summarise
 from loadgen.http_client import HttpClient
-from loadgen.load import Run, run_load
+from loadgen.load import Run, RunInterrupted, run_load
 from loadgen.slo import parse_slo
 from loadgen.workload import Conversation, Turn
 from tests.unit.loadgen.scripted import (
@@ -52,6 +53,29 @@ def loaded(
         return run, server
 
     return run_virtually(main)
+
+
+def test_a_run_that_is_cancelled_says_what_was_measured_until_then() -> None:
+    async def main(loop: VirtualLoop) -> Run:
+        server = ScriptedServer(loop, lambda _: list(stream([0.1, 0.2])))  # complete after 0.7 s
+        client = HttpClient("http://scripted:1", clock=loop.time, connect=server.connect)
+        endpoint = OpenAIEndpoint(client, "completions", "m", timeout_s=60.0, extra_body={})
+        talk = Conversation(0.0, [Turn("a", 4), Turn("b", 4, wait_s=5.0)])
+        conversations = [talk, *singles([0.0, 1.0, 2.0, 9.0])]
+        load = asyncio.create_task(run_load(conversations, endpoint, clock=loop.time))
+        loop.call_later(2.15, load.cancel)
+        with pytest.raises(RunInterrupted) as interruption:
+            await load
+        assert load.cancelled()
+        client.close()
+        return interruption.value.run
+
+    run = run_virtually(main)
+    assert len(run.samples) == 3
+    figures = summarise(run, parse_slo(["ttft:200"]))
+    assert (figures.completed, figures.failed, figures.num_unfinished, figures.attainment) == (3, 0, 3, 1.0)
+    assert figures.duration_s == pytest.approx(2.15)
+    assert as_json(figures)["unfinished"] == 3
 
 
 def singles(starts: Sequence[float | None]) -> list[Conversation]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from common.errors import ConfigError
 from loadgen.compare import holm, order, rank_sum_p
+from loadgen.endpoint import Prompt
+from loadgen.samples import Sample
 from loadgen.slo import parse_slo
-from loadgen.sweep import Found, Try, highest_rate
+from loadgen.sweep import Found, Try, attainment_alone, highest_rate
+from loadgen.workload import Conversation, Turn
 
 
 def test_slos_are_spelled_as_vllm_does() -> None:
@@ -23,13 +27,19 @@ def test_slos_are_spelled_as_vllm_does() -> None:
         parse_slo(["ttft:5", "ttft:6"])
 
 
-def found(limit: float, start: float, precision: float = 0.05) -> Found:
+def found(limit: float, start: float, precision: float = 0.05, alone: float = 1.0) -> Found:
     tries: list[Try] = []
 
     async def measure(rate: float) -> float:
         return 1.0 if rate <= limit else 0.9
 
-    result = asyncio.run(highest_rate(measure, start=start, attainment=0.99, precision=precision, on_try=tries.append))
+    async def measure_alone() -> float:
+        return alone
+
+    search = highest_rate(
+        measure, measure_alone, start=start, attainment=0.99, precision=precision, on_try=tries.append
+    )
+    result = asyncio.run(search)
     assert tries == result.tries
     return result
 
@@ -48,6 +58,47 @@ def test_a_search_without_an_end_says_so() -> None:
     assert found(0.0, 1.0).kept is None
     assert "no rate keeps the SLOs" in found(0.0, 1.0).summary
     assert "within" in found(13.0, 1.0).summary
+
+
+def test_slos_that_requests_alone_do_not_keep_end_the_search() -> None:
+    hopeless = found(0.0, 1.0, alone=0.25)
+    assert [each.rate for each in hopeless.tries] == [1.0]
+    assert hopeless.kept is None
+    assert "of requests sent one at a time 25.0% kept them" in hopeless.summary
+    assert found(13.0, 1.0, alone=0.25).kept is not None  # a rate that keeps them is not questioned
+
+
+class _InTurn:
+    """Takes one request at a time; each but the first is as fast as it says."""
+
+    def __init__(self, ttft_s: float) -> None:
+        self.num_requests = 0
+        self._ttft_s = ttft_s
+        self._is_busy = False
+
+    async def ask(self, prompt: Prompt, num_output_tokens: int | None, sample: Sample) -> str:
+        assert not self._is_busy
+        self._is_busy = True
+        await asyncio.sleep(0)
+        self._is_busy = False
+        self.num_requests += 1
+        sample.token_times = [sample.sent_s + (self._ttft_s if self.num_requests > 1 else 0.0)]
+        return ""
+
+    def conversation(self, said: Sequence[tuple[str, str]], text: str) -> Prompt:
+        return text
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "attainment", "num_sent", "share"), [(0.1, 0.99, 20, 1.0), (1.0, 0.99, 2, 0.5), (1.0, 0.55, 11, 1 / 11)]
+)
+def test_requests_alone_are_sent_until_too_many_miss(
+    ttft_s: float, attainment: float, num_sent: int, share: float
+) -> None:
+    endpoint = _InTurn(ttft_s)
+    conversations = [Conversation(None, [Turn("", 1)])] * 20
+    kept = asyncio.run(attainment_alone(conversations, endpoint, {"ttft": 0.5}, attainment=attainment))
+    assert (endpoint.num_requests, kept) == (num_sent, pytest.approx(share))
 
 
 def brute_force_p(a: list[float], b: list[float]) -> float:

@@ -13,7 +13,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.strip import Strip
 
-from cli.top.answers import ClusterView, RequestList, Timeline
+from cli.top.answers import ClusterView, Request, RequestList, Timeline
 from cli.top.app import TopApp
 from cli.top.router_api import RouterApi
 from cli.top.table import SortedTable
@@ -50,9 +50,9 @@ class MadeUpRouter:
     async def requests(self) -> RequestList:
         return msgspec.convert(await self._answer(request_list(*self.summaries)), RequestList)
 
-    async def timeline(self, request_id: str) -> Timeline:
-        (request,) = [each for each in self.summaries if each["id"] == request_id]
-        return msgspec.convert(await self._answer(timeline(request, self.reason)), Timeline)
+    async def timeline(self, request: Request) -> Timeline:
+        (found,) = [each for each in self.summaries if each["id"] == request.id]
+        return msgspec.convert(await self._answer(timeline(found, self.reason)), Timeline)
 
     def _model(self, name):
         return {"name": name, "reason": "", "num_queued": 0}

@@ -15,7 +15,12 @@ from common.errors import (
     UnreachableError,
 )
 from router.gateway import answers as routers
-from tests.page.answers import cluster, pod
+from tests.page.answers import cluster, pod, summary
+
+
+def request(**fields):
+    return msgspec.convert(summary() | fields, ours.Request)
+
 
 PAIRS = [
     (ours.ClusterView, routers.ClusterView),
@@ -90,7 +95,7 @@ async def test_every_call_has_a_deadline(server, open_api):
     await server.start()
     server.may_answer.clear()
     api = open_api(server.url, timeout_s=0.05)
-    for call in (api.cluster(), api.requests(), api.timeline("a")):
+    for call in (api.cluster(), api.requests(), api.timeline(request())):
         with pytest.raises(UnreachableError, match="no complete answer within 0"):
             await call
 
@@ -98,8 +103,15 @@ async def test_every_call_has_a_deadline(server, open_api):
 async def test_a_timeline_that_is_no_longer_kept(server, open_api):
     await server.start()
     with pytest.raises(UnknownRequestError, match="no more"):
-        await open_api(server.url).timeline("a/../b ?#é")
+        await open_api(server.url).timeline(request(id="a/../b ?#é", tenant=""))
     assert server.requests[0].startswith("GET /v1/requests/a%2F..%2Fb%20%3F%23%C3%A9 HTTP/1.1\r\n")
+
+
+async def test_the_timeline_is_that_of_the_requests_tenant(server, open_api):
+    await server.start()
+    with pytest.raises(UnknownRequestError):
+        await open_api(server.url).timeline(request(id="a", tenant="team a&b"))
+    assert server.requests[0].startswith("GET /v1/requests/a?tenant=team%20a%26b HTTP/1.1\r\n")
 
 
 async def test_nothing_listens(server, open_api):

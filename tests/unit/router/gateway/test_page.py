@@ -123,7 +123,7 @@ async def test_the_clusters_pods_their_load_and_handoffs_between_them(start_clus
     await cluster.until(lambda: lost.state is PodState.DOWN)
     (gone,) = [pod for pod in (await cluster.client.get("/v1/cluster")).json()["pods"] if pod["role"] == "prefill"]
     assert gone["state"] == "down"
-    assert gone["load"] is None
+    assert (gone["pod_id"], gone["version"], gone["load"]) == (prefill.info.pod_id, None, None)
     assert gone["detail"]
 
 

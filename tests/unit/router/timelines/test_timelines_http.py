@@ -147,6 +147,24 @@ async def test_a_key_sees_its_own_requests_and_no_address_an_operators_sees_all(
     assert others.json()["error"]["message"].replace("bobs", "nobodys") == unknown.json()["error"]["message"]
 
 
+async def test_an_operator_names_the_tenant_of_an_id_that_two_use(start_cluster, key_file):  # noqa: F811
+    cluster = await start_cluster(security=key_file.security)
+    for key, num_tokens in ((ALICE, 1), (BOB, 2)):
+        body = {"prompt": [600], "max_tokens": num_tokens, "request_id": "same"}
+        assert (await cluster.client.post("/v1/completions", json=body, headers=bearer(key))).status_code == 200
+
+    async def found(key, query):
+        timeline = await timeline_of(cluster, f"same{query}", **bearer(key))
+        listed = (await cluster.client.get(f"/v1/requests{query}", headers=bearer(key))).json()["data"]
+        return timeline["request"]["tenant"], [each["tenant"] for each in listed]
+
+    assert await found(OPERATOR, "") == ("bob", ["bob", "alice"])
+    assert await found(OPERATOR, "?tenant=alice") == ("alice", ["alice"])
+    assert await found(ALICE, "?tenant=bob") == ("alice", ["alice"])
+    nobodys = await cluster.client.get("/v1/requests/same?tenant=nobody", headers=bearer(OPERATOR))
+    assert nobodys.status_code == 404
+
+
 async def test_choices_have_timelines_of_their_own_and_no_words_are_kept(start_cluster):
     cluster = await start_cluster()
     await cluster.complete(prompt=PROMPT_TEXT, n=2, max_tokens=3, request_id="twice", seed=1)
