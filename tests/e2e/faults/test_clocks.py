@@ -14,6 +14,7 @@ WALL_CLOCKS = {
 }  # fmt: skip
 ALLOWED = {
     "cli/kv.py": "ages of blocks, shown to a person",
+    "cli/top/panes.py": "when a pod changed its state, shown to a person",
     "cli/status.py": "since when a pod is ready, shown to a person",
     "common/observability/logging.py": "the time in a log line",
     "common/observability/tracing/span.py": "the times of spans",
