@@ -1,0 +1,1 @@
+"""What the engine adds to a forward pass; see `python -m benchmarks.steps --help`."""
