@@ -44,7 +44,7 @@ class StreamedLinear:
     def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False) -> None:
         self._packed = PackedLinear(linear)
         self._out_features = linear.out_features
-        blocks = _blocks_of(linear.weight.detach(), self._packed.packed)
+        blocks = blocks_of(linear.weight.detach(), self._packed.packed)
         self._few_rows = None if blocks is None else _few_rows(linear, blocks)
         self._most_numbers = 0 if self._few_rows is None else self._few_rows.most_rows * linear.in_features
         self._batch_invariant = batch_invariant
@@ -115,7 +115,7 @@ def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:
     return _FewRows(linear, blocks, [kernel], MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16)
 
 
-def _blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:
+def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:
     """Where the packed weight is, if it has the layout of a kernel."""
     if packed is None or not all(hasattr(torch.ops.mkldnn, name) for name in ("data_ptr", "_nbytes")):
         return None

@@ -13,7 +13,7 @@ def linear(request):
     torch.manual_seed(0)
     layer = nn.Linear(256, 2048, dtype=request.param)
     packed = PackedLinear(layer).packed
-    if streamed_linear._blocks_of(layer.weight.detach(), packed) is None:
+    if streamed_linear.blocks_of(layer.weight.detach(), packed) is None:
         pytest.skip("oneDNN packs weights differently on this processor")
     return layer
 
@@ -39,8 +39,8 @@ def test_few_rows_do_not_go_through_onednn(linear, monkeypatch):
 def test_a_layout_that_the_kernel_does_not_read_is_left_to_onednn(linear):
     weight = linear.weight.detach()
     packed = PackedLinear(linear).packed
-    assert streamed_linear._blocks_of(weight, packed) is not None
+    assert streamed_linear.blocks_of(weight, packed) is not None
     changed = weight.clone()
     changed[-1, -1] += 1  # what is packed is something else, in its last block
-    assert streamed_linear._blocks_of(changed, packed) is None
-    assert streamed_linear._blocks_of(weight, None) is None
+    assert streamed_linear.blocks_of(changed, packed) is None
+    assert streamed_linear.blocks_of(weight, None) is None
