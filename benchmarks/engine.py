@@ -28,23 +28,21 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks import grammar
+from benchmarks.compare.baton_side import Baton, offline_config
+from benchmarks.compare.side import Generation, Generator, timed
+from benchmarks.compare.transformers_side import Transformers
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig
-from common.engine.messages import AddRequest
-from common.types import RequestId, SamplingParams
 
 ON_GPU = torch.cuda.is_available()
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
@@ -52,99 +50,6 @@ PREFILL_TOKENS = 1024
 WARM_UP_TOKENS = 4
 STARTUPS = 3  # clusters started for the time to ready and the memory of each process
 THROUGHPUT_PROMPTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_TOKENS = 32, 256, 64
-
-Prompts = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One batch generated."""
-
-    tokens: list[list[int]]
-    started: float
-    stamps: list[float]  # when each step that completed a token for all prompts was over
-
-    @property
-    def seconds(self) -> float:
-        """From start to the last token."""
-        return self.stamps[-1] - self.started
-
-    @property
-    def gap_ms(self) -> float:
-        """Median time between two tokens."""
-        gaps = [later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)]
-        return statistics.median(gaps) * 1e3
-
-
-class System(Protocol):
-    """One of the two that are compared."""
-
-    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
-        """`num_tokens` greedy tokens after each prompt; end-of-sequence is ignored."""
-
-
-class Baton:
-    """Our engine, in this process. The prefix cache is off: repeats would find their prompts in it."""
-
-    def __init__(self, client: InprocClient) -> None:
-        self._client = client
-        self._num_requests = 0
-
-    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
-        """See System."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        tokens: dict[RequestId, list[int]] = {}
-        stamps: list[float] = []
-        started = time.perf_counter()
-        for prompt in prompts:
-            request_id = RequestId(f"r{self._num_requests}")
-            self._num_requests += 1
-            tokens[request_id] = []
-            self._client.add_request(
-                AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling=sampling)
-            )
-        while len(stamps) < num_tokens:
-            for output in self._client.step().outputs:
-                tokens[output.request_id].extend(token.token_id for token in output.tokens)
-            stamps += [time.perf_counter()] * (min(map(len, tokens.values())) - len(stamps))
-        while self._client.has_work:  # the step that forgets the requests
-            self._client.step()
-        return Generation(list(tokens.values()), started, stamps)
-
-
-class Transformers:
-    """`generate` of transformers."""
-
-    def __init__(self, model: transformers.PreTrainedModel) -> None:
-        self._model = model
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-
-    @torch.inference_mode()
-    def generate(self, prompts: Prompts, num_tokens: int) -> Generation:
-        """See System."""
-        watch = _StepWatch()
-        prompt_ids = torch.tensor(prompts, device=self._model.device)
-        started = time.perf_counter()
-        output = self._model.generate(
-            prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([watch]),
-        )
-        return Generation(output[:, prompt_ids.shape[1] :].tolist(), started, watch.stamps)
-
-
-class _StepWatch(StoppingCriteria):
-    """Never stops; notes the time of each step."""
-
-    def __init__(self) -> None:
-        self.stamps: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        self.stamps.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +66,14 @@ class Measure:
     max_repeats: int = 1000
 
 
+def _gap_ms(generation: Generation) -> float:
+    """Median time between two tokens."""
+    return statistics.median(generation.gaps_ms)
+
+
 MEASURES = (
     *(
-        Measure(
-            f"decode, batch {batch}", "ms/token", False, batch, DECODE_PROMPT_TOKENS, DECODE_TOKENS, lambda g: g.gap_ms
-        )
+        Measure(f"decode, batch {batch}", "ms/token", False, batch, DECODE_PROMPT_TOKENS, DECODE_TOKENS, _gap_ms)
         for batch in ((1, 8, 64) if ON_GPU else (1, 8))
     ),
     Measure("prefill, 1024 tokens", "tokens/s", True, 1, PREFILL_TOKENS, 1, lambda g: PREFILL_TOKENS / g.seconds),
@@ -313,12 +221,9 @@ def measure_model(name: str, directory: Path, dtype: str, repeats: int) -> Itera
 
 
 @contextmanager
-def both_systems(directory: Path, dtype: str) -> Iterator[tuple[System, System, int]]:
+def both_systems(directory: Path, dtype: str) -> Iterator[tuple[Generator, Generator, int]]:
     """The two systems with the same model on the same device, and its vocabulary."""
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=dtype),
-        cache=CacheConfig(enable_prefix_caching=False, memory_fraction=0.4 if ON_GPU else None),
-    )
+    config = offline_config(str(directory), dtype)
     with InprocClient(config) as client:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, client.spec.dtype), attn_implementation="sdpa"
@@ -327,9 +232,9 @@ def both_systems(directory: Path, dtype: str) -> Iterator[tuple[System, System, 
         yield Baton(client), Transformers(model), client.spec.vocab_size
 
 
-def run_measure(name: str, measure: Measure, baton: System, hf: System, vocab_size: int, repeats: int) -> Result:
+def run_measure(name: str, measure: Measure, baton: Generator, hf: Generator, vocab_size: int, repeats: int) -> Result:
     """One measure, both systems in turn."""
-    figures: dict[System, list[float]] = {baton: [], hf: []}
+    figures: dict[Generator, list[float]] = {baton: [], hf: []}
     same_tokens = True
     for repeat in range(min(repeats, measure.max_repeats) + 1):
         generator = torch.Generator().manual_seed(repeat)
@@ -337,7 +242,7 @@ def run_measure(name: str, measure: Measure, baton: System, hf: System, vocab_si
         prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
         order = (baton, hf) if repeat % 2 else (hf, baton)
         num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, WARM_UP_TOKENS)
-        generations = {system: system.generate(prompts, num_tokens) for system in order}
+        generations = {system: timed(system, prompts, num_tokens) for system in order}
         same_tokens &= generations[baton].tokens == generations[hf].tokens
         if repeat:
             for system, generation in generations.items():

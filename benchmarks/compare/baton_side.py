@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from benchmarks.compare.side import serve
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
+_SHARE_OF_GPU = 0.3  # for the KV cache: the sides share one device
+
 
 class Baton:
     """See Generator."""
 
-    def __init__(self, directory: str, dtype: str, *, batch_invariant: bool = False) -> None:
-        config = EngineConfig(
-            model=ModelConfig(model=directory, dtype=dtype, batch_invariant=batch_invariant),
-            cache=CacheConfig(enable_prefix_caching=False),
-            scheduler=SchedulerConfig(target_itl_ms=None),  # as for offline generation: no stream waits for a step
-        )
-        self._client = InprocClient(config)
+    def __init__(self, client: InprocClient) -> None:
+        self._client = client
         self._num_requests = 0
 
     def generate(
@@ -43,5 +42,21 @@ class Baton:
         return list(tokens.values())
 
 
+def load(directory: str, dtype: str, *, batch_invariant: bool = False) -> Baton:
+    """The side with a model."""
+    return Baton(InprocClient(offline_config(directory, dtype, batch_invariant=batch_invariant)))
+
+
+def offline_config(directory: str, dtype: str, *, batch_invariant: bool = False) -> EngineConfig:
+    """As for offline generation: no stream waits for a step."""
+    return EngineConfig(
+        model=ModelConfig(model=directory, dtype=dtype, batch_invariant=batch_invariant),
+        cache=CacheConfig(
+            enable_prefix_caching=False, memory_fraction=_SHARE_OF_GPU if torch.cuda.is_available() else None
+        ),
+        scheduler=SchedulerConfig(target_itl_ms=None),
+    )
+
+
 if __name__ == "__main__":
-    serve(Baton)
+    serve(load)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.compare.baton_side import Baton
+from benchmarks.compare.baton_side import load
 from benchmarks.compare.side import serve
 
 if __name__ == "__main__":
-    serve(partial(Baton, batch_invariant=True))
+    serve(partial(load, batch_invariant=True))

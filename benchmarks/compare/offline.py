@@ -1,4 +1,4 @@
-"""Batches of prompts whose tokens nobody waits for, given to each side in turn."""
+"""Batches of prompts, given to each side in turn."""
 
 from __future__ import annotations
 

@@ -41,10 +41,11 @@ def serve(load: Callable[[str, str], Generator]) -> None:
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         order = json.loads(line)
-        print(json.dumps(_timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
+        print(json.dumps(timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
 
 
-def _timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
+def timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
+    """Generates, and notes when."""
     stamps: list[float] = []
 
     def note(num_complete: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.compare.side import serve
 
@@ -13,11 +13,10 @@ from benchmarks.compare.side import serve
 class Transformers:
     """See Generator."""
 
-    def __init__(self, directory: str, dtype: str) -> None:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
     def generate(
@@ -48,5 +47,11 @@ class _StepWatch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+def load(directory: str, dtype: str) -> Transformers:
+    """The side with a model."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    return Transformers(model.to("cuda" if torch.cuda.is_available() else "cpu").eval())
+
+
 if __name__ == "__main__":
-    serve(Transformers)
+    serve(load)

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, as Baton's is
 
+import torch
 from vllm import LLM, SamplingParams
 
 from benchmarks.compare.side import serve
+
+_SHARE_OF_GPU = 0.4  # model included: the sides share one device
 
 
 class Vllm:
@@ -22,6 +25,7 @@ class Vllm:
             max_model_len=4096,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
+            **({"gpu_memory_utilization": _SHARE_OF_GPU} if torch.cuda.is_available() else {}),
         )
         self._engine = llm.llm_engine
         self._num_requests = 0

@@ -6,6 +6,7 @@ no sums or maxima across lanes. Scores, weights and results are therefore transp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -89,7 +90,7 @@ class _Chunk:
     configuration: Pointer
 
 
-class _Rows:
+class _Rows(ABC):
     """Query rows of a task and the state of their softmax, in memory of the thread."""
 
     num_rows: ClassVar[int]
@@ -118,21 +119,21 @@ class _Rows:
         """Where each vector of rows begins."""
         return range(0, self.num_rows, MAX_LANES)
 
+    @abstractmethod
     def score(self, runs: Sequence[Pointer]) -> None:
         """scores = keys @ queries"""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_values(self, runs: Sequence[Pointer]) -> None:
         """totals = totals * factors + values @ weights"""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_queries(self) -> None:
         """Reads the queries of all valid rows, and zeroes those of others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep(self, weights: Sequence[Value], key: Value, start: int) -> None:
         """Of `keys_per_turn` keys."""
-        raise NotImplementedError
 
     def _position(self, row: Value) -> Value:
         """Of the token of a row, in its sequence."""

@@ -190,7 +190,7 @@ def _prompt_runs(
 def _upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on the device, in one transfer."""
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]  # kernels read them by address
     packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
     parts = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

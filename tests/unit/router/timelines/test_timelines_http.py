@@ -161,8 +161,8 @@ async def test_an_operator_names_the_tenant_of_an_id_that_two_use(start_cluster,
     assert await found(OPERATOR, "") == ("bob", ["bob", "alice"])
     assert await found(OPERATOR, "?tenant=alice") == ("alice", ["alice"])
     assert await found(ALICE, "?tenant=bob") == ("alice", ["alice"])
-    nobodys = await cluster.client.get("/v1/requests/same?tenant=nobody", headers=bearer(OPERATOR))
-    assert nobodys.status_code == 404
+    of_unknown = await cluster.client.get("/v1/requests/same?tenant=unknown", headers=bearer(OPERATOR))
+    assert of_unknown.status_code == 404
 
 
 async def test_choices_have_timelines_of_their_own_and_no_words_are_kept(start_cluster):
