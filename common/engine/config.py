@@ -46,7 +46,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Triton kernels on GPU where they support the model; reference: torch's operators only."),
     ] = "auto"
     enforce_eager: Annotated[
-        bool, Meta(description="No CUDA graphs of decode steps: starts faster, and each step takes longer.")
+        bool,
+        Meta(
+            description="Decode steps are not recorded (on a GPU as CUDA graphs, which takes time at start): each step "
+            "takes longer."
+        ),
     ] = False
     batch_invariant: Annotated[
         bool,

@@ -20,7 +20,7 @@ from common.engine.cpu_kernels.chunk_attention import (
     rows_per_task,
     whole_tiles,
 )
-from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
+from common.engine.cpu_kernels.compiled import Call, has_openmp, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_linear import has_tiles
 from common.errors import ConfigError
@@ -56,7 +56,7 @@ class CpuAttention(TorchAttention):
         batch = self._batch
         assert batch is not None
         width = projected.num_heads * self._head_dim
-        out = torch.empty((len(qkv), width), dtype=qkv.dtype)
+        out = result((len(qkv), width), qkv.dtype)
         num_decodes = batch.num_decodes
         if num_decodes:
             self._decode_projections(layer, qkv, out, projected, rotary, batch)
@@ -109,7 +109,7 @@ class CpuAttention(TorchAttention):
         query = query.contiguous()
         out = torch.empty_like(query)
         call = self._decode[layer] or self._decode_call(layer, query.shape[2], args)
-        call.set("query", query.data_ptr())
+        call.point("query", query)
         self._point_to_sequences(call, self._batch, out)
         call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
         return out
@@ -142,11 +142,11 @@ class CpuAttention(TorchAttention):
         num_tiles = -(-tokens_each * (num_heads // self._num_kv_heads) // rows_per_task(tiled=self._tiled))
         call = self._chunk[layer] or self._chunk_call(layer, num_heads, args)
         tables = self._batch.block_tables
-        call.set("query", query.data_ptr())
+        call.point("query", query)
         call.set("query_stride", query.stride(1))
-        call.set("out", out.data_ptr())
-        call.set("seq_lens", self._batch.seq_lens_tensor[first:].data_ptr())
-        call.set("block_tables", tables[first:].data_ptr())
+        call.point("out", out)
+        call.point("seq_lens", self._batch.seq_lens_tensor[first:])
+        call.point("block_tables", tables[first:])
         call.set("table_width", tables.stride(0))
         call.set("num_tokens", tokens_each)
         call.set("num_tiles", num_tiles)
@@ -155,17 +155,17 @@ class CpuAttention(TorchAttention):
 
     def _point(self, call: Call, qkv: torch.Tensor, rotary: Rotary, batch: AttentionMetadata, first_token: int) -> None:
         """Sets the arguments of projections, from a token on."""
-        call.set("qkv", qkv[first_token:].data_ptr())
-        call.set("slots", batch.slot_mapping[first_token:].data_ptr())
-        call.set("positions", rotary.positions[first_token:].data_ptr())
-        call.set("cosines", rotary.cosines.data_ptr())
-        call.set("sines", rotary.sines.data_ptr())
+        call.point("qkv", qkv[first_token:])
+        call.point("slots", batch.slot_mapping[first_token:])
+        call.point("positions", rotary.positions[first_token:])
+        call.point("cosines", rotary.cosines)
+        call.point("sines", rotary.sines)
 
     def _point_to_sequences(self, call: Call, batch: AttentionMetadata, out: torch.Tensor) -> None:
-        call.set("seq_lens", batch.seq_lens_tensor.data_ptr())
-        call.set("block_tables", batch.block_tables.data_ptr())
+        call.point("seq_lens", batch.seq_lens_tensor)
+        call.point("block_tables", batch.block_tables)
         call.set("table_width", batch.block_tables.shape[1])
-        call.set("out", out.data_ptr())
+        call.point("out", out)
 
     def _decode_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
         kernel = decode_kernel(self._shape(num_heads), _scores(args))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import binding, ir
@@ -16,7 +18,7 @@ from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Va
 
 _INT = ir.IntType(64)
 _TASKS = 0  # places of what every kernel has, in the block of arguments
-_NEXT_TASK = 1
+NEXT_TASK = 1
 _FIRST_ARGUMENT = 2
 _NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
 
@@ -24,7 +26,21 @@ Body = Callable[[Builder, Value, Any], None]
 """(builder, number of the task, arguments by name): appends the instructions of one task."""
 
 
-class Kernel:
+class Function:
+    """A compiled function of one address."""
+
+    def __init__(self, name: str, body: Callable[[Builder, Pointer], None]) -> None:
+        """`body` appends the instructions; the address is of INT64 numbers."""
+        module = ir.Module(name)
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
+        builder = Builder(function)
+        body(builder, Pointer(builder, function.args[0], ElementType.INT64))
+        builder.ir.ret_void()
+        self._engine = _compile(module)  # owns the machine code
+        self.address: int = self._engine.get_function_address(name)
+
+
+class Kernel(Function):
     """A compiled function that does numbered tasks, in any order and on any thread.
 
     `arguments` names what a call takes: integers (INT64 elements stand for themselves) or pointers to an element type.
@@ -33,17 +49,61 @@ class Kernel:
     def __init__(self, name: str, arguments: Mapping[str, ElementType | None], body: Body) -> None:
         self.name = name
         self.places = {argument: _FIRST_ARGUMENT + place for place, argument in enumerate(arguments)}
-        module = ir.Module(name)
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
-        builder = Builder(function)
-        block = Pointer(builder, function.args[0], ElementType.INT64)
-        given = {
-            argument: _argument(builder, block.at(self.places[argument]), element)
-            for argument, element in arguments.items()
-        }
-        _emit_tasks(builder, block, lambda task: body(builder, task, SimpleNamespace(**given)))
-        self._engine = _compile(module)  # owns the machine code
-        self.address = self._engine.get_function_address(name)
+
+        def tasks(builder: Builder, block: Pointer) -> None:
+            given = {
+                argument: _argument(builder, block.at(self.places[argument]), element)
+                for argument, element in arguments.items()
+            }
+            _emit_tasks(builder, block, lambda task: body(builder, task, SimpleNamespace(**given)))
+
+        super().__init__(name, tasks)
+
+
+class RecordedCall(NamedTuple):
+    """A call as it would have run."""
+
+    kernel: Kernel
+    block: Any  # its arguments, an array of int64
+    num_threads: int
+
+
+class Recording:
+    """Takes down the calls of a thread; see `program`."""
+
+    def __init__(self, take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> None:
+        """`take` gives memory for results."""
+        self.calls: list[RecordedCall] = []
+        self.tensors: list[torch.Tensor] = []  # whose addresses the calls have
+        self.take = take
+
+
+class _Recorder(threading.local):
+    recording: Recording | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recorded_by(recording: Recording) -> Iterator[None]:
+    """Calls of this thread go to the recording."""
+    _recorder.recording = recording
+    try:
+        yield
+    finally:
+        _recorder.recording = None
+
+
+def is_recording() -> bool:
+    """True if calls of this thread are recorded."""
+    return _recorder.recording is not None
+
+
+def result(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the result of a call. If calls are recorded, it is that of the result before the last."""
+    recording = _recorder.recording
+    return torch.empty(shape, dtype=dtype) if recording is None else recording.take(shape, dtype)
 
 
 class Call:
@@ -63,6 +123,12 @@ class Call:
         """Sets an argument: an integer or an address."""
         self._block[self._places[name]] = value
 
+    def point(self, name: str, tensor: torch.Tensor) -> None:
+        """Sets an argument to the address of a tensor, which must live until the call has run."""
+        self._block[self._places[name]] = tensor.data_ptr()
+        if _recorder.recording is not None:
+            _recorder.recording.tensors.append(tensor)
+
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Sets an argument to the address of a tensor, and keeps the tensor."""
         self._kept[name] = tensor
@@ -70,8 +136,10 @@ class Call:
 
     def run(self, num_tasks: int, num_threads: int) -> None:
         """Does the tasks on at most `num_threads` threads: this one and those that torch's operators run on."""
+        if _recorder.recording is not None:
+            self._record(_recorder.recording, num_tasks, num_threads)
         # A profile sees operators of torch only. record_function takes 5 us even if nothing is recorded.
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
+        elif torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
             with record_function(f"baton::{self._kernel.name}"):
                 self._run(num_tasks, num_threads)
         else:
@@ -80,11 +148,19 @@ class Call:
     def _run(self, num_tasks: int, num_threads: int) -> None:
         block = self._block
         block[_TASKS] = num_tasks
-        block[_NEXT_TASK] = 0
-        if num_threads == 1 or num_tasks == 1:
+        block[NEXT_TASK] = 0
+        num_threads = min(num_threads, num_tasks)
+        if num_threads == 1:
             self._function(self._address)
         else:
-            _openmp().GOMP_parallel(self._kernel.address, self._address, min(num_threads, num_tasks), 0)
+            run_on_threads(self._kernel.address, self._address, num_threads)
+
+    def _record(self, recording: Recording, num_tasks: int, num_threads: int) -> None:
+        block = type(self._block)(*self._block)
+        block[_TASKS] = num_tasks
+        block[NEXT_TASK] = 0
+        recording.tensors += self._kept.values()
+        recording.calls.append(RecordedCall(self._kernel, block, min(num_threads, num_tasks)))
 
 
 def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], None]) -> None:
@@ -94,7 +170,7 @@ def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], N
     take = code.append_basic_block("take")
     work = code.append_basic_block("work")
     done = code.append_basic_block("done")
-    counter = block.at(_NEXT_TASK).address
+    counter = block.at(NEXT_TASK).address
     code.branch(take)
     code.position_at_end(take)
     task = Value(builder, code.atomic_rmw("add", counter, ir.Constant(_INT, 1), "monotonic"))
@@ -103,14 +179,13 @@ def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], N
     task_body(task)
     code.branch(take)
     code.position_at_end(done)
-    code.ret_void()
 
 
 def _argument(builder: Builder, place: Pointer, element: ElementType | None) -> Value | Pointer:
     value = place.load()
     if element is None:
         return value
-    return Pointer(builder, builder.ir.inttoptr(value.node, ir.PointerType()), element)
+    return builder.pointer(value, element)
 
 
 def _compile(module: ir.Module) -> Any:
@@ -160,6 +235,17 @@ def _openmp() -> Any:
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     library.GOMP_parallel.restype = None
     return library
+
+
+def openmp_barrier() -> int:
+    """Address of the function in which threads wait for each other."""
+    return ctypes.cast(_openmp().GOMP_barrier, ctypes.c_void_p).value or 0
+
+
+def run_on_threads(function: int, argument: int, num_threads: int) -> None:
+    """Calls the function at this address on each of so many threads: this one and those that torch's operators run
+    on."""
+    _openmp().GOMP_parallel(function, argument, num_threads, 0)
 
 
 def threads_for(num_numbers: int) -> int:

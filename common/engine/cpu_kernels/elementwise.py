@@ -1,4 +1,4 @@
-"""Kernels around the linear layers of a decoder: residual and RMS norm, and SwiGLU. One task is one token."""
+"""Kernels around a decoder's linear layers: embedding, residual and RMS norm, and SwiGLU. One task is one token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import Any
 
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value, lanes_of
+
+
+@cache
+def embed_kernel(element: ElementType, size: int) -> Kernel:
+    """hidden = rows of the table, delta = 0.
+
+    token_ids [tokens], table [vocabulary, size] of `element`; hidden float32 and delta of `element`, [tokens, size].
+    """
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        row = a.table.at(a.token_ids.at(token).load() * size)
+        hidden, delta = (each.at(token * size) for each in (a.hidden, a.delta))
+        with b.loop(0, size, lanes) as i:
+            hidden.at(i).store(row.at(i).load(lanes))
+            delta.at(i).store(b.number(0.0, lanes))
+
+    return Kernel(
+        "embed",
+        {"token_ids": ElementType.INT64, "table": element, "hidden": ElementType.FLOAT32, "delta": element},
+        body,
+    )
 
 
 @cache

@@ -247,6 +247,16 @@ class Builder:
         self.ir.branch(condition)
         self.ir.position_at_end(after)
 
+    def pointer(self, address: Value, element: ElementType) -> Pointer:
+        """To the numbers at an address, an integer."""
+        return Pointer(self, self.ir.inttoptr(address.node, _POINTER), element)
+
+    def call(self, function: Value, *arguments: Value) -> None:
+        """Calls the function at an address, which takes integers or addresses."""
+        kind = ir.FunctionType(ir.VoidType(), [_INT] * len(arguments))
+        callee = self.ir.inttoptr(function.node, ir.PointerType(kind))
+        self.ir.call(callee, [argument.node for argument in arguments])
+
     def load(self, pointer: Pointer, lanes: int = 0) -> Value:
         """See Pointer.load. One lane is a single number."""
         lanes = 0 if lanes == 1 else lanes

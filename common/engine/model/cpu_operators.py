@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from common.engine.attention.cpu_backend import BatchInvariantAttention, CpuAttention
-from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
-from common.engine.cpu_kernels.elementwise import add_norm_kernel, silu_mul_kernel
+from common.engine.cpu_kernels.compiled import Call, has_openmp, result, threads_for
+from common.engine.cpu_kernels.elementwise import add_norm_kernel, embed_kernel, silu_mul_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.model.fused_norm import RMSNorm
-from common.engine.model.operators import AddNorm, PerToken
+from common.engine.model.operators import AddNorm, Embed, PerToken
 from common.engine.model.streamed_linear import StreamedLinear
 
 # oneDNN leaves half of the cores idle with some numbers of rows above 400, and activations of more rows would not stay
@@ -40,6 +40,10 @@ class CpuOperators:
         """See Operators."""
         return BatchInvariantAttention(kv_cache) if self._batch_invariant else CpuAttention(kv_cache)
 
+    def embed(self, table: torch.Tensor) -> Embed:
+        """See Operators."""
+        return _Embed(table)
+
     def linear(self, linear: nn.Linear) -> PerToken:
         """See Operators."""
         return StreamedLinear(linear, batch_invariant=self._batch_invariant)
@@ -53,6 +57,24 @@ class CpuOperators:
         return _SiluMul(size, dtype)
 
 
+class _Embed:
+    def __init__(self, table: torch.Tensor) -> None:
+        self._dtype = table.dtype
+        self._size = table.shape[1]
+        self._call = Call(embed_kernel(element_type_of(table.dtype), self._size))
+        self._call.keep("table", table.contiguous())
+
+    def __call__(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(token_ids), self._size)
+        hidden, delta = torch.empty(shape, dtype=torch.float32), result(shape, self._dtype)
+        call = self._call
+        call.point("token_ids", token_ids)
+        call.point("hidden", hidden)
+        call.point("delta", delta)
+        call.run(len(token_ids), threads_for(hidden.numel()))
+        return hidden, delta
+
+
 class _AddNorm:
     def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -61,11 +83,11 @@ class _AddNorm:
         self._call.keep("epsilon", torch.tensor(norm.epsilon))
 
     def __call__(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(hidden.shape, dtype=self._dtype)
+        out = result(hidden.shape, self._dtype)
         call = self._call
-        call.set("hidden", hidden.data_ptr())
-        call.set("delta", delta.data_ptr())
-        call.set("out", out.data_ptr())
+        call.point("hidden", hidden)
+        call.point("delta", delta)
+        call.point("out", out)
         call.run(hidden.shape[0], threads_for(hidden.numel()))
         return out
 
@@ -77,9 +99,9 @@ class _SiluMul:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         num_rows = gate_up.shape[0]
-        out = torch.empty((num_rows, self._size), dtype=gate_up.dtype)
+        out = result((num_rows, self._size), gate_up.dtype)
         call = self._call
-        call.set("gate_up", gate_up.data_ptr())
-        call.set("out", out.data_ptr())
+        call.point("gate_up", gate_up)
+        call.point("out", out)
         call.run(num_rows, threads_for(2 * gate_up.numel()))
         return out

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from common.engine.attention.base import (
     AttentionArgs,
@@ -47,16 +46,15 @@ class FusedDecoder:
     def __init__(self, model: Any, probed: ProbedModel, operators: Operators) -> None:
         base = model.model
         self._operators = operators
-        self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._dtype = self._embedding.dtype
-        self._size = self._embedding.shape[1]
-        self._rotary = _RotaryTables(base.rotary_emb, self._embedding.device)
+        embedding: torch.Tensor = base.embed_tokens.weight.detach()
+        self._embed = operators.embed(embedding)
+        self._rotary = _RotaryTables(base.rotary_emb, embedding.device)
         parts = zip(list(base.layers), probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, (layer, args, num_heads) in enumerate(parts):
             self._layers.append(_Layer.of(layer, args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
-        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), self._dtype)
+        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), embedding.dtype)
         self._head = operators.linear(model.lm_head)
         model.lm_head = nn.Identity()
 
@@ -70,9 +68,8 @@ class FusedDecoder:
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` ones of `num_tokens` tokens; None: of all."""
-        hidden = functional.embedding(input_ids, self._embedding).float()
+        hidden, delta = self._embed(input_ids)
         rotary = self._rotary.at(positions, max(batch.seq_lens))
-        delta = torch.zeros((len(input_ids), self._size), dtype=self._dtype, device=input_ids.device)
         parts = self._operators.split(len(input_ids))
         qkv = _in_parts(parts, self._layers[0].project, hidden, delta)
         for index, (layer, following) in enumerate(itertools.pairwise(self._layers)):

@@ -11,6 +11,10 @@ from torch import nn
 from common.engine.attention.base import ProjectionAttention
 from common.engine.model.fused_norm import RMSNorm
 
+Embed = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Token ids [tokens] -> their embeddings, float32, and zeros, both [tokens, size]: the residual stream, and what is to
+be added to it."""
+
 AddNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden, delta): hidden += delta, in place; returns the RMS norm of hidden. Both are [tokens, size], hidden is
 float32."""
@@ -30,6 +34,9 @@ class Operators(Protocol):
 
     def attention(self, kv_cache: torch.Tensor) -> ProjectionAttention:
         """Attention over the KV cache."""
+
+    def embed(self, table: torch.Tensor) -> Embed:
+        """Embeddings from a table [vocabulary, size]."""
 
     def linear(self, linear: nn.Linear) -> PerToken:
         """The linear layer; its own weight may be given up."""

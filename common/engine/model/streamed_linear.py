@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.engine.cpu_kernels import tiled_linear
-from common.engine.cpu_kernels.compiled import Call, Kernel, threads_for
+from common.engine.cpu_kernels.compiled import Call, Kernel, is_recording, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
 from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
@@ -59,8 +59,10 @@ class StreamedLinear:
         """[rows, in_features] -> [rows, out_features]"""
         is_few = inputs.numel() <= self._most_numbers
         if self._few_rows is None or not (is_few or self._batch_invariant) or not inputs.numel():
+            if is_recording():
+                raise RuntimeError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
             return self._packed(inputs)
-        out = torch.empty((inputs.shape[0], self._out_features), dtype=inputs.dtype)
+        out = result((inputs.shape[0], self._out_features), inputs.dtype)
         inputs = inputs.contiguous()
         if is_few:
             self._few_rows(inputs, out)
@@ -90,8 +92,8 @@ class _FewRows:
     def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_rows = inputs.shape[0]
         call = self._calls[(num_rows - 1) // self._rows_per_kernel]
-        call.set("inputs", inputs.data_ptr())
-        call.set("out", out.data_ptr())
+        call.point("inputs", inputs)
+        call.point("out", out)
         call.set("num_rows", num_rows)
         self._shape(call, num_rows)
         call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
@@ -102,7 +104,7 @@ class _FewRows:
 
 class _FewTiledRows(_FewRows):
     def _shape(self, call: Call, num_rows: int) -> None:
-        call.set("configuration", tiled_linear.configuration(num_rows).data_ptr())
+        call.point("configuration", tiled_linear.configuration(num_rows))
 
 
 def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:

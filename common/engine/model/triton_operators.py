@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from common.engine.attention.triton_backend import TritonAttention, runs_on
 from common.engine.model.fused_norm import RMSNorm
-from common.engine.model.operators import AddNorm, PerToken
+from common.engine.model.operators import AddNorm, Embed, PerToken
 from common.engine.triton_kernels.elementwise import add_norm_kernel, silu_mul_kernel
 
 _NUMBERS_PER_PROGRAM = 1024
@@ -33,6 +33,10 @@ class TritonOperators:
         """See Operators."""
         return TritonAttention(kv_cache)
 
+    def embed(self, table: torch.Tensor) -> Embed:
+        """See Operators."""
+        return partial(_embed, table)
+
     def linear(self, linear: nn.Linear) -> PerToken:
         """See Operators."""
         return partial(functional.linear, weight=linear.weight, bias=linear.bias)
@@ -44,6 +48,11 @@ class TritonOperators:
     def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
         """See Operators."""
         return partial(_silu_mul, size)
+
+
+def _embed(table: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = functional.embedding(token_ids, table)
+    return rows.float(), torch.zeros_like(rows)
 
 
 class _AddNorm:

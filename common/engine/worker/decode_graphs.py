@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from common.engine.attention.base import AttentionMetadata
+from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward
 
 logger = logging.getLogger(__name__)
 
 _BLOCKS_PER_COPY = 128
-
-
-class DecodeInputs(NamedTuple):
-    """Inputs of a forward pass over decodes."""
-
-    input_ids: torch.Tensor  # [num_decodes]
-    positions: torch.Tensor  # [num_decodes]
-    attention: AttentionMetadata
-
-
-Forward = Callable[[DecodeInputs], torch.Tensor]
-"""Returns logits [num_decodes, vocabulary]; reads nothing of the host's that differs from step to step."""
 
 
 class Recorder(Protocol):
@@ -52,15 +40,9 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         """Records them. Raises RuntimeError if the forward pass cannot be recorded, or does something else then."""
-        most = max(sizes)
+        self._most = most = max(sizes)
         self._max_model_len = max_model_len
-        self._block_size = block_size
-        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(most, dtype=torch.int64, device=device)
-        width = -(-(max_model_len + 1) // block_size)
-        self._block_tables = torch.zeros((most, width), dtype=torch.int64, device=device)
+        self._fixed = FixedInputs(most, max_model_len, block_size, device)
         self._logits: torch.Tensor | None = None
         self._replays: dict[int, Callable[[], Any]] = {}
         for size in sorted(sizes, reverse=True):  # the first takes the memory that all share
@@ -79,12 +61,12 @@ class DecodeGraphs:
         return self._logits[:num_decodes]
 
     def _record(self, forward: Forward, record: Recorder, size: int) -> Callable[[], Any]:
-        inputs = DecodeInputs(self._input_ids[:size], self._positions[:size], self._metadata(size))
+        inputs = self._fixed.first(size, [self._max_model_len] * size)
 
         def work() -> None:
             logits = forward(inputs)
             if self._logits is None:
-                self._logits = logits.new_empty((len(self._input_ids), logits.shape[1]))
+                self._logits = logits.new_empty((self._most, logits.shape[1]))
             self._logits[:size].copy_(logits)
 
         work()  # compiles kernels, which must not happen while recording
@@ -97,34 +79,24 @@ class DecodeGraphs:
             raise RuntimeError(f"a CUDA graph of {size} decodes computes something else")
         return replay
 
-    def _metadata(self, size: int) -> AttentionMetadata:
-        return AttentionMetadata(
-            num_decodes=size,
-            query_start=list(range(size + 1)),
-            seq_lens=[self._max_model_len] * size,  # at most
-            seq_lens_tensor=self._seq_lens[:size],
-            block_tables=self._block_tables[:size],
-            slot_mapping=self._slots[:size],
-        )
-
     def _stage(self, inputs: DecodeInputs, size: int) -> None:
         from common.engine.triton_kernels.staging import stage_decodes_kernel
 
-        attention = inputs.attention
+        attention, fixed = inputs.attention, self._fixed
         stage_decodes_kernel[(size,)](
             inputs.input_ids,
             inputs.positions,
             attention.slot_mapping,
             attention.seq_lens_tensor,
             attention.block_tables,
-            self._input_ids,
-            self._positions,
-            self._slots,
-            self._seq_lens,
-            self._block_tables,
+            fixed.input_ids,
+            fixed.positions,
+            fixed.slots,
+            fixed.seq_lens,
+            fixed.block_tables,
             len(inputs.input_ids),
             attention.block_tables.shape[1],
-            self._block_tables.shape[1],
+            fixed.block_tables.shape[1],
             BLOCKS=_BLOCKS_PER_COPY,
         )
 

@@ -20,7 +20,9 @@ from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.constraints import TokenMask
-from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
+from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
+from common.engine.worker.decode_inputs import DecodeInputs
+from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
@@ -64,7 +66,7 @@ class ModelRunner:
         self._attention = create_backend(loaded.attention_backend, kv_cache)
         if loaded.decoder is None:
             install(loaded.attention_modules, self._attention)
-        self._graphs: DecodeGraphs | None = None
+        self._recorded: DecodeGraphs | DecodePrograms | None = None
         self._sampler = Sampler()
         self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
         self._sampling: SamplingStep | None = None  # the last step that sampled on the device
@@ -131,10 +133,10 @@ class ModelRunner:
         """Logits [len(batch.logits_index), vocabulary]."""
         inputs = DecodeInputs(batch.input_ids, batch.positions, batch.attention)
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
-        if keeps_all and self._graphs is not None and batch.attention.num_decodes == len(batch.input_ids):
-            logits = self._graphs.run(inputs)
+        if keeps_all and self._recorded is not None and batch.attention.num_decodes == len(batch.input_ids):
+            logits = self._recorded.run(inputs)
             if logits is not None:
-                return logits
+                return logits[:, : self._loaded.vocab_size]
         return self._compute(inputs, None if keeps_all else batch.logits_index)
 
     def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -153,12 +155,21 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Records CUDA graphs of decode steps, if the model allows it."""
-        if not self._attention.is_recordable:
-            return
+    def record_decodes(self) -> None:
+        """Records decode steps, if device and model allow it: on a GPU now, on a CPU as sizes are met."""
+        if self._loaded.kernels == "fused" and self._loaded.attention_backend.startswith("cpu"):
+            self._recorded = DecodePrograms(
+                lambda inputs: self._compute(inputs, None),
+                max_num_seqs=self._max_num_seqs,
+                max_model_len=self.max_model_len,
+                block_size=self._block_size,
+            )
+        elif self._loaded.device.type == "cuda" and self._attention.is_recordable:
+            self._record_graphs()
+
+    def _record_graphs(self) -> None:
         try:
-            self._graphs = DecodeGraphs(
+            self._recorded = DecodeGraphs(
                 lambda inputs: self._compute(inputs, None),
                 CudaRecorder(),
                 sizes=graph_sizes(self._max_num_seqs),

@@ -96,8 +96,8 @@ class Worker:
                 self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
             ),
         )
-        if self._loaded.device.type == "cuda" and not self._config.model.enforce_eager:
-            self._runner.record_graphs()
+        if not self._config.model.enforce_eager:
+            self._runner.record_decodes()
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """See Executor.measure_steps."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from common.engine.attention.base import AttentionMetadata
-from common.engine.worker.decode_graphs import DecodeGraphs, DecodeInputs, graph_sizes
+from common.engine.worker.decode_graphs import DecodeGraphs, graph_sizes
+from common.engine.worker.decode_inputs import DecodeInputs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 30
 

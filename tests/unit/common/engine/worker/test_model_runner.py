@@ -81,6 +81,7 @@ class Driver:
 
 SIDES = {
     "auto": {"device": "cpu"},
+    "eager": {"device": "cpu", "enforce_eager": True},
     "reference": {"device": "cpu", "cpu_kernels": "reference"},
     "interpreted": {"device": "cpu"},  # Triton's kernels, on the CPU
     "gpu": {"device": "cuda", "dtype": "float32"},
@@ -92,7 +93,7 @@ INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of he
 
 def sides_of(model):
     for side in SIDES:
-        if side != "interpreted" or model in INTERPRETED:
+        if side not in ("interpreted", "eager") or model in INTERPRETED:
             yield pytest.param((model, side), model, marks=[pytest.mark.gpu] * side.startswith("gpu"))
 
 
