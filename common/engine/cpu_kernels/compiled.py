@@ -19,7 +19,9 @@ from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Va
 _INT = ir.IntType(64)
 _TASKS = 0  # places of what every kernel has, in the block of arguments
 NEXT_TASK = 1
-_FIRST_ARGUMENT = 2
+_SHARES = 2
+_FIRST_ARGUMENT = 3
+_SHARES_PER_THREAD = 4
 _NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
 
 Body = Callable[[Builder, Value, Any], None]
@@ -149,6 +151,7 @@ class Call:
         block = self._block
         block[_TASKS] = num_tasks
         block[NEXT_TASK] = 0
+        block[_SHARES] = _SHARES_PER_THREAD * num_threads
         num_threads = min(num_threads, num_tasks)
         if num_threads == 1:
             self._function(self._address)
@@ -159,24 +162,29 @@ class Call:
         block = type(self._block)(*self._block)
         block[_TASKS] = num_tasks
         block[NEXT_TASK] = 0
+        block[_SHARES] = _SHARES_PER_THREAD * num_threads
         recording.tensors += self._kept.values()
         recording.calls.append(RecordedCall(self._kernel, block, min(num_threads, num_tasks)))
 
 
 def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], None]) -> None:
-    """Takes numbers from the counter of the block until there are no more."""
-    num_tasks = block.at(_TASKS).load()
-    code = builder.ir
-    take = code.append_basic_block("take")
-    work = code.append_basic_block("work")
-    done = code.append_basic_block("done")
-    counter = block.at(NEXT_TASK).address
+    """Takes tasks from the counter of the block until there are no more. It takes a share of what is left at a time, as
+    threads that change the counter wait for each other, and at last single tasks, so that all threads end together."""
+    num_tasks, shares = block.at(_TASKS).load(), block.at(_SHARES).load()
+    code, counter = builder.ir, block.at(NEXT_TASK).address
+    take, work, done = (code.append_basic_block(name) for name in ("take", "work", "done"))
     code.branch(take)
     code.position_at_end(take)
-    task = Value(builder, code.atomic_rmw("add", counter, ir.Constant(_INT, 1), "monotonic"))
-    code.cbranch((task < num_tasks).node, work, done)
+    first = Value(builder, code.load_atomic(counter, "monotonic", ElementType.INT64.value, typ=_INT))
+    end = builder.select(num_tasks - first < shares, first + 1, first + (num_tasks - first) // shares)
+    taken = code.cmpxchg(counter, first.node, end.node, "monotonic", "monotonic")
+    is_mine = Value(builder, code.extract_value(taken, 1))
+    with code.if_then((first >= num_tasks).node):
+        code.branch(done)
+    code.cbranch(is_mine.node, work, take)
     code.position_at_end(work)
-    task_body(task)
+    with builder.loop(first, end) as task:
+        task_body(task)
     code.branch(take)
     code.position_at_end(done)
 
