@@ -170,23 +170,15 @@ class Call:
 def _emit_tasks(builder: Builder, block: Pointer, task_body: Callable[[Value], None]) -> None:
     """Takes tasks from the counter of the block until there are no more. It takes a share of what is left at a time, as
     threads that change the counter wait for each other, and at last single tasks, so that all threads end together."""
-    num_tasks, shares = block.at(_TASKS).load(), block.at(_SHARES).load()
-    code, counter = builder.ir, block.at(NEXT_TASK).address
-    take, work, done = (code.append_basic_block(name) for name in ("take", "work", "done"))
-    code.branch(take)
-    code.position_at_end(take)
-    first = Value(builder, code.load_atomic(counter, "monotonic", ElementType.INT64.value, typ=_INT))
-    end = builder.select(num_tasks - first < shares, first + 1, first + (num_tasks - first) // shares)
-    taken = code.cmpxchg(counter, first.node, end.node, "monotonic", "monotonic")
-    is_mine = Value(builder, code.extract_value(taken, 1))
-    with code.if_then((first >= num_tasks).node):
-        code.branch(done)
-    code.cbranch(is_mine.node, work, take)
-    code.position_at_end(work)
-    with builder.loop(first, end) as task:
-        task_body(task)
-    code.branch(take)
-    code.position_at_end(done)
+    num_tasks, shares, counter = block.at(_TASKS).load(), block.at(_SHARES).load(), block.at(NEXT_TASK)
+    first = builder.variable(counter.shared())
+    with builder.repeat(lambda: first.get() < num_tasks):
+        start = first.get()
+        left = num_tasks - start
+        end = start + builder.select(left < shares, 1, left // shares)
+        with builder.when(counter.replace_shared(start, end)), builder.loop(start, end) as task:
+            task_body(task)
+        first.set(counter.shared())
 
 
 def _argument(builder: Builder, place: Pointer, element: ElementType | None) -> Value | Pointer:
@@ -245,9 +237,9 @@ def _openmp() -> Any:
     return library
 
 
-def openmp_barrier() -> int:
-    """Address of the function in which threads wait for each other."""
-    return ctypes.cast(_openmp().GOMP_barrier, ctypes.c_void_p).value or 0
+def address_of_num_threads() -> int:
+    """Address of the function that tells a thread how many there are."""
+    return ctypes.cast(_openmp().omp_get_num_threads, ctypes.c_void_p).value or 0
 
 
 def run_on_threads(function: int, argument: int, num_threads: int) -> None:

@@ -146,6 +146,11 @@ class Pointer:
         address = self.builder.ir.gep(self.address, [offset], source_etype=_BYTE)
         return Pointer(self.builder, address, self.element)
 
+    @property
+    def number(self) -> Value:
+        """The address, as an integer."""
+        return Value(self.builder, self.builder.ir.ptrtoint(self.address, _INT))
+
     def of(self, element: ElementType) -> Pointer:
         """The same address, of numbers of another type."""
         return Pointer(self.builder, self.address, element)
@@ -157,6 +162,24 @@ class Pointer:
     def store(self, value: Value) -> None:
         """Writes the number or the vector."""
         self.builder.store(self, value)
+
+    def shared(self) -> Value:
+        """The integer, which other threads change."""
+        return Value(self.builder, self.builder.ir.load_atomic(self.address, "seq_cst", self.element.value, typ=_INT))
+
+    def share(self, value: Operand) -> None:
+        """Writes an integer that other threads read."""
+        self.builder.ir.atomic_rmw("xchg", self.address, self.builder.number(value).node, "seq_cst")
+
+    def add_shared(self, value: int) -> Value:
+        """Adds to an integer that other threads change; returns what it was."""
+        return Value(self.builder, self.builder.ir.atomic_rmw("add", self.address, ir.Constant(_INT, value), "seq_cst"))
+
+    def replace_shared(self, expected: Value, value: Value) -> Value:
+        """Writes an integer that other threads change if it is what was expected; returns whether it was."""
+        nodes = expected.node, value.node
+        result = self.builder.ir.cmpxchg(self.address, *nodes, "seq_cst", "seq_cst")
+        return Value(self.builder, self.builder.ir.extract_value(result, 1))
 
 
 class Variable:
@@ -251,11 +274,40 @@ class Builder:
         """To the numbers at an address, an integer."""
         return Pointer(self, self.ir.inttoptr(address.node, _POINTER), element)
 
-    def call(self, function: Value, *arguments: Value) -> None:
-        """Calls the function at an address, which takes integers or addresses."""
-        kind = ir.FunctionType(ir.VoidType(), [_INT] * len(arguments))
-        callee = self.ir.inttoptr(function.node, ir.PointerType(kind))
-        self.ir.call(callee, [argument.node for argument in arguments])
+    def call(self, function: Value, *arguments: Operand) -> Value:
+        """Calls the function at an address, which takes integers and returns one of 32 bits, if any."""
+        nodes = [self.number(argument).node for argument in arguments]
+        callee = self.ir.inttoptr(function.node, ir.PointerType(ir.FunctionType(_INT32, [_INT] * len(nodes))))
+        return Value(self, self.ir.sext(self.ir.call(callee, nodes), _INT))
+
+    def pause(self) -> None:
+        """Lets the other thread of a core go on for a moment."""
+        if binding.get_process_triple().startswith("x86_64"):
+            self.ir.call(self._declared("llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), [])), [])
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """Runs the body if the condition holds."""
+        with self.ir.if_then(condition.node):
+            yield
+
+    @contextmanager
+    def otherwise(self, condition: Value) -> Iterator[None]:
+        """Runs the body unless the condition holds."""
+        with self.ir.if_then(self.ir.not_(condition.node)):
+            yield
+
+    @contextmanager
+    def repeat(self, condition: Callable[[], Value]) -> Iterator[None]:
+        """Runs the body again and again while the condition holds."""
+        test, body, after = (self.ir.append_basic_block(name) for name in ("test", "body", "after"))
+        self.ir.branch(test)
+        self.ir.position_at_end(test)
+        self.ir.cbranch(condition().node, body, after)
+        self.ir.position_at_end(body)
+        yield
+        self.ir.branch(test)
+        self.ir.position_at_end(after)
 
     def load(self, pointer: Pointer, lanes: int = 0) -> Value:
         """See Pointer.load. One lane is a single number."""
