@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +44,35 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
     slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
 
+    def split(self, sizes: Sequence[int]) -> list[AttentionMetadata]:
+        """The batch as batches of so many query tokens each. A sequence whose query tokens fall apart is in several of
+        them, each time with the length that it has at the last one."""
+        if len(sizes) == 1:
+            return [self]
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(self._part(start, start + size))
+            start += size
+        return parts
+
+    def _part(self, start: int, end: int) -> AttentionMetadata:
+        first = bisect_right(self.query_start, start) - 1
+        last = bisect_left(self.query_start, end)  # and the first that is not in it
+        lengths = [
+            seq_len - max(0, query_end - end)
+            for seq_len, query_end in zip(
+                self.seq_lens[first:last], self.query_start[first + 1 : last + 1], strict=True
+            )
+        ]
+        return AttentionMetadata(
+            num_decodes=min(max(self.num_decodes - start, 0), end - start),
+            query_start=[min(max(place, start), end) - start for place in self.query_start[first : last + 1]],
+            seq_lens=lengths,
+            seq_lens_tensor=torch.tensor(lengths, device=self.seq_lens_tensor.device),
+            block_tables=self.block_tables[first:last],
+            slot_mapping=self.slot_mapping[start:end],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
@@ -79,6 +110,10 @@ class Rotary:
     sines: torch.Tensor  # [positions, head_dim] float32
     positions: torch.Tensor  # [num_tokens] int64, rows of both
 
+    def split(self, sizes: Sequence[int]) -> list[Rotary]:
+        """Of so many tokens each."""
+        return [Rotary(self.cosines, self.sines, part) for part in torch.split(self.positions, list(sizes))]
+
 
 class AttentionBackend(Protocol):
     """Computes attention over one worker's paged KV cache. Built with the KV cache
@@ -104,9 +139,13 @@ class ProjectionAttention(AttentionBackend, Protocol):
     """An attention backend that takes a decoder's projections as they are: norms of queries and keys, rotary embedding
     and writing to the cache belong to the same kernels then."""
 
+    def begin_parts(self, parts: Sequence[AttentionMetadata]) -> None:
+        """As `begin_step`, for a batch that comes in parts, see Operators.split. In each layer they are attended to in
+        turn, as a part may continue a sequence of the one before."""
+
     def attend_projections(
-        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+        self, layer: int, part: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
     ) -> torch.Tensor:
-        """Write the tokens' keys and values to their slots, then attend. `qkv` is [num_tokens, (num_heads + 2 *
+        """Write the part's keys and values to their slots, then attend. `qkv` is [num_tokens, (num_heads + 2 *
         num_kv_heads) * head_dim] and is overwritten. Returns [num_tokens, num_heads * head_dim].
         """

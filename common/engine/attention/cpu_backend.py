@@ -3,10 +3,13 @@ kernel fits: in bfloat16 on processors without matrix instructions, and for bloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from common.engine.attention.base import AttentionArgs, AttentionMetadata, HeadNorms, KVSpec, ProjectedArgs, Rotary
-from common.engine.attention.torch_backend import Chunk, DecodeGroup, TorchAttention
+from common.engine.attention.torch_backend import Chunk, DecodeGroup, TorchAttention, chunks_of
 from common.engine.cpu_kernels.attention import (
     CacheShape,
     Scores,
@@ -28,6 +31,14 @@ from common.errors import ConfigError
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes
 
 
+class _Part(NamedTuple):
+    """Of a step's batch."""
+
+    batch: AttentionMetadata
+    chunks: list[Chunk]
+    decode_threads: int
+
+
 class CpuAttention(TorchAttention):
     """See AttentionBackend and ProjectionAttention. For float32 and bfloat16."""
 
@@ -40,21 +51,29 @@ class CpuAttention(TorchAttention):
         self._prepare: list[Call | None] = [None] * num_layers
         self._chunk: list[Call | None] = [None] * num_layers
         self._decode_threads = 1
+        self._parts: list[_Part] = []
         self._tiled = kv_cache.dtype == torch.bfloat16
         self._reads_chunks = (has_tiles() or not self._tiled) and can_attend_chunks(self._shape(1), tiled=self._tiled)
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """See AttentionBackend."""
         super().begin_step(batch)
+        self._decode_threads = self._threads_of(batch)
+
+    def begin_parts(self, parts: Sequence[AttentionMetadata]) -> None:
+        """See ProjectionAttention."""
+        self._parts = [_Part(batch, chunks_of(batch), self._threads_of(batch)) for batch in parts]
+
+    def _threads_of(self, batch: AttentionMetadata) -> int:
         num_read = sum(batch.seq_lens[: batch.num_decodes]) * self._num_kv_heads
-        self._decode_threads = threads_for(num_read * _NUMBERS_PER_TOKEN)
+        return threads_for(num_read * _NUMBERS_PER_TOKEN)
 
     def attend_projections(
-        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+        self, layer: int, part: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
     ) -> torch.Tensor:
         """See ProjectionAttention."""
+        self._batch, self._chunks, self._decode_threads = self._parts[part]
         batch = self._batch
-        assert batch is not None
         width = projected.num_heads * self._head_dim
         out = result((len(qkv), width), qkv.dtype)
         num_decodes = batch.num_decodes

@@ -62,6 +62,14 @@ class Chunk:
         return self.end - self.start
 
 
+def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
+    """What follows the decodes."""
+    return [
+        Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
+        for i in range(batch.num_decodes, len(batch.seq_lens))
+    ]
+
+
 class TorchAttention:
     """See AttentionBackend. Works on any device and dtype; softmax is computed in float32."""
 
@@ -106,10 +114,7 @@ class TorchAttention:
         first_rows = block_ids * (self._vectors_per_block - self._block_size) + batch.slot_mapping
         self._write_rows = (first_rows[:, None] + self._head_vectors).view(-1)  # [tokens * kv heads]
         self._groups = self._group_decodes(batch)
-        self._chunks = [
-            Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
-            for i in range(batch.num_decodes, len(batch.seq_lens))
-        ]
+        self._chunks = chunks_of(batch)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs

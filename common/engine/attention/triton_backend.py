@@ -6,6 +6,7 @@ can be captured as a CUDA graph. Chunks of prompts are cut into tiles on the hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,8 +106,13 @@ class TritonAttention:
         self._attend(layer, query, query.stride(0), out, _Kind.of(query.shape[1], args))
         return out[None]
 
+    def begin_parts(self, parts: Sequence[AttentionMetadata]) -> None:
+        """See ProjectionAttention."""
+        (batch,) = parts
+        self.begin_step(batch)
+
     def attend_projections(
-        self, layer: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
+        self, layer: int, part: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
     ) -> torch.Tensor:
         """See ProjectionAttention."""
         assert self._batch is not None

@@ -153,7 +153,7 @@ class Call:
         block[NEXT_TASK] = 0
         block[_SHARES] = _SHARES_PER_THREAD * num_threads
         num_threads = min(num_threads, num_tasks)
-        if num_threads == 1:
+        if num_threads <= 1:
             self._function(self._address)
         else:
             run_on_threads(self._kernel.address, self._address, num_threads)

@@ -9,10 +9,8 @@ weights and activations are bfloat16.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -69,17 +67,35 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` ones of `num_tokens` tokens; None: of all."""
         hidden, delta = self._embed(input_ids)
-        rotary = self._rotary.at(positions, max(batch.seq_lens))
-        parts = self._operators.split(len(input_ids))
-        qkv = _in_parts(parts, self._layers[0].project, hidden, delta)
-        for index, (layer, following) in enumerate(itertools.pairwise(self._layers)):
-            attended = attention.attend_projections(index, qkv, layer.projected, rotary)
-            qkv = _in_parts(parts, partial(layer.advance, following), hidden, attended)
-        last = self._layers[-1]
-        attended = attention.attend_projections(len(self._layers) - 1, qkv, last.projected, rotary)
-        delta = _in_parts(parts, last.finish, hidden, attended)
-        normed = self._final_norm(hidden, delta)
-        return self._head(normed if wanted is None else normed[wanted])
+        sizes = self._operators.split(len(input_ids))
+        attended = self._attend(hidden, delta, sizes, attention, batch, positions)
+        if wanted is not None:  # of the last layer's other tokens, only keys and values are needed
+            hidden, attended = hidden[wanted], attended[wanted]
+            sizes = self._operators.split(len(wanted))
+        delta = _in_parts(sizes, self._layers[-1].finish, hidden, attended)
+        return self._head(self._final_norm(hidden, delta))
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor,
+        sizes: list[int],
+        attention: ProjectionAttention,
+        batch: AttentionMetadata,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """From the embeddings to the last layer's attention, whose result it returns. In each layer the batch goes
+        through in parts of `sizes` tokens, which stay in the cores' caches from one operator to the next."""
+        attention.begin_parts(batch.split(sizes))
+        rotaries = self._rotary.at(positions, max(batch.seq_lens)).split(sizes)
+        streams = torch.split(hidden, sizes)
+        results = [self._layers[0].project(*part) for part in zip(streams, torch.split(delta, sizes), strict=True)]
+        for index, layer in enumerate(self._layers):
+            following = self._layers[index + 1] if index + 1 < len(self._layers) else None
+            for part, (stream, rotary) in enumerate(zip(streams, rotaries, strict=True)):
+                result = attention.attend_projections(index, part, results[part], layer.projected, rotary)
+                results[part] = result if following is None else layer.advance(following, stream, result)
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def probe(self, token_ids: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Logits [tokens, vocabulary] in float32 of at most 16 tokens, computed as a prompt in two chunks and two
@@ -100,7 +116,6 @@ class FusedDecoder:
                 block_tables=torch.ones((1, 1), dtype=torch.int64, device=device),
                 slot_mapping=_PROBED_BLOCK + positions,
             )
-            attention.begin_step(batch)
             logits.append(self(token_ids[start:end], positions, batch, attention, None))
         return torch.cat(logits).float()
 

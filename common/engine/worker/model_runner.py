@@ -141,10 +141,10 @@ class ModelRunner:
 
     def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
-        self._attention.begin_step(inputs.attention)
         if self._loaded.decoder is not None:
             attention = cast("ProjectionAttention", self._attention)
             return self._loaded.decoder(*inputs, attention, wanted)[:, : self._loaded.vocab_size]
+        self._attention.begin_step(inputs.attention)
         output = self._loaded.model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],

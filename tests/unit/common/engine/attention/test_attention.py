@@ -64,6 +64,30 @@ def metadata(sequences, spans):
     )
 
 
+def test_a_batch_in_parts_has_the_same_tokens():
+    torch.manual_seed(3)
+    blocks = torch.randperm(NUM_BLOCKS - 1).add(1).tolist()
+    spans = [(40, 41), (30, 31), (0, 1), (9, 20), (0, 7), (3, 6)]
+    whole = metadata([Sequence(end, blocks) for _, end in spans], spans)
+    for sizes in ([24], [1] * 24, [2, 22], [3, 1, 20], [5, 11, 8], [14, 7, 3], [20, 4]):
+        parts = whole.split(sizes)
+        assert [len(part.slot_mapping) for part in parts] == sizes
+        assert [token for part in parts for token in tokens(part)] == tokens(whole)
+        assert all(part.seq_lens == part.seq_lens_tensor.tolist() for part in parts)
+    assert [part.num_decodes for part in whole.split([2, 2, 20])] == [2, 1, 0]
+
+
+def tokens(batch):
+    """What each query token attends to, and where its KV goes."""
+    return [
+        (batch.block_tables[i].tolist(), seq_len - (end - 1 - token), int(batch.slot_mapping[token]))
+        for i, (seq_len, start, end) in enumerate(
+            zip(batch.seq_lens, batch.query_start, batch.query_start[1:], strict=False)
+        )
+        for token in range(start, end)
+    ]
+
+
 def in_batch_order(sequences, spans):
     """As AttentionMetadata wants it: decodes first, longest first."""
     pairs = sorted(zip(sequences, spans, strict=True), key=lambda pair: (pair[1][1] - pair[1][0] > 1, -pair[1][1]))

@@ -131,7 +131,7 @@ def test_projections_are_normed_turned_cached_and_attended(device, has_norms, he
     expected = reference.attend(LAYER, query[None], key[None], value[None].clone(), ARGS["plain"])
     backend = create_backend("triton", cache)
     backend.begin_step(batch)
-    found = backend.attend_projections(LAYER, qkv, ProjectedArgs(num_heads, ARGS["plain"], norms), rotary)
+    found = backend.attend_projections(LAYER, 0, qkv, ProjectedArgs(num_heads, ARGS["plain"], norms), rotary)
     torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5, equal_nan=True)
 

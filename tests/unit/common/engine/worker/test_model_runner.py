@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from common.engine.model import packed_linear
+from common.engine.model import cpu_operators, packed_linear
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
@@ -142,6 +142,22 @@ def test_chunks_and_mixed_batches_equal_generate(driver, model):
 
     alone = driver.add("alone", prompts[22])  # one by one, over blocks that others used before
     assert driver.run([alone], 8, chunk=BLOCK_SIZE) == [expected[-1]]
+
+
+@pytest.mark.parametrize("driver", ["llama", "qwen3"], indirect=True)
+def test_steps_in_parts_compute_the_same(driver, monkeypatch):
+    expected = run_mixed(driver, "whole")
+    monkeypatch.setattr(cpu_operators, "_ROWS", 4)
+    monkeypatch.setattr(cpu_operators, "_MAX_ROWS", 6)
+    assert run_mixed(driver, "parts") == expected
+
+
+def run_mixed(driver, name):
+    """Decodes beside chunks of prompts."""
+    first = driver.add(f"{name}-0", prompt_of(3))
+    driver.run([first], 2)
+    ids = [first, *(driver.add(f"{name}-{length}", prompt_of(length)) for length in (1, 11, 23))]
+    return driver.run(ids, 6, chunk=9)
 
 
 @pytest.mark.parametrize("driver", ["llama"], indirect=True)
