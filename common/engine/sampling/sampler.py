@@ -21,15 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.engine.sampling.draws import MIN_TEMPERATURE
-from common.engine.sampling.noise import gumbel_noise, mixed_seeds, stream_keys
+from common.engine.sampling.drawing import draw_rows
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
+from common.engine.sampling.ranking import argmax, as_numpy, best, column, index_of
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
 
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
 _MAX_LOGIT = torch.finfo(torch.float32).max
-_TIE_MARGIN = 16  # ranks taken beyond those that are wanted, so that a tie at the last of them is seen whole
 
 
 MASKED = SampledToken(-1)  # every token of the row is masked
@@ -79,28 +78,29 @@ class Sampler:
         """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten; None where no logit is
         finite."""
         asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
-        computed = logits[_index(asking, logits)] if asking else None  # a copy: what follows changes logits
+        computed = logits[index_of(asking, logits)] if asking else None  # a copy: what follows changes logits
         ruled = [(logits[i], row) for i, row in enumerate(rows) if row.rules is not NO_RULES]
         processed = any(row.processors for row in rows)
         for row_logits, row in ruled:
             row.rules.add_biases(row_logits)
         self._penalise(logits, rows)
-        is_computed = _is_finite(logits, _argmax(logits)) if ruled or processed else None
+        is_computed = _is_finite(logits, argmax(logits)) if ruled or processed else None
         if processed:
             apply_processors(logits, rows)
         for row_logits, row in ruled:
             row.rules.mask(row_logits, row.token_ids[row.num_prompt_tokens :], row.params.min_tokens)
         if mask is not None:
             mask.apply(logits)  # after the penalties, which leave every logit finite
-        token_ids = _argmax(logits)
+        token_ids = argmax(logits)
         is_finite = _is_finite(logits, token_ids)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
-            token_ids[_index(drawn, logits)] = _draw(logits, rows, drawn)
+            token_ids[index_of(drawn, logits)] = _draw(logits, rows, drawn)
         logprobs: list[Logprobs | None] = [None] * len(rows)
         if computed is not None:
             counts = [rows[i].params.num_logprobs or 0 for i in asking]
-            for i, entry in zip(asking, logprobs_of(computed, token_ids[_index(asking, logits)], counts), strict=True):
+            asked = logprobs_of(computed, token_ids[index_of(asking, logits)], counts)
+            for i, entry in zip(asking, asked, strict=True):
                 logprobs[i] = entry
         tokens = _tokens(token_ids, is_finite, logprobs)
         if is_computed is not None and not is_finite.all():
@@ -114,12 +114,12 @@ class Sampler:
         if not penalised:
             return
         chosen = [rows[i] for i in penalised]
-        index = _index(penalised, logits)
+        index = index_of(penalised, logits)
         scores = logits[index]
         best = scores.amax(dim=-1, keepdim=True)
-        repetition = _column([row.params.repetition_penalty for row in chosen], logits)
-        frequency = _column([row.params.frequency_penalty for row in chosen], logits)
-        presence = _column([row.params.presence_penalty for row in chosen], logits)
+        repetition = column([row.params.repetition_penalty for row in chosen], logits)
+        frequency = column([row.params.frequency_penalty for row in chosen], logits)
+        presence = column([row.params.presence_penalty for row in chosen], logits)
         seen = _count_tokens([row.token_ids for row in chosen], scores) > 0
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(seen, repeated, scores)
@@ -133,76 +133,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int
     """Token ids of the rows named by `drawn`, in order, a few rows at a time."""
     at_once = max(1, _MAX_DRAWN_LOGITS // logits.shape[1])
     parts = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
-    return torch.cat([_draw_rows(logits[_index(part, logits)], [rows[i] for i in part]) for part in parts])
-
-
-def _draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from logits [rows, vocabulary] of rows that are not greedy."""
-    params = [row.params for row in rows]
-    temperatures = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    seeds = mixed_seeds([p.settled_seed for p in params])
-    keys = stream_keys(seeds, np.array([row.output_position for row in rows]))
-    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        scores, token_ids = _most_likely(scores, params)
-        _apply_top_k(scores, params)
-        _apply_top_p(scores, params)
-    else:
-        token_ids = torch.arange(logits.shape[1], device=logits.device)[None]
-    _apply_min_p(scores, params)
-    noise = gumbel_noise(torch.from_numpy(keys).to(logits.device)[:, None], token_ids)
-    winner = _argmax(noise.add_(scores))[:, None]
-    return token_ids.expand(len(rows), -1).gather(1, winner).squeeze(1)
-
-
-def _most_likely(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and their token ids, best first: as many as any row can need."""
-    if all(p.top_k > 0 for p in params):
-        return _best(scores, min(max(p.top_k for p in params), scores.shape[1]))
-    ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return ordered.values, ordered.indices
-
-
-def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best of each row and their token ids, best first, equal ones by token id."""
-    num_taken = min(count + _TIE_MARGIN, scores.shape[1])
-    taken = torch.topk(scores, num_taken, dim=-1)
-    by_id = taken.indices.sort(dim=-1)
-    by_score = taken.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
-    values, token_ids = by_score.values, by_id.values.gather(1, by_score.indices)
-    if num_taken < scores.shape[1]:
-        last, wanted = values[:, -1], values[:, count - 1]
-        is_split = (last == wanted) & (wanted > -torch.inf)  # equal ones may have been left out
-        if is_split.any():
-            ordered = torch.sort(scores[is_split], dim=-1, descending=True, stable=True)
-            values[is_split], token_ids[is_split] = ordered.values[:, :num_taken], ordered.indices[:, :num_taken]
-    return values[:, :count], token_ids[:, :count]
-
-
-def _apply_top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Keep each row's top_k best. `scores` are ordered, best first."""
-    limits = _column([float(p.top_k) if p.top_k > 0 else torch.inf for p in params], scores)
-    ranks = torch.arange(scores.shape[1], device=scores.device)[None]
-    scores.masked_fill_(ranks >= limits, -torch.inf)
-
-
-def _apply_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Keep the smallest leading set with at least top_p of the probability that is left. `scores` are ordered."""
-    if all(p.top_p >= 1.0 for p in params):
-        return
-    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float64)
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    limits = torch.tensor([[p.top_p if p.top_p < 1.0 else torch.inf] for p in params], dtype=torch.float64)
-    scores.masked_fill_(mass_before >= limits.to(scores.device), -torch.inf)
-    # The best token stays whatever rounding says: its mass_before is exactly 0, and top_p is above 0.
-
-
-def _apply_min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Keep tokens at least min_p times as likely as the likeliest."""
-    if all(p.min_p == 0.0 for p in params):
-        return
-    margins = torch.tensor([[p.min_p] for p in params], dtype=torch.float32).log().to(scores.device)  # -inf keeps all
-    scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + margins, -torch.inf)
+    return torch.cat([draw_rows(logits[index_of(part, logits)], [rows[i] for i in part]) for part in parts])
 
 
 def logprobs_of(
@@ -214,10 +145,10 @@ def logprobs_of(
     own = logprobs.gather(1, token_ids[:, None])
     ranks = ((logprobs > own).sum(dim=-1) + 1).tolist() if with_ranks else [0] * len(num_top)
     most = min(max(num_top, default=0), logits.shape[1])
-    best, best_ids = _best(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
+    tops, top_ids = best(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
     entries = []
     for value, rank, ids, values, count in zip(
-        own.squeeze(1).tolist(), ranks, best_ids.tolist(), best.tolist(), num_top, strict=True
+        own.squeeze(1).tolist(), ranks, top_ids.tolist(), tops.tolist(), num_top, strict=True
     ):
         possible = [(token_id, top) for token_id, top in zip(ids, values, strict=True) if top != -torch.inf]
         entries.append(Logprobs(value, possible[:count], rank))
@@ -230,31 +161,17 @@ def _best_tokens(logits: torch.Tensor) -> list[int]:
     if logits.device.type != "cpu":
         token_ids = logits.argmax(dim=-1)
         return list(torch.where(_is_finite(logits, token_ids), token_ids, -1).tolist())
-    numbers = _as_numpy(logits)
+    numbers = as_numpy(logits)
     best = numbers.argmax(axis=-1)
     is_finite = np.isfinite(numbers[np.arange(len(best)), best])
     return list(np.where(is_finite, best, -1).tolist())
-
-
-def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The first of the largest scores of each row, [rows]; of NaN where there is one. On a CPU numpy takes a tenth of
-    torch's time."""
-    if scores.device.type != "cpu" or not scores.shape[0]:
-        return scores.argmax(dim=-1)
-    return torch.from_numpy(_as_numpy(scores).argmax(axis=-1))
-
-
-def _as_numpy(scores: torch.Tensor) -> npt.NDArray[np.floating]:
-    numbers = scores.float() if scores.itemsize < 4 else scores  # numpy has no bfloat16
-    array: npt.NDArray[np.floating] = numbers.numpy()
-    return array
 
 
 def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Whether the best logit of each row is a number, [rows]. argmax takes NaN for the best."""
     if logits.device.type != "cpu":
         return logits.gather(1, best[:, None]).squeeze(1).isfinite()
-    return torch.from_numpy(np.isfinite(_as_numpy(logits)[np.arange(len(best)), best.numpy()]))
+    return torch.from_numpy(np.isfinite(as_numpy(logits)[np.arange(len(best)), best.numpy()]))
 
 
 def _tokens(
@@ -276,12 +193,3 @@ def _count_tokens(token_lists: Sequence[npt.NDArray[np.int64]], like: torch.Tens
         torch.from_numpy(np.concatenate(token_lists)).to(like.device),
     )
     return counts.index_put_(index, torch.ones((), dtype=like.dtype, device=like.device), accumulate=True)
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] of the type and on the device of `like`."""
-    return torch.tensor(values, dtype=like.dtype).to(like.device)[:, None]
-
-
-def _index(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(like.device)

@@ -325,3 +325,46 @@ def test_penalties_within_their_bounds_leave_every_log_probability_finite(repeti
     (token,) = sample(logits, [row(params, tokens=range(6), num_prompt=2)])
     assert not math.isnan(token.logprobs.sampled)
     assert all(value <= 0.0 for _, value in token.logprobs.top)
+
+
+def reference_draw(logits, params, position=0):
+    """The token drawn after a full sort, by numpy."""
+    scores = (logits - logits.max()) / params.temperature
+    order = torch.sort(scores, descending=True, stable=True).indices
+    ranked = scores[order].double().numpy()
+    if params.top_k:
+        ranked[params.top_k :] = -np.inf
+    mass = np.exp(ranked).cumsum()
+    if params.top_p < 1.0:
+        ranked[1:][mass[:-1] / mass[-1] >= params.top_p] = -np.inf
+    if params.min_p:
+        ranked[ranked < math.log(params.min_p)] = -np.inf
+    noise = gumbel_noise(torch.tensor([[stream_key(params.seed, position)]]), order)[0].numpy()
+    return int(order[(ranked + noise).argmax()])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.3},
+        {"top_p": 0.6},
+        {"top_p": 0.9999},
+        {"min_p": 1e-4},
+        {"top_p": 0.95, "min_p": 0.05},
+        {"top_k": 1000},
+        {"top_k": 3000, "top_p": 0.9},
+        {"top_k": 10**6},
+    ],
+)
+def test_draws_are_those_of_a_full_sort(params):
+    """Whether few tokens are kept or most, also where equal ones are at the end."""
+    vocab = 20_000
+    peaked, flat = logits_of(1, vocab, scale=3.0), logits_of(2, vocab, scale=0.01)
+    tied = logits_of(3, vocab).round(decimals=1)
+    masked = torch.where(torch.arange(vocab) % 7 == 0, peaked, -torch.inf)
+    two_levels = torch.arange(vocab) % 2 * -0.001
+    shapes = [peaked, flat, tied, two_levels, masked, logits_of(4, vocab, scale=8.0).bfloat16().float()]
+    logits = torch.stack([shapes[seed % len(shapes)] for seed in range(48)])
+    chosen = [SamplingParams(**params, seed=seed) for seed in range(len(logits))]
+    tokens = [token.token_id for token in sample(logits, [row(sampling) for sampling in chosen])]
+    assert tokens == [reference_draw(one, sampling) for one, sampling in zip(logits, chosen, strict=True)]
