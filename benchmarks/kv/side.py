@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from benchmarks.kv.bare import BareMedium, Move, Receiver, Slabs, open_bare
 from benchmarks.kv.wire import Close, Go, Link, Meet, Mode, Moved, OpenBare, Ran, Ready, Run, Setup
@@ -62,6 +63,7 @@ class Side:
         kv_cache = torch.from_numpy(self._slabs).view(torch.float32).view(shape)
         facts = self._connector.register_kv_cache(kv_cache, FINGERPRINT, lambda: os.eventfd_write(self._settled, 1))
         self._is_direct = facts.is_direct
+        self._part_blocks = facts.part_blocks
         self._resident = _resident_bytes("VmRSS")
         control.send(Ready(facts.address))
 
@@ -135,10 +137,10 @@ class Side:
                 raise HandoffError(result.error)
         return results
 
-    def _transfer(self, move: Move, block_ids: Sequence[int], **fields: Any) -> BlockTransfer:
-        hashes = tuple(BlockHash(key) for key in move.keys)
+    def _transfer(self, move: Move, part: slice, block_ids: Sequence[int], **fields: Any) -> BlockTransfer:
+        hashes = tuple(BlockHash(key) for key in move.keys[part])
         request_id = RequestId(f"request-{move.index}")
-        return BlockTransfer(next(self._job_ids), request_id, tuple(block_ids), hashes, BLOCK_SIZE, **fields)
+        return BlockTransfer(next(self._job_ids), request_id, tuple(block_ids[part]), hashes, BLOCK_SIZE, **fields)
 
 
 class Producer(Side):
@@ -160,15 +162,16 @@ class Producer(Side):
         return [forward_end]
 
     def _save(self, moves: Sequence[Move]) -> None:
-        jobs: dict[int, int] = {}
+        jobs: dict[int, Moved] = {}
         for move in moves:
-            to = Destination(self._peer_address, tuple(move.to_ids)) if self._is_direct else None
-            transfer = self._transfer(move, move.block_ids, destination=to)
-            jobs[transfer.job_id] = move.index
-            self._connector.start_save(transfer)
+            for part in _parts(move, self._part_blocks):
+                to = Destination(self._peer_address, tuple(move.to_ids[part])) if self._is_direct else None
+                transfer = self._transfer(move, part, move.block_ids, destination=to)
+                jobs[transfer.job_id] = Moved(move.index, part.start, len(transfer.block_ids))
+                self._connector.start_save(transfer)
         while jobs:
             for result in self._wait_settled():
-                self._link.send(Moved(jobs.pop(result.job_id), list(result.digests)))
+                self._link.send(replace(jobs.pop(result.job_id), digests=list(result.digests)))
 
     def _own_ids(self, move: Move) -> Sequence[int]:
         return move.block_ids
@@ -197,15 +200,25 @@ class Consumer(Side):
         events = select.poll()
         events.register(self._link.fileno(), select.POLLIN)
         events.register(self._settled, select.POLLIN)
-        while len(times) < len(moves):
+        num_missing = [len(move.keys) for move in moves]  # blocks
+        jobs: dict[int, Moved] = {}
+        while any(num_missing):
             for source, _ in events.poll():
                 if source == self._settled:
-                    times += [time.monotonic()] * len(self._wait_settled())
+                    for result in self._wait_settled():
+                        loaded = jobs.pop(result.job_id)
+                        num_missing[loaded.index] -= loaded.num_blocks
+                        times += [] if num_missing[loaded.index] else [time.monotonic()]
                 else:
                     moved = self._moved()
-                    move = moves[moved.index]
-                    self._connector.start_load(self._transfer(move, move.to_ids, digests=tuple(moved.digests)))
+                    transfer = self._load_of(moves[moved.index], moved)
+                    jobs[transfer.job_id] = moved
+                    self._connector.start_load(transfer)
         return times
+
+    def _load_of(self, move: Move, moved: Moved) -> BlockTransfer:
+        part = slice(moved.first, moved.first + moved.num_blocks)
+        return self._transfer(move, part, move.to_ids, digests=tuple(moved.digests))
 
     def _moved(self) -> Moved:
         message = self._link.receive()
@@ -221,6 +234,13 @@ class Consumer(Side):
 
     def _own_ids(self, move: Move) -> Sequence[int]:
         return move.to_ids
+
+
+def _parts(move: Move, most: int | None) -> Iterator[slice]:
+    """Runs of the blocks of a handoff, as the engine saves them."""
+    num_blocks = len(move.keys)
+    for first in range(0, num_blocks, most or num_blocks):
+        yield slice(first, min(first + (most or num_blocks), num_blocks))
 
 
 def _slabs(setup: Setup) -> Slabs:

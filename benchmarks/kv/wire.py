@@ -76,9 +76,11 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """Producer to consumer: the blocks of one handoff are in the medium or in place."""
+    """Producer to consumer: blocks of one handoff are in the medium or in place. The bare media move all at once."""
 
     index: int
+    first: int = 0  # block
+    num_blocks: int = 0
     digests: list[bytes] = []
     error: str = ""
 

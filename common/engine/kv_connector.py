@@ -77,6 +77,7 @@ class ConnectorFacts:
 
     is_direct: bool = False
     max_write_s: float = 0.0  # direct: most seconds from the beginning of a write to its end
+    part_blocks: int | None = None  # direct: most blocks of a save, so that a consumer checks one as the next goes on
     address: bytes = b""  # direct: for a producer's connector, to write into this KV cache; opaque otherwise
     keeps_blocks: bool = False  # lookups find what was saved before
     wants_offloads: bool = False  # keeps_blocks, and every full block should be saved, not only those of handoffs

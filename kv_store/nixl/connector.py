@@ -6,12 +6,17 @@ The life of a save:
 2. The saving thread checks the destination's address and waits for the compute stream.
 3. It posts one write for all blocks. Over shared memory that moves the bytes, over a network it only starts to; either
    way another thread computes the blocks' digests meanwhile.
-4. It settles when NIXL reports that the write is complete or has failed. A cancelled one also waits for that, since
-   only the end of the sending agent stops a write (see `kv_store.nixl.sender`).
+4. It settles when NIXL reports that the write is complete and the digests are there, or that the write has failed. A
+   cancelled one also waits for the write, since only the end of the sending agent stops it (see
+   `kv_store.nixl.sender`).
 5. A write that is still in flight at its deadline ends the sending agent, and with it all other writes: it settles as
    timed out, the others as failed.
 
 A load moves nothing: the verifying thread compares the digest of each block with the producer's.
+
+Digests read all bytes again on either side, as fast as memory provides them; a cheaper checksum would be no faster. So
+a long run of blocks comes as several saves, of `_PART_BYTES` each: while one is written, the digests of the one before
+are compared.
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ logger = logging.getLogger(__name__)
 _MIN_PAUSE_S = 50e-6  # between two polls of what is in flight
 _MAX_PAUSE_S = 1e-3
 _PAUSE_SHARE = 1 / 8  # of the time since the last event: the end of a write is noticed at most that much late
+_PART_BYTES = 32 << 20  # measured: smaller ones cost more than they hide
 _DRAIN_S = 2.0  # for writes in flight to complete on close
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -101,7 +107,12 @@ class NixlWorkerConnector:
         address = NixlAddress(
             agent_name=self._agent.name, metadata=self._agent.metadata, fingerprint=fingerprint, region=region
         )
-        return ConnectorFacts(is_direct=True, address=address.encode(), max_write_s=self._options.timeout_s)
+        return ConnectorFacts(
+            is_direct=True,
+            address=address.encode(),
+            max_write_s=self._options.timeout_s,
+            part_blocks=max(1, _PART_BYTES // layout.payload_bytes),
+        )
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""
@@ -160,6 +171,7 @@ class _Posted:
     job: Job
     transfer: NixlTransfer
     digests: Future[tuple[bytes, ...]]
+    is_written: bool = False
 
 
 class _Sending:
@@ -193,8 +205,9 @@ class _Sending:
         self._close()
 
     def _post_ready(self) -> None:
-        """Posts saves whose blocks the compute stream has finished, in order."""
-        while self._queued and (self._queued[0].is_ready or self._queued[0].is_overdue):
+        """Posts the next save if the compute stream has finished its blocks. One at a time: posting may take as long as
+        the write, and earlier ones are over meanwhile."""
+        if self._queued and (self._queued[0].is_ready or self._queued[0].is_overdue):
             job = self._queued.popleft()
             if job.is_overdue:
                 self._jobs.settle(job, TransferTimeoutError.reason)
@@ -240,19 +253,21 @@ class _Sending:
     def _is_over(self, posted: _Posted) -> bool:
         job = posted.job
         try:
-            if not self._sender.is_done(posted.transfer):
-                return False
+            posted.is_written = posted.is_written or self._sender.is_done(posted.transfer)
         except StoreError as error:
             self._fail(job, error)
             return True
+        if not posted.is_written:
+            return False
         if job.is_unwanted:
             self._jobs.settle(job, TransferCancelledError.reason)
-        else:
+        elif posted.digests.done():
             self._settle_written(job, posted.digests)
+        else:
+            return False
         return True
 
     def _settle_written(self, job: Job, pending: Future[tuple[bytes, ...]]) -> None:
-        """Waits for the digests, which take hardly longer than the write did."""
         try:
             digests = pending.result()
         except Exception:  # a bug may cost a recompute, but not the thread that all later jobs need

@@ -77,6 +77,7 @@ class Mover:
         self._connector = connector
         self._block_size = block_size
         self._clock = clock
+        self._part_blocks = facts.part_blocks
         self._incoming_type: type[Incoming] = DirectIncoming if facts.is_direct else Incoming
         self._outgoing_type: type[Outgoing] = DirectOutgoing if facts.is_direct else Outgoing
         self._incoming: dict[RequestId, Incoming] = {}
@@ -181,7 +182,8 @@ class Mover:
     def _advance_outgoing(self, outgoing: Outgoing) -> None:
         """Starts saves, reports progress, and closes the producer if it has ended."""
         if (batch := outgoing.take()) is not None:
-            self._save(outgoing, batch)
+            for part in batch.parts(self._part_blocks):
+                self._save(outgoing, part)
         self._report(outgoing)
         if outgoing.is_over and self._outgoing.pop(outgoing.request_id, None) is not None:
             self._notes.append(Closed(outgoing.request_id))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from common.engine.kv_connector import Destination, TransferResult
@@ -179,10 +179,18 @@ class DirectIncoming(Incoming):
 
 
 class Batch(NamedTuple):
-    """Adjacent blocks of a producer that are saved by one job."""
+    """Adjacent blocks of a producer that can be saved."""
 
     blocks: Blocks
     destination: Destination | None
+
+    def parts(self, most: int | None) -> Iterator[Batch]:
+        """Yields runs of at most so many blocks."""
+        blocks, to = self
+        for start in range(0, len(blocks.ids), most or len(blocks.ids)):
+            run = slice(start, None if most is None else start + most)
+            part = Blocks(blocks.first + start, blocks.ids[run], blocks.hashes[run], blocks.fence)
+            yield Batch(part, to and Destination(to.address, to.block_ids[run]))
 
 
 class Outgoing(BlockStream):

@@ -124,6 +124,7 @@ def create_scheduler(
     is_direct: bool = False,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
+    part_blocks: int | None = None,
     measured_steps: Sequence[tuple[int, float]] = (),
     watermark: float = 0.0,
     min_prefill_tokens: int = MIN_PREFILL_TOKENS,
@@ -135,7 +136,9 @@ def create_scheduler(
     return SchedulerWithTransfers(
         SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "target_itl_ms": None} | settings),
         KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
-        ConnectorFacts(is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads),
+        ConnectorFacts(
+            is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads, part_blocks=part_blocks
+        ),
         max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),

@@ -97,6 +97,26 @@ class TestProducer:
         saves = [engine.step().saves for _ in range(2)]
         assert [[save.destination.block_ids for save in step] for step in saves] == [[(10, 11), (12,)], [(13,)]]
 
+    def test_a_long_run_is_saved_in_parts_which_are_reported_one_by_one(self):
+        engine = direct_engine(part_blocks=2)
+        request = create_request("a", 18, role="producer")
+        engine.add(request)
+        engine.run()
+        engine.set_target("a", [13, 11, 12, 10], held=4)
+        (first, first_save), (second, second_save) = [(job_id, save) for job_id, (_, save) in engine.jobs.items()]
+        assert [first_save.destination.block_ids, second_save.destination.block_ids] == [(13, 11), (12, 10)]
+        assert [first_save.num_tokens_in_last, second_save.num_tokens_in_last] == [4, 2]
+        digests = prompt_digests(request, 4)
+        for job_id, told in (
+            (first, KVSaved(num_tokens=12, digests=digests[:2])),
+            (second, KVSaved(num_tokens=18, digests=digests[2:])),
+        ):
+            engine.settle(job_id)
+            engine.run()
+            assert events(engine, KVSaved)[-1] == told
+        engine.step()
+        engine.assert_idle()
+
     def test_one_that_gets_no_tokens_in_a_step_still_starts_its_saves(self):
         engine = direct_engine(max_num_batched_tokens=4)
         engine.add(create_request("hog", 24))

@@ -104,11 +104,12 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         num_blocks=st.integers(7, 16),
         budget=st.integers(2, 16),
         chunk=st.integers(2, 12),
+        part_blocks=st.sampled_from([None, 1, 2]),
         prefix_caching=st.booleans(),
         runs_ahead=st.booleans(),
     )
-    def start(self, num_blocks, budget, chunk, prefix_caching, runs_ahead=False):
-        self.chunk = chunk
+    def start(self, num_blocks, budget, chunk, part_blocks, prefix_caching, runs_ahead=False):
+        self.chunk, self.part_blocks = chunk, part_blocks
         self.decode = FakeEngine(
             create_scheduler(
                 num_blocks=num_blocks,
@@ -130,7 +131,8 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
     def start_prefill(self) -> Producer:
         self.incarnation += 1
-        return Producer(self._start_writes, num_blocks=13, max_num_batched_tokens=self.chunk)
+        limits = {"max_num_batched_tokens": self.chunk, "part_blocks": self.part_blocks}
+        return Producer(self._start_writes, num_blocks=13, **limits)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
