@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from common.engine.launch import (
+    DEFAULT_EXECUTOR,
     EXIT_FAILED,
     EXIT_ORPHANED,
     EngineFailed,
@@ -135,10 +136,11 @@ class EngineCoreProc:
         return 0
 
     def _start(self) -> EngineLoop:
-        with kept_imports():  # torch and transformers
-            factory = load_executor_factory(self._launch.executor)
-        executor = factory(self._launch.config)
-        loop = EngineLoop(self._launch.config, executor, self._output.emit)
+        with self._without_compiler():
+            with kept_imports():  # torch and transformers
+                factory = load_executor_factory(self._launch.executor)
+            executor = factory(self._launch.config)
+            loop = EngineLoop(self._launch.config, executor, self._output.emit)
         try:
             InputThread(self._context, self._launch.commands_path, loop)  # bound before EngineReady is sent
             _stop_on_sigterm(loop)
@@ -149,6 +151,13 @@ class EngineCoreProc:
             loop.close()
             raise
         return loop
+
+    def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
+        if self._launch.executor != DEFAULT_EXECUTOR:  # which may need neither torch nor transformers
+            return contextlib.nullcontext()
+        from common.engine.model.without_compiler import without_compiler
+
+        return without_compiler()
 
     def _report(self, error: Exception) -> None:
         """Reports the error to the client first, as releasing resources may take time."""

@@ -54,3 +54,18 @@ async def test_memory_does_not_grow_with_the_number_of_shapes(monkeypatch: pytes
     finally:
         await client.close()
     assert growth < 80 * MIB, f"{growth / MIB:.0f} MiB more after {len(LENGTHS) - len(WARM_UP)} other lengths"
+
+
+async def test_a_ready_engine_has_not_loaded_the_compiler_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch._dynamo would have brought Triton along."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    model = ModelConfig(model=str(demo_model_path()), device="cpu", num_threads=1)
+    client = AsyncMPClient(EngineConfig(model=model, cache=CacheConfig(num_blocks=32)))
+    await client.start()
+    try:
+        assert client.pid is not None
+        loaded = {Path(mapping.path).name for mapping in psutil.Process(client.pid).memory_maps()}
+        assert any(name.startswith("libtorch") for name in loaded)
+        assert not any("triton" in name for name in loaded)
+    finally:
+        await client.close()

@@ -1,0 +1,81 @@
+"""Each test runs in a process of its own: what is imported here stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[5]
+PRELUDE = """\
+import sys
+
+from common.engine.model.without_compiler import without_compiler
+"""
+
+
+def run(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_is_loaded_without_the_compiler_which_is_there_afterwards():
+    run("""
+with without_compiler():
+    from common.demo_model import demo_model_path
+    from common.engine.config import ModelConfig
+    from common.engine.model.loader import load_model
+
+    assert load_model(ModelConfig(model=str(demo_model_path()), device="cpu")).kernels == "fused"
+assert not any(name.startswith(("torch._dynamo", "torch.distributed.tensor", "triton")) for name in sys.modules)
+
+import torch
+import torch._dynamo.config
+from transformers import masking_utils
+
+assert torch.distributed.is_available()
+assert torch._dynamo.config.recompile_limit
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+with masking_utils.TransformGetItemToIndex():
+    pass
+""")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch._dynamo.config; assert torch._dynamo.config.recompile_limit",
+        "assert torch.compile(torch.nn.Identity(), backend='eager')(torch.ones(1)) == 1",
+    ],
+)
+def test_whoever_needs_the_compiler_gets_it(use):
+    run(f"""
+import torch
+with without_compiler():
+    @torch.compiler.disable
+    def one():
+        return 1
+
+    @torch.compiler.disable(recursive=False)
+    def two():
+        return 2
+
+    assert (one(), two()) == (1, 2)
+    assert "torch._dynamo.exc" not in sys.modules
+    {use}
+    assert "torch._dynamo.exc" in sys.modules
+""")
+
+
+def test_a_compiler_that_is_imported_stays():
+    run("""
+import torch._dynamo
+compiler = torch._dynamo
+with without_compiler():
+    assert torch._dynamo is sys.modules["torch._dynamo"] is compiler
+assert torch._dynamo is compiler
+""")
