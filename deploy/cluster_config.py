@@ -60,6 +60,7 @@ _ROUTER_SETTINGS = {
     "prefill": "prefill",
     "decode": "decode",
     "models_file": "models",
+    "workers": "router_workers",
     "shutdown_grace_s": "stop_grace_s",
     "log_level": "log_level",
     "log_format": "log_format",
@@ -96,6 +97,7 @@ LOOPBACK = "127.0.0.1"  # where the pods listen; only the router is reachable fr
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PodCount = Annotated[int, Meta(le=64)]
+RouterWorkers = Annotated[int, Meta(le=64)]
 ConnectorOptions = dict[str, str | int | float | bool]
 
 
@@ -106,7 +108,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "KV connector": ("connector", "connector_path", "connector_options", "redis_memory"),
         "Addresses": ("host", "port", "grpc_port", "metrics_port"),
         "API": ("models", "served_model_name", "generation_config", "override_generation_config"),
-        "Processes": ("mtls", "start_timeout_s", "stop_grace_s", "log_level", "log_format"),
+        "Processes": ("router_workers", "mtls", "start_timeout_s", "stop_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -121,6 +123,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "metrics_port",
             "models",
             "served_model_name",
+            "router_workers",
             "mtls",
             "log_level",
             "model",
@@ -181,6 +184,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, int | float],
         Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
     ] = {}
+    router_workers: Annotated[
+        RouterWorkers,
+        Meta(ge=1, description="Processes of the router, which share its ports; one per core that it may use."),
+    ] = 1
     mtls: Annotated[
         bool,
         Meta(description="Use mutual TLS between router and pods, with certificates made for this cluster."),

@@ -152,6 +152,8 @@ def _router_options(
     for name, value in config.override_generation_config.items():
         options += ["--override-generation-config", f"{name}={value}"]
     options.append(f"--shutdown-grace-s={config.stop_grace_s}")
+    if config.router_workers > 1:
+        options += ["--workers", str(config.router_workers)]
     if config.mtls:
         options += to_arguments(_mtls_of(scratch, "router"))
     return options

@@ -22,6 +22,7 @@ from router.placing.index import PrefixIndex
 from router.pods.health_metrics import PodHealthMetrics
 from router.pods.relayed_figures import RelayedFigures
 from router.security.metrics import SecurityMetrics
+from router.workers.metrics import WorkerMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 VLLM_NAMES = {
@@ -86,6 +87,9 @@ At `/metrics` of its HTTP port. With API keys, an operator's key is needed, unle
 that one scrape of a router shows its cluster. They are there while the pod is connected. Each router of several has
 them all: take `max by (role, address)` of them before a sum.
 """
+_WORKERS = """\
+With [several workers](workers.md), all these are one answer for all of them, and there are:
+"""
 _PODS = """\
 ## Pods
 
@@ -109,7 +113,11 @@ class MetricRow(NamedTuple):
 def page() -> str:
     """The whole page."""
     return "\n".join(
-        [_INTRODUCTION, _ROUTER, _table(router_metrics()), _END, _PODS, _table(pod_metrics())],
+        [
+            *(_INTRODUCTION, _ROUTER, _table(router_metrics()), _END),
+            *(_WORKERS, _table(worker_metrics())),
+            *(_PODS, _table(pod_metrics())),
+        ],
     )
 
 
@@ -121,13 +129,18 @@ def router_metrics() -> list[MetricRow]:
     metrics.registry.register(RelayedFigures(list))
     for add_to in (SurvivalMetrics, AdmissionMetrics, SecurityMetrics, DiscoveryMetrics, PodHealthMetrics):
         add_to(metrics.registry)
-    rows = _rows(metrics.registry, "baton_router")
+    rows = _rows_and_loop(metrics.registry, "baton_router")
     return [row for row in rows if not row.name.startswith("process_")]
+
+
+def worker_metrics() -> list[MetricRow]:
+    """Those that a router has only if it has several workers."""
+    return list(_rows(WorkerMetrics(lambda: 0).registry))
 
 
 def pod_metrics() -> list[MetricRow]:
     """Those of a pod."""
-    return list(_rows(sample_pod_metrics().registry, "baton_pod"))
+    return list(_rows_and_loop(sample_pod_metrics().registry, "baton_pod"))
 
 
 def sample_pod_metrics() -> PodMetrics:
@@ -147,17 +160,22 @@ def sample_pod_metrics() -> PodMetrics:
     return PodMetrics(StatsBoard(EngineStats()), spec, PodConfig())
 
 
-def _rows(registry: CollectorRegistry, prefix: str) -> Iterator[MetricRow]:
+def _rows_and_loop(registry: CollectorRegistry, prefix: str) -> Iterator[MetricRow]:
+    """Those of the registry and those of an event loop."""
     loop = asyncio.new_event_loop()
     try:
         registry.register(LoopFigures(prefix, loop))
-        for family in sorted(registry.collect(), key=lambda family: family.name):
-            collector = registry._names_to_collectors.get(family.name)  # noqa: SLF001  (nothing else has the labels)
-            labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
-            suffix = "_total" if family.type == "counter" else ""
-            yield MetricRow(family.name + suffix, family.type, tuple(labels), family.documentation)
+        yield from _rows(registry)
     finally:
         loop.close()
+
+
+def _rows(registry: CollectorRegistry) -> Iterator[MetricRow]:
+    for family in sorted(registry.collect(), key=lambda family: family.name):
+        collector = registry._names_to_collectors.get(family.name)  # noqa: SLF001  (nothing else has the labels)
+        labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
+        suffix = "_total" if family.type == "counter" else ""
+        yield MetricRow(family.name + suffix, family.type, tuple(labels), family.documentation)
 
 
 def _table(rows: Iterable[MetricRow]) -> str:

@@ -15,13 +15,15 @@ from common.config import parse, report_config_error
 from common.errors import ConfigError
 from common.observability.logging import setup_logging
 from router.config import RouterConfig
-from router.runtime import Router
+from router.workers.supervisor import Supervisor, WorkersFailedError
 
 logger = logging.getLogger(__name__)
 
+_EXIT_FAILED = 1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 2 if a setting is wrong."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0; 1 if workers do not start; 2 if a setting is wrong."""
     try:
         config = parse(
             RouterConfig,
@@ -32,13 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             examples=("baton serve router --host 0.0.0.0 --prefill 10.0.0.1:7001 --decode 10.0.0.2:7002",),
         )
         setup_logging(config.log_level, "router", config.log_format)
-        uvloop.run(_serve(config))
+        uvloop.run(_serve(config) if config.workers == 1 else _supervise(config))
     except ConfigError as error:
         return report_config_error(error)
+    except WorkersFailedError as error:
+        logger.error("%s", error.message)
+        return _EXIT_FAILED
     return 0
 
 
+async def _supervise(config: RouterConfig) -> None:
+    await Supervisor(config).run()
+
+
 async def _serve(config: RouterConfig) -> None:
+    from router.runtime import Router  # which a parent of workers does without
+
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -49,7 +49,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_failure_policy",
         ),
         "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
-        "Process": ("page", "max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
+        "Process": ("workers", "page", "max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -69,6 +69,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "request_timeout_s",
             "max_inflight",
             "max_queued",
+            "workers",
             "shutdown_grace_s",
             "log_level",
             "api_keys_file",
@@ -180,6 +181,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pod_health: HealthConfig = HealthConfig()
     security: SecurityConfig = SecurityConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes that serve the same ports, one per core that the router may use. Limits of the "
+            "router as a whole are divided among them, and quotas of keys are shared.",
+        ),
+    ] = 1
     page: Annotated[
         bool,
         Meta(description="Serve the web page at /: a playground, the cluster live, the last requests."),
@@ -231,8 +241,24 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _check_policy(setting, getattr(self, setting))
         if self.remote_prefill == "always" and not self.may_have_prefill_pods:
             raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
+        if self.workers > 1:
+            _check_shares(self)
         if twice := set(self.prefill) & set(self.decode):
             raise ValueError(f"--prefill and --decode: {', '.join(sorted(twice))} cannot be both")
+
+
+def _check_shares(config: RouterConfig) -> None:
+    """Raises ValueError for a limit of the router that is too small to be divided among its workers."""
+    workers, limits, body = config.workers, config.limits, config.max_body_bytes
+    per_client = limits.max_unfinished_body_bytes_per_client
+    for option, limit, least in (
+        ("--max-inflight", config.admission.max_inflight, 1),
+        ("--max-connections", limits.max_connections, 1),
+        ("--max-unfinished-body-bytes", limits.max_unfinished_body_bytes, body),
+        ("--max-unfinished-body-bytes-per-client", per_client, body),
+    ):
+        if limit is not None and limit < workers * least:
+            raise ValueError(f"{option}: --workers {workers} divides it, so it must be at least {workers * least}")
 
 
 def _check_models(config: RouterConfig) -> None:

@@ -28,6 +28,7 @@ from router.gateway.grpc_servicer import InferenceServicer
 from router.metrics import RouterMetrics
 from router.model_roster import ModelRoster
 from router.model_sources import read_models
+from router.peers import WorkerContext, standalone
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
 from router.security.bodies import BodyBudget
@@ -43,13 +44,15 @@ logger = logging.getLogger(__name__)
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _AFTER_GRACE_S = 5  # for error events to reach their clients
+_PODS_WAIT_S = 10.0
 
 
 class Router:
     """One router in this process. `start`, then `stop`; `running` does both."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, context: WorkerContext | None = None) -> None:
         """Reads the tokenizer and the model's sampling defaults. Raises ConfigError."""
+        self._context = context = context or standalone()
         if not (config.decode or config.discovery.registry):
             raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
         sources = read_models(config)
@@ -69,8 +72,8 @@ class Router:
             models_change=bool(config.models_file),
             needs_prefill_pods=config.remote_prefill == "always",
         )
-        self.service = InferenceService(config, sources, self.cluster, self.metrics)
-        self.security = Security(config.security, config.host, self.metrics.registry)
+        self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
+        self.security = Security(config.security, config.host, self.metrics.registry, context.usage)
         interceptors = [
             _message_bounds(self.service),
             ApiKeyInterceptor(self.security.access, self.service.count_error),
@@ -81,7 +84,7 @@ class Router:
             [_INFERENCE, _ADMIN],
             interceptors=interceptors,
             credentials=self.security.grpc_tls,
-            limits=_grpc_limits(config),
+            limits=_grpc_limits(config, shares_port=context.shares_ports),
         )
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
@@ -114,18 +117,20 @@ class Router:
         self._stack.callback(self.service.close)
         if self._registry is not None:
             self._stack.push_async_callback(self._registry.close)
-        listener = _listen(self.config.host, self.config.port)
-        self._stack.callback(listener.close)
-        self.port = listener.getsockname()[1]
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self.service, self.security.access), self._grpc.grpc_server
         )
-        await self._stack.enter_async_context(self._grpc)
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
+        if self._context.waits_for_pods:
+            await self._wait_for_pods()
+        listener = _listen(self.config.host, self.config.port, shares_port=self._context.shares_ports)
+        self._stack.callback(listener.close)
+        self.port = listener.getsockname()[1]
+        await self._stack.enter_async_context(self._grpc)
         self._http = _http_server(self.service, self.security, self._grpc.port)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
@@ -165,6 +170,16 @@ class Router:
         finally:
             await self.stop()
 
+    async def _wait_for_pods(self) -> None:
+        """Until a request can be served, or for a while: then clients hear why not."""
+        changed = self._health_changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PODS_WAIT_S):
+                while self.service.unavailable_reason:
+                    await changed.wait()
+                    changed.clear()
+        changed.set()  # to be published
+
     async def _publish_health(self) -> None:
         """grpc.health.v1 says what /health says."""
         while True:
@@ -182,8 +197,9 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _grpc_limits(config: RouterConfig) -> Options:
+def _grpc_limits(config: RouterConfig, *, shares_port: bool) -> Options:
     return [
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_concurrent_streams", config.limits.max_grpc_streams),
         ("grpc.http2.bdp_probe", 0),  # would let clients send megabytes that no call reads yet
@@ -220,12 +236,14 @@ def _http_server(service: InferenceService, security: Security, grpc_port: int) 
     return _HttpServer(config)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shares_port: bool) -> socket.socket:
     """A listening socket, so that a busy port is a ConfigError and port 0 is known at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen()  # now: who reads the `ready` line may connect before uvicorn is up
         listener.setblocking(False)

@@ -26,6 +26,7 @@ from router.dispatching.kept import ResumableStreams
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.metrics import RouterMetrics
+from router.peers import NoPeers, Peers
 from router.placing.planner import Plan
 from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
@@ -57,10 +58,16 @@ class InferenceService:
     """Serves one or several models. A `model` prepares a draft; then `run` what comes of it."""
 
     def __init__(
-        self, config: RouterConfig, models: Sequence[ModelSource], cluster: Cluster, metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        models: Sequence[ModelSource],
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        peers: Peers | None = None,
     ) -> None:
-        """The models in the order of the cluster's."""
+        """The models in the order of the cluster's. `peers`: other processes that serve the same clients."""
         self.config = config
+        self.peers = peers or NoPeers()
         self.cluster = cluster
         self.metrics = metrics
         self.administration = Administration(cluster)
@@ -79,6 +86,7 @@ class InferenceService:
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
             metrics=survival_metrics,
+            elsewhere=self.peers.take_over,
         )
         self.timelines = TimelineBook(config.max_timelines)
         self.tracing = RequestTracing(config.tracing, f"{socket.gethostname()}:{os.getpid()}", metrics.trace_spans)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -80,6 +80,14 @@ class Running:
         return KeptStream(self.identity, tuple(generation.known() for generation in self.generations))
 
 
+Elsewhere = Callable[[StreamKey, bytes], Awaitable[KeptStream | None]]
+"""Gives up a stream of this key and identity that another process keeps. None: there is none."""
+
+
+async def _nowhere(key: StreamKey, identity: bytes) -> KeptStream | None:
+    return None
+
+
 class ResumableStreams:
     """Bounded in number, bytes and time; what does not fit is forgotten, the oldest first. A stream that is not here
     any more can still be resumed, by computing it again."""
@@ -90,10 +98,13 @@ class ResumableStreams:
         window_s: float,
         max_bytes: int,
         metrics: SurvivalMetrics,
+        elsewhere: Elsewhere = _nowhere,
         max_streams: int = _MAX_STREAMS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`window_s`: seconds for which a broken stream is kept; `clock` gives seconds."""
+        """`window_s`: seconds for which a broken stream is kept; `elsewhere` is asked for those that are not here;
+        `clock` gives seconds."""
+        self._elsewhere = elsewhere
         self._window_s = window_s
         self._max_streams = max_streams
         self._max_bytes = max_bytes
@@ -123,8 +134,15 @@ class ResumableStreams:
             running.ended.set()
 
     async def take_over(self, key: StreamKey, identity: bytes, timeout_s: float) -> KeptStream | None:
-        """What is known of the stream, which is forgotten here. If it still runs, as its connection looks alive, it is
-        ended, which takes at most `timeout_s` seconds or raises TimeoutError. None: nothing is known."""
+        """What is known of the stream, here or elsewhere, where it is forgotten. If it still runs, as its connection
+        looks alive, it is ended, which takes at most `timeout_s` seconds or raises TimeoutError. None: nothing is
+        known."""
+        stream = await self.give_up(key, identity, timeout_s) or await self._elsewhere(key, identity)
+        self._metrics.resumed.labels("computed_again" if stream is None else "kept").inc()
+        return stream
+
+    async def give_up(self, key: StreamKey, identity: bytes, timeout_s: float) -> KeptStream | None:
+        """As `take_over`, of streams that are here."""
         running = self._running.get(key)
         if running is not None and running.identity == identity:
             for generation in running.generations:
@@ -134,9 +152,7 @@ class ResumableStreams:
         self._expire()
         entry = self._kept.get(key)
         if entry is None or entry[1].identity != identity:
-            self._metrics.resumed.labels("computed_again").inc()
             return None
-        self._metrics.resumed.labels("kept").inc()
         self._drop(key)
         return entry[1]
 

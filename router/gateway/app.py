@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -180,11 +180,13 @@ class _Status:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""
-        return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        service = self._service
+        return Response(await service.peers.metrics(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def load(self, request: Request) -> Response:
         """Generations under way, as vLLM tells it."""
-        return _json({"server_load": self._service.num_under_way})
+        service = self._service
+        return _json({"server_load": service.num_under_way + await service.peers.num_under_way()})
 
     async def version(self, request: Request) -> Response:
         """Version of Baton, and the port of the gRPC API."""

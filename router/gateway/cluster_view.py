@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,19 +39,47 @@ class ClusterEndpoint:
         return Route(CLUSTER_PATH, self._cluster, methods=["GET"])
 
     async def _cluster(self, request: Request) -> Response:
-        service, now = self._service, time.monotonic()
-        view = ClusterView(
-            object="cluster",
-            at_s=now,
-            num_under_way=service.num_under_way,
-            models=[
-                ClusterModel(model.name, model.dispatcher.unavailable_reason, model.gate.num_waiting)
-                for model in service.models
-            ],
-            pods=[_pod(pod) for pod in service.cluster.pods],
-            handoffs=_handoffs(service.timelines.newest_first(), now),
-        )
+        view = _with_others(view_of_cluster(self._service), await self._service.peers.clusters())
         return Response(msgspec.json.encode(view), media_type="application/json", headers=_HEADERS)
+
+
+def view_of_cluster(service: InferenceService) -> ClusterView:
+    """What this process sees, and what it does itself."""
+    now = time.monotonic()
+    return ClusterView(
+        object="cluster",
+        at_s=now,
+        num_under_way=service.num_under_way,
+        models=[
+            ClusterModel(model.name, model.dispatcher.unavailable_reason, model.gate.num_waiting)
+            for model in service.models
+        ],
+        pods=[_pod(pod) for pod in service.cluster.pods],
+        handoffs=_handoffs(service.timelines.newest_first(), now),
+    )
+
+
+def _with_others(own: ClusterView, others: Sequence[ClusterView]) -> ClusterView:
+    """What each worker does itself is added up; the pods are as this one sees them."""
+    if not others:
+        return own
+    views = [own, *others]
+    queued = Counter[str]()
+    requests = Counter[str]()
+    running = Counter[tuple[str, str]]()
+    ended = Counter[tuple[str, str]]()
+    for view in views:
+        queued.update({model.name: model.num_queued for model in view.models})
+        requests.update({pod.address: pod.num_requests for pod in view.pods})
+        running.update({(each.prefill, each.decode): each.num_running for each in view.handoffs})
+        ended.update({(each.prefill, each.decode): each.num_ended for each in view.handoffs})
+    return replace(
+        own,
+        num_under_way=sum(view.num_under_way for view in views),
+        models=[replace(model, num_queued=queued[model.name]) for model in own.models],
+        pods=[replace(pod, num_requests=requests[pod.address]) for pod in own.pods],
+        handoffs=_most(running, ended),
+    )
 
 
 def _pod(pod: Pod) -> ClusterPod:
@@ -102,5 +131,9 @@ def _handoffs(timelines: Iterable[Timeline], now: float) -> list[ClusterHandoffs
             running[pair] += 1
         elif timeline.arrived_at + timeline.duration_s(now) > now - _RECENT_S:
             recent[pair] += 1
-    most = (running + recent).most_common(_MAX_PAIRS)
-    return [ClusterHandoffs(*pair, num_running=running[pair], num_ended=recent[pair]) for pair, _ in most]
+    return _most(running, recent)
+
+
+def _most(running: Counter[tuple[str, str]], ended: Counter[tuple[str, str]]) -> list[ClusterHandoffs]:
+    most = (running + ended).most_common(_MAX_PAIRS)
+    return [ClusterHandoffs(*pair, num_running=running[pair], num_ended=ended[pair]) for pair, _ in most]

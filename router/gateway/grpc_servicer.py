@@ -138,7 +138,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.AbortRequest, inference_pb2.AbortResponse],
     ) -> inference_pb2.AbortResponse:
         """End a generation by its id."""
-        return inference_pb2.AbortResponse(found=self._service.abort(request.request_id, tenant_of_call()))
+        service, tenant = self._service, tenant_of_call()
+        found = service.abort(request.request_id, tenant) or await service.peers.abort(request.request_id, tenant.name)
+        return inference_pb2.AbortResponse(found=found)
 
     async def ListModels(  # noqa: N802
         self,

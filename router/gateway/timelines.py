@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -61,26 +62,46 @@ class TimelineEndpoints:
         """The newest first. Raises InvalidRequestError."""
         limit = _limit(request.query_params.get("limit"))
         is_operator, tenant_name = self._seen_by(request)
-        kept = self._service.timelines.newest_first()
-        seen = (each for each in kept if tenant_name in (None, each.tenant_name))
-        now = time.monotonic()
-        data = [_summary(timeline, now, shows_pods=is_operator) for timeline in islice(seen, limit)]
-        return _json(RequestList(object="list", max_kept=self._service.config.max_timelines, data=data))
+        service = self._service
+        data = summaries_of(service, tenant_name, limit, shows_pods=is_operator)
+        if others := await service.peers.requests(tenant_name, limit, shows_pods=is_operator):
+            data = sorted([*data, *others], key=attrgetter("started_at"), reverse=True)[:limit]
+        return _json(RequestList(object="list", max_kept=service.config.max_timelines, data=data))
 
     async def _request(self, request: Request) -> Response:
         """One of them. Raises UnknownRequestError."""
         request_id = request.path_params["request_id"]
         is_operator, tenant_name = self._seen_by(request)
-        timeline = self._service.timelines.find(request_id, tenant_name)
+        timeline = timeline_of(self._service, request_id, tenant_name, shows_pods=is_operator)
+        if timeline is None:
+            timeline = await self._service.peers.request(request_id, tenant_name, shows_pods=is_operator)
         if timeline is None:
             raise UnknownRequestError(f"no timeline of the request {quoted(request_id)} is kept")
-        return _json(_whole(timeline, shows_pods=is_operator))
+        return _json(timeline)
 
     def _seen_by(self, request: Request) -> _Seen:
         tenant = _tenant(request)
         if self._access.is_operator(tenant):
             return _Seen(is_operator=True, tenant_name=request.query_params.get("tenant"))
         return _Seen(is_operator=False, tenant_name=tenant.name)
+
+
+def summaries_of(
+    service: InferenceService, tenant_name: str | None, limit: int, *, shows_pods: bool
+) -> list[RequestSummary]:
+    """The newest requests of this process, at most `limit`. `tenant_name` as of TimelineBook."""
+    kept = service.timelines.newest_first()
+    seen = (each for each in kept if tenant_name in (None, each.tenant_name))
+    now = time.monotonic()
+    return [_summary(timeline, now, shows_pods=shows_pods) for timeline in islice(seen, limit)]
+
+
+def timeline_of(
+    service: InferenceService, request_id: str, tenant_name: str | None, *, shows_pods: bool
+) -> RequestTimeline | None:
+    """That of a request of this process. None: none is kept."""
+    timeline = service.timelines.find(request_id, tenant_name)
+    return None if timeline is None else _whole(timeline, shows_pods=shows_pods)
 
 
 def _summary(timeline: Timeline, now: float, *, shows_pods: bool) -> RequestSummary:

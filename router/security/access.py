@@ -10,6 +10,7 @@ from router.requests.terms import Tenant
 from router.security.keys import KeyTable, Quota
 from router.security.metrics import SecurityMetrics
 from router.security.quotas import Account
+from router.security.usage import LocalUsage, Usage
 
 KEY_HEADER = "x-api-key"
 _BEARER = "bearer"
@@ -19,14 +20,20 @@ class AccessControl:
     """Without keys it is open: everybody is the nameless tenant, who has no limits."""
 
     def __init__(
-        self, keys: KeyTable | None, metrics: SecurityMetrics, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: KeyTable | None,
+        metrics: SecurityMetrics,
+        usage: Usage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`usage`: where quotas are counted; None: in this process."""
         self._metrics = metrics
+        self._usage = usage or LocalUsage()
         self._clock = clock
         self._keys = keys
         self._accounts: dict[str, Account] = {}  # by tenant name
         self._operators: frozenset[str] = frozenset()  # their names
-        self._open_account = Account("", Quota(), metrics, clock)
+        self._open_account = Account("", Quota(), metrics, LocalUsage(), clock)
         if keys is not None:
             self.set_keys(keys)
 
@@ -36,16 +43,16 @@ class AccessControl:
         return self._keys is None
 
     def set_keys(self, keys: KeyTable) -> None:
-        """Only these are valid from now on. What runs goes on; a tenant whose quota is the same keeps its account."""
-        self._keys = keys
+        """Only these are valid from now on. What runs goes on; a tenant whose quota is the same keeps its account.
+        Raises ConfigError if there is no place to count their use."""
         accounts = {}
         for key in keys:
             name = key.tenant.name
-            account = self._accounts.get(name) or Account(name, key.quota, self._metrics, self._clock)
+            account = self._accounts.get(name) or Account(name, key.quota, self._metrics, self._usage, self._clock)
             if account.quota != key.quota:
                 account.set_quota(key.quota)
             accounts[name] = account
-        self._accounts = accounts
+        self._keys, self._accounts = keys, accounts
         self._operators = frozenset(key.tenant.name for key in keys if key.is_operator)
 
     def authenticate(self, header: Callable[[str], str]) -> Tenant:

@@ -11,6 +11,7 @@ from common.errors import InvalidRequestError, OverloadedError
 from router.security.buckets import TokenBucket
 from router.security.keys import Quota
 from router.security.metrics import SecurityMetrics
+from router.security.usage import Usage
 
 _WEIGHT_OF_LATEST = 0.2  # in the mean duration
 _MAX_RETRY_AFTER_S = 60.0
@@ -27,38 +28,41 @@ class Generated(Protocol):
 class Account:
     """One tenant's use. What is refused costs it nothing, and no other tenant notices."""
 
-    def __init__(self, name: str, quota: Quota, metrics: SecurityMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, quota: Quota, metrics: SecurityMetrics, usage: Usage, clock: Callable[[], float]
+    ) -> None:
+        """Raises ConfigError if `usage` has no place left."""
         self._name = name
         self._metrics = metrics
         self._clock = clock
-        self._num_running = 0
+        self._row = usage.row(name)
         self._mean_duration_s = 1.0
         self.set_quota(quota)
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing of it runs."""
-        return self._num_running == 0
-
     def set_quota(self, quota: Quota) -> None:
         """Limits from now on; what runs goes on."""
-        now = self._clock()
+        now, row = self._clock(), self._row
         self.quota = quota
-        self._requests = TokenBucket(quota.requests_per_minute, now) if quota.requests_per_minute else None
-        self._tokens = TokenBucket(quota.tokens_per_minute, now) if quota.tokens_per_minute else None
+        with row.locked:
+            requests, tokens = quota.requests_per_minute, quota.tokens_per_minute
+            self._requests = TokenBucket(requests, now, row.requests) if requests else None
+            self._tokens = TokenBucket(tokens, now, row.tokens) if tokens else None
 
     @contextmanager
     def admit(self, num_generations: int) -> Iterator[None]:
         """Holds the place of one request for the time of the context. Raises OverloadedError if a limit is reached."""
-        self._check(num_generations)
-        started = self._clock()
-        if self._requests is not None:
-            self._requests.take(1, started)
-        self._num_running += num_generations
+        row = self._row
+        with row.locked:
+            self._check(num_generations)
+            started = self._clock()
+            if self._requests is not None:
+                self._requests.take(1, started)
+            row.add_running(num_generations)
         try:
             yield
         finally:
-            self._num_running -= num_generations
+            with row.locked:
+                row.add_running(-num_generations)
             duration_s = self._clock() - started
             self._mean_duration_s += _WEIGHT_OF_LATEST * (duration_s - self._mean_duration_s)
 
@@ -66,7 +70,8 @@ class Account:
         """Counts tokens of a prompt or an output. Overdrawn, the tenant waits until it has paid back."""
         self._metrics.tokens.labels(self._name).inc(num_tokens)
         if self._tokens is not None:
-            self._tokens.take(num_tokens, self._clock())
+            with self._row.locked:
+                self._tokens.take(num_tokens, self._clock())
 
     @contextmanager
     def spending(self, generations: Sequence[Generated]) -> Iterator[None]:
@@ -82,8 +87,8 @@ class Account:
         limit = quota.max_concurrent
         if limit is not None and num_generations > limit:
             raise InvalidRequestError(f"n: this key may run {limit} generations at once", param="n")
-        if limit is not None and self._num_running + num_generations > limit:
-            self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / self._num_running)
+        if limit is not None and (num_running := self._row.num_running) + num_generations > limit:
+            self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / num_running)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
             self._refuse("requests", f"{quota.requests_per_minute:g} requests per minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)) > 0:

@@ -18,6 +18,7 @@ from router.security.config import SecurityConfig
 from router.security.http_guard import OPEN_PATHS
 from router.security.key_source import load_keys
 from router.security.metrics import SecurityMetrics
+from router.security.usage import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,14 @@ _CHECK_INTERVAL_S = 2.0
 class Security:
     """Reads keys, and reads them again while `run` is under way."""
 
-    def __init__(self, config: SecurityConfig, host: str, registry: CollectorRegistry) -> None:
-        """Raises ConfigError."""
+    def __init__(
+        self, config: SecurityConfig, host: str, registry: CollectorRegistry, usage: Usage | None = None
+    ) -> None:
+        """`usage`: where quotas are counted; None: in this process. Raises ConfigError."""
         self._config = config
         keys = load_keys(config.api_keys_file, os.environ)
         self.metrics = SecurityMetrics(registry)
-        self.access = AccessControl(keys, self.metrics)
+        self.access = AccessControl(keys, self.metrics, usage)
         self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
         self.http_tls: ssl.SSLContext | None = None  # None: plain text
         self.grpc_tls: grpc.ServerCredentials | None = None

@@ -124,6 +124,12 @@ def test_a_store_below_nixl_is_started_too(tmp_path: Path) -> None:
     assert {pod.connector_options["store.path"] for pod in pods} == {str(tmp_path)}
 
 
+def test_the_router_has_as_many_workers_as_the_cluster_says() -> None:
+    assert parse(RouterConfig, plan(ClusterConfig()).router.command[5:], prog="", section="router").workers == 1
+    several = plan(ClusterConfig(router_workers=3)).router
+    assert parse(RouterConfig, several.command[5:], prog="", section="router").workers == 3
+
+
 def test_colocated_pods_need_no_connector() -> None:
     planned = plan(ClusterConfig(prefill=0, decode=1))
     assert [pod.role for pod in planned.pods] == ["decode"]

@@ -92,7 +92,8 @@ def defined_metrics() -> set[str]:
 
 def exposed_metrics() -> dict[str, str]:
     """Name in a scrape -> type."""
-    return {row.name: row.kind for row in metrics_page.router_metrics() + metrics_page.pod_metrics()}
+    rows = metrics_page.router_metrics() + metrics_page.worker_metrics() + metrics_page.pod_metrics()
+    return {row.name: row.kind for row in rows}
 
 
 def test_the_metrics_page_has_every_metric_that_the_code_defines() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from router.security.buckets import TokenBucket
 from router.security.keys import Quota
 from router.security.metrics import SecurityMetrics
 from router.security.quotas import Account
+from router.security.usage import LocalUsage, SharedUsage
 
 
 class Clock:
@@ -28,9 +30,22 @@ def clock():
 
 
 @pytest.fixture
+def workers(clock):
+    """A function that gives one tenant's accounts in two workers, and what counts for both."""
+    metrics = SecurityMetrics(CollectorRegistry())
+    descriptor = SharedUsage.create(2)
+    usages = [SharedUsage(os.dup(descriptor), 2, own) for own in range(2)]
+
+    def make(name="a", **quota):
+        return *(Account(name, Quota(**quota), metrics, usage, clock) for usage in usages), usages[0]
+
+    return make
+
+
+@pytest.fixture
 def account(clock):
     def make(**quota):
-        return Account("a", Quota(**quota), SecurityMetrics(CollectorRegistry()), clock)
+        return Account("a", Quota(**quota), SecurityMetrics(CollectorRegistry()), LocalUsage(), clock)
 
     return make
 
@@ -127,3 +142,50 @@ def test_a_new_quota_holds_at_once(account):
         account.set_quota(Quota(max_concurrent=2))
         with account.admit(1):
             refused(account)
+
+
+def test_workers_share_a_quota_of_requests_and_its_recovery(workers, clock):
+    first, second, _ = workers(requests_per_minute=2)
+    for account in (first, second):
+        with account.admit(1):
+            pass
+    assert (refused(first), refused(second)) == (30, 30)
+    clock.now += 30
+    with second.admit(1):
+        pass
+    assert refused(first) == 30
+
+
+def test_workers_share_a_quota_of_tokens(workers):
+    first, second, _ = workers(tokens_per_minute=60)
+    second.spend(100)
+    assert refused(first) == 41
+
+
+def test_workers_share_concurrency_and_a_dead_one_holds_none(workers):
+    first, second, usage = workers(max_concurrent=3)
+    dying = first.admit(2)
+    dying.__enter__()
+    with second.admit(1):
+        refused(second)
+        usage.forget_worker(0)
+        with second.admit(2):
+            refused(first)
+
+
+def test_tenants_of_workers_are_told_apart_in_whatever_order_they_come(workers):
+    a, other_a, _ = workers("a", max_concurrent=1)
+    _, b, _ = workers("b", max_concurrent=1)
+    with a.admit(1), b.admit(1):
+        refused(other_a)
+
+
+def test_a_worker_that_reads_the_keys_later_does_not_fill_the_bucket_again(workers):
+    first, second, _ = workers(requests_per_minute=1)
+    quota = Quota(requests_per_minute=2)
+    first.set_quota(quota)
+    for _ in range(2):
+        with first.admit(1):
+            pass
+    second.set_quota(quota)
+    refused(second)
