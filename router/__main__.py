@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -48,7 +47,7 @@ async def _supervise(config: RouterConfig) -> None:
 
 
 async def _serve(config: RouterConfig) -> None:
-    from router.runtime import Router  # which a parent of workers does without
+    from router.runtime import Router, settle_garbage_collection  # which a parent of workers does without
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -56,8 +55,7 @@ async def _serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, stopping.set)
     async with Router(config).running() as router:
         loop.add_signal_handler(signal.SIGHUP, router.reload)
-        gc.collect()
-        gc.freeze()  # a full collection would go through all modules, and hold up every request meanwhile
+        settle_garbage_collection()
         sys.stdout.write(f"ready role=router http={router.http_url} grpc={router.grpc_address}\n")
         sys.stdout.flush()
         await stopping.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -45,6 +46,7 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _AFTER_GRACE_S = 5  # for error events to reach their clients
 _PODS_WAIT_S = 10.0
+_GC_THRESHOLD = 10_000  # objects; a collection of as many takes less than a millisecond
 
 
 class Router:
@@ -186,6 +188,14 @@ class Router:
             await self._health_changed.wait()
             self._health_changed.clear()
             await self._grpc.set_serving(not self.service.unavailable_reason)
+
+
+def settle_garbage_collection() -> None:
+    """To be called once the process has started. A full collection would go through all modules, and hold up every
+    request meanwhile. Those of young objects take 3 % of the time of requests if each request brings one about."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
 
 
 class _HttpServer(uvicorn.Server):

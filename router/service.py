@@ -202,7 +202,7 @@ class InferenceService:
         generations = [Generation(request, model.dispatcher) for request in requests]
         batch = Batch(generations, ticket, self.metrics, self._admission_metrics, self.timelines, self.tracing)
         with batch, self._registered(batch):
-            if len(generations) == 1 and model.gate.passes(ticket):
+            if plan is not None and len(generations) == 1 and model.gate.passes(ticket):
                 generations[0].plan = plan  # it is dispatched before anything changes
             async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:
                 while not batch.is_dispatched:

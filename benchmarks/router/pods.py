@@ -18,10 +18,12 @@ from benchmarks.router.pace import Pace
 from benchmarks.router.workload import ANSWER, MAX_MODEL_LEN
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.tokenization import Tokenizer
+from decode_service.delta_buffer import DeltaBuffer
 from router.requests.model_files import resolve_model
 from router.testing import FakePod
 
 _NUM_BLOCKS = 10_000_000
+_MAX_REQUESTS = 1 << 16
 
 
 class _Request:
@@ -54,7 +56,7 @@ class _Pod(FakePod):
         self.answer = answer
         self.pace = Pace()
         self.info.num_blocks = self.stats.num_blocks = self.stats.num_free_blocks = _NUM_BLOCKS
-        self.info.max_num_seqs = 1 << 16
+        self.info.max_num_seqs = _MAX_REQUESTS
 
 
 class _PrefillPod(_Pod):
@@ -92,16 +94,20 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
     def __init__(self, pod: _Pod) -> None:
         self._pod = pod
 
-    async def Session(  # noqa: N802
+    async def Session(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self,
         request_iterator: AsyncIterator[pods_pb2.DecodeCommand],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[pods_pb2.DecodeEvents]:
-        """One message per step."""
+    ) -> None:
+        """One message per step, or for several steps where the last message has not gone yet."""
         pace, answer = self._pod.pace, self._pod.answer
         new: dict[str, _Request] = {}  # without their first token
         running: dict[str, _Request] = {}
-        reader = asyncio.create_task(self._read(request_iterator, new, running))
+        buffer = DeltaBuffer(max_keys=_MAX_REQUESTS)
+        tasks = [
+            asyncio.create_task(self._read(request_iterator, new, running)),
+            asyncio.create_task(buffer.write_to(context.write)),
+        ]
         try:
             while True:
                 await pace.next_step(lambda: bool(new or (running and not pace.is_held)))
@@ -112,9 +118,10 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
                 for delta in deltas:
                     if delta.finish_reason:
                         del running[delta.request_id]
-                yield pods_pb2.DecodeEvents(deltas=deltas)
+                    buffer.put(delta.request_id, delta)
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _read(
         self, commands: AsyncIterator[pods_pb2.DecodeCommand], new: dict[str, _Request], running: dict[str, _Request]

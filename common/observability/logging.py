@@ -96,6 +96,7 @@ def setup_logging(
     _sum_up(logging.getLogger("asyncio"), _NO_DESCRIPTORS)
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)  # its DEBUG is a line per loop turn
     logging.captureWarnings(capture=True)
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no format has them
 
 
 def log_format_in_use() -> LogFormat:

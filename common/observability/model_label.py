@@ -17,7 +17,11 @@ class OfModel(Generic[_Family]):
     def __init__(self, family: _Family, model_name: str) -> None:
         self._family = family
         self._model_name = model_name
+        self._metrics: dict[tuple[str, ...], _Family] = {}  # as many as the family has series
 
     def labels(self, *values: str) -> _Family:
         """The metric with these values of the other labels."""
-        return self._family.labels(self._model_name, *values)
+        metric = self._metrics.get(values)
+        if metric is None:
+            metric = self._metrics[values] = self._family.labels(self._model_name, *values)
+        return metric

@@ -145,7 +145,7 @@ def validate_prompt(
 def validate_token_ids(token_ids: Sequence[int], *, vocab_size: int | None, param: str) -> None:
     """Raises InvalidRequestError for what is no integer, and for an id outside [0, vocab_size). `param` names the
     field."""
-    if not all(type(token_id) is int for token_id in token_ids):
+    if set(map(type, token_ids)) - {int}:
         raise InvalidRequestError(f"{param} must hold integers only", param=param)
     if not token_ids:
         return

@@ -74,17 +74,19 @@ class Gate:
     ) -> AsyncIterator[float]:
         """Have `dispatch` called when it is the ticket's turn, now or later; gives the seconds that it waited.
 
-        `outlook`: None if the request names no limits and `passes`. Raises OverloadedError or UnattainableError at
-        once, DeadlineExceededError when the deadline passes in the queue, UnavailableError if no pod is left, and what
-        `dispatch` raises.
+        `outlook`: None if the request names no limits, and has just been found to pass. Raises OverloadedError or
+        UnattainableError at once, DeadlineExceededError when the deadline passes in the queue, UnavailableError if no
+        pod is left, and what `dispatch` raises.
         """
         came = time.monotonic()
-        room = self._pods.room()
+        passes = outlook is None
         if outlook is not None:
+            room = self._pods.room()
             self._refuse_or_not(ticket, outlook, room, came)
+            passes = self._admission.passes(ticket, room)
         waited_s = 0.0
         try:
-            if self._admission.passes(ticket, room):
+            if passes:
                 self._admission.start(ticket)
                 self._active.add(ticket)
                 dispatch()

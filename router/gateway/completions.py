@@ -199,7 +199,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
-            await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
+            if number:
+                await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
             seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
             options = body.reply_options(draft.prompt)
             request = await model.parsing.prepare(replace(draft, seed=seed_of_prompt), options, model.prepare)
@@ -351,8 +352,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         ids = job.event_ids
         has_counts = job.usage_reports is UsageReports.EVERY_CHUNK
         exchange.error_events = job.format.error_events
+        is_only = len(generations) == 1
 
-        async def pump(index: int, generation: TextGeneration) -> None:
+        async def pump(index: int, generation: TextGeneration) -> bytes:
+            """Returns what is still to be sent: the last event of the only choice, with which the stream ends."""
             opening, echo, offset, parser = b"", "", len(job.echoes[index]), job.parsers[index]
             echoes_logprobs = False
             prompt = generation.generation.request.prompt_token_ids if "prompt_token_ids" in job.prompt_fields else None
@@ -381,11 +384,14 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 else:
                     label = parser.finish_label(delta.finish_reason)
                     chunk = job.format.parts_chunk(index, delta, parts, label, usage)
+                if ended and is_only:
+                    return opening + event_id + chunk
                 await exchange.send_events(opening + event_id + chunk)
                 opening, echo, echoes_logprobs = b"", "", False
+            return b""
 
-        await together([pump(index, generation) for index, generation in enumerate(generations)])
-        await exchange.end_events(job.format.end(_usage(job, generations)))
+        rest = await together([pump(index, generation) for index, generation in enumerate(generations)])
+        await exchange.end_events(b"".join(rest) + job.format.end(_usage(job, generations)))
 
 
 def _n(body: CompletionBody | ChatBody) -> int:

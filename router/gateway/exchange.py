@@ -176,17 +176,21 @@ class Exchange:
     async def send_events(self, events: bytes) -> None:
         """Server-sent events, encoded; the first call sends status 200 before them."""
         if not self._streaming:
-            self._streaming = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            headers += self._identification() + self._of_success()
-            self._note_status(200)
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._begin_events()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, last: bytes) -> None:
-        """End the stream, after `last`."""
-        await self.send_events(last)
-        await self._send({"type": "http.response.body", "body": b""})
+        """End the stream with `last`, in one write with the end of the response."""
+        if not self._streaming:
+            await self._begin_events()
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def _begin_events(self) -> None:
+        self._streaming = True
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        headers += self._identification() + self._of_success()
+        self._note_status(200)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def send_error(self, error: BatonError) -> None:
         """As status and body while nothing was sent, else as the stream's last event."""

@@ -92,7 +92,8 @@ class ReplyParsing:
         """Has `prepare` make a request of a draft whose answers are parsed in this way. Raises InvalidRequestError."""
         self.check(options)
         style = self._budgeted_style(draft, options)
-        request = await prepare(replace(draft, spelled_ids=self.spelled_ids(options)))
+        spelled_ids = self.spelled_ids(options)
+        request = await prepare(replace(draft, spelled_ids=spelled_ids) if spelled_ids else draft)
         if request.sampling.thinking_token_budget is None:
             return request
         budget = {} if style is None else self._budget(request, style, is_chat=isinstance(draft.prompt, ChatPrompt))

@@ -60,8 +60,12 @@ class Placement(NamedTuple):
 
     policy: Policy
     candidates: Candidates
-    judgement: Judgement
     chosen: int  # its index
+
+    @property
+    def judgement(self) -> Judgement:
+        """What the policy makes of the candidates. For explanations: it is computed again."""
+        return self.policy.judge(self.candidates)
 
     @property
     def facts(self) -> PodFacts:
@@ -212,8 +216,9 @@ class Planner:
             target_itl_s=query.target_itl_s,
         )
         candidates = Candidates(request, leg, pods, held.arriving if leg is Leg.DECODE else held.computed)
-        judgement = policy.judge(candidates)
-        return Placement(policy, candidates, judgement, policy.pick(candidates, judgement))
+        if len(pods) == 1:  # judging it would take a tenth of the time of a request
+            return Placement(policy, candidates, 0)
+        return Placement(policy, candidates, policy.pick(candidates, policy.judge(candidates)))
 
 
 def _among(pods: PodColumns, addresses: Collection[str]) -> NDArray[np.bool_]:

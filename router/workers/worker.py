@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -16,7 +15,7 @@ import uvloop
 from common.errors import ConfigError, UnavailableError
 from common.observability.logging import setup_logging
 from router.peers import WorkerContext
-from router.runtime import Router
+from router.runtime import Router, settle_garbage_collection
 from router.security.usage import SharedUsage
 from router.workers.link import Link
 from router.workers.messages import EXIT_ORPHANED, START, NotStarted, Start, StartAnswer, Started
@@ -77,8 +76,7 @@ class Worker:
         finally:
             self._starting = None
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.reload)
-        gc.collect()
-        gc.freeze()  # see router.__main__
+        settle_garbage_collection()
         return Started()
 
 

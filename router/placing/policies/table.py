@@ -118,6 +118,7 @@ class PodTable:
         self._listener: Callable[[], None] | None = None
         self._rows: list[PodRow] = []
         self._facts: list[PodFacts] = []
+        self._columns: PodColumns | None = None  # as long as there are the same pods
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -129,6 +130,7 @@ class PodTable:
     def add(self, facts: PodFacts, load: Load) -> PodRow:
         """A pod has become ready."""
         number = len(self._rows)
+        self._columns = None
         if number == len(self._slots):
             self._grow()
         row = PodRow(self, number, facts)
@@ -150,6 +152,7 @@ class PodTable:
 
     def remove(self, row: PodRow) -> None:
         """A pod is no longer ready; the last one takes its place."""
+        self._columns = None
         last = self._rows.pop()
         facts = self._facts.pop()
         if last is not row:
@@ -171,15 +174,17 @@ class PodTable:
 
     def columns(self) -> PodColumns:
         """All pods. Valid until the table changes."""
-        size = len(self._rows)
-        return PodColumns(
-            self._values[:, :size],
-            self._slots[:size],
-            self._connectors[:size],
-            self._keys[:size],
-            self._facts,
-            self.step_times,
-        )
+        if self._columns is None:
+            size = len(self._rows)
+            self._columns = PodColumns(
+                self._values[:, :size],
+                self._slots[:size],
+                self._connectors[:size],
+                self._keys[:size],
+                self._facts,
+                self.step_times,
+            )
+        return self._columns
 
     def _grow(self) -> None:
         self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)

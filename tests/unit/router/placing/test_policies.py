@@ -60,6 +60,18 @@ def test_a_target_beyond_all_measure_is_none():
     assert predictions[0].itl_s == predictions[1].itl_s
 
 
+def test_a_table_shows_pods_as_they_come_and_go_and_change():
+    table = table_of(a={}, b={"num_requests": 1})
+    assert [facts.address for facts in table.columns().facts] == ["a", "b"]
+    rows = [table.add(FACTS._replace(address=f"c{number}", slot=number), IDLE) for number in range(2, 20)]
+    assert len(table.columns()) == len(table.columns().num_requests) == 20
+    rows[-1].update(IDLE._replace(num_requests=7))
+    assert table.columns().num_requests.tolist() == [0, 1, *[0] * 17, 7]
+    for row in rows:
+        table.remove(row)
+    assert table.columns().num_requests.tolist() == [0, 1]
+
+
 def test_least_loaded_weighs_load_against_size():
     table = table_of(small={"num_requests": 5, "max_num_seqs": 10}, big={"num_requests": 10, "max_num_seqs": 1000})
     assert chosen(create_policy("least_loaded"), candidates_of(table), 2) == ["big", "big"]

@@ -213,6 +213,43 @@ async def test_a_client_that_does_not_read_is_cut_off(start_cluster):
     assert cluster.router._http.server_state.connections == set()
 
 
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+@pytest.mark.parametrize(
+    ("method", "messages", "writes"),
+    [
+        (b"GET", [{"body": b"ok"}], [b"2\r\nok\r\n0\r\n\r\n"]),
+        (b"GET", [{"body": b"a", "more_body": True}, {"body": b"b"}], [b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n"]),
+        (b"GET", [{"more_body": True}, {"body": b"a"}], [b"", b"1\r\na\r\n0\r\n\r\n"]),
+        (b"GET", [], [b""]),  # the application has ended early
+        (b"HEAD", [{"body": b"ok"}], [b""]),
+    ],
+)
+async def test_the_head_of_a_response_goes_with_the_first_part_of_its_body(method, messages, writes):
+    ended = asyncio.Event()
+
+    async def answer(scope, receive, send):
+        await send(START)
+        for message in messages:
+            await send({"type": "http.response.body", **message})
+        asyncio.get_running_loop().call_soon(ended.set)
+
+    config = uvicorn.Config(answer, ws="none", lifespan="off", log_config=None, server_header=False, date_header=False)
+    config.load()
+    refusals = Refusals(SecurityMetrics(CollectorRegistry()))
+    connection = bounded_connections(LimitsConfig(), BodyBudget(1, 1), refusals)(config, ServerState(), {})
+    transport = RecordingTransport()
+    connection.connection_made(transport)
+    connection.data_received(method + b" / HTTP/1.1\r\n\r\n")
+    await ended.wait()
+    connection.connection_lost(None)
+    first, *rest = transport.written
+    head, separator, body = first.partition(b"\r\n\r\n")
+    assert (head.splitlines()[0], separator) == (b"HTTP/1.1 200 OK", b"\r\n\r\n")
+    assert [body, *rest] == writes
+
+
 async def test_the_end_of_an_answer_that_is_not_read_is_not_waited_for():
     """What is left in the transport's buffer is too little for it to say that the client is slow."""
 
@@ -244,6 +281,30 @@ async def test_a_client_that_resets_its_idle_connection_is_not_counted_as_one_th
     while connections:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert connection.timeout_keep_alive_task is None
+
+
+class RecordingTransport(asyncio.Transport):
+    """Notes what is written at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+        self._is_closing = False
+
+    def write(self, data):
+        self.written.append(data)
+
+    def close(self):
+        self._is_closing = True
+
+    def is_closing(self):
+        return self._is_closing
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
 
 
 class StuckTransport(asyncio.Transport):
