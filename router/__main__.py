@@ -14,6 +14,7 @@ from common.config import parse, report_config_error
 from common.errors import ConfigError
 from common.observability.logging import setup_logging
 from router.config import RouterConfig
+from router.runtime import Router, settle_garbage_collection
 from router.workers.supervisor import Supervisor, WorkersFailedError
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,6 @@ async def _supervise(config: RouterConfig) -> None:
 
 
 async def _serve(config: RouterConfig) -> None:
-    from router.runtime import Router, settle_garbage_collection  # which a parent of workers does without
-
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
