@@ -97,7 +97,7 @@ def _profile(
         model=model.model,
         machine=describe_machine(),
         device=spec.device,
-        dtype=spec.dtype,
+        dtype=" ".join(filter(None, (spec.dtype, model.quantization))),
         num_threads=spec.num_threads,
         block_size=spec.block_size,
         num_blocks=spec.num_blocks,

@@ -14,6 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Quantization = Literal["int8"]
 KernelChoice = Literal["auto", "reference"]
 Kernels = Literal["fused", "attention", "torch"]  # compiled ones for whole decoders, for attention only, or none
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
@@ -30,6 +31,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         DType, Meta(description="Compute and KV dtype; auto: float32 on CPU, the model's own on CUDA.")
     ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Meta(
+            description="int8: weights of linear layers are rounded to 8 bits as the model is loaded, with a scale for "
+            "each output; decode steps read half of what they do in bfloat16. On CPUs. none: weights are of dtype."
+        ),
+    ] = None
     device: Annotated[Device, Meta(description="Device of the model and the KV cache; auto: CUDA if there is one.")] = (
         "auto"
     )

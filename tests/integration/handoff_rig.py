@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from common.engine.kv_connector import WorkerConnector
 from common.engine.messages import (
     AddRequest,
@@ -50,6 +57,7 @@ def create_engine(
     num_blocks: int = 128,
     device: str = "cpu",
     batch_invariant: bool = False,
+    quantization: Quantization | None = None,
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""
@@ -70,6 +78,7 @@ def create_engine(
                 max_model_len=256,
                 num_threads=1,
                 batch_invariant=batch_invariant,
+                quantization=quantization,
             ),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=16),

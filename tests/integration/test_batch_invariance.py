@@ -10,7 +10,7 @@ from torch import nn
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, Quantization, SchedulerConfig
 from common.engine.cpu_kernels.tiled_linear import has_tiles
 from common.engine.messages import AddRequest
 from common.engine.model.packed_linear import PackedLinear
@@ -27,18 +27,28 @@ pytestmark = pytest.mark.skipif(
 )
 OUTPUT_TOKENS = 12
 SAMPLING = SamplingParams(temperature=1.0, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True, num_logprobs=3)
-DTYPES = [
-    "float32",
-    pytest.param(
-        "bfloat16", marks=pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
-    ),
+NEEDS_TILES = pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
+WEIGHTS = [  # dtype and quantization
+    ("float32", None),
+    pytest.param("bfloat16", None, marks=NEEDS_TILES),
+    ("float32", "int8"),
+    pytest.param("bfloat16", "int8", marks=NEEDS_TILES),
 ]
 
 
-def create(dtype: str, *, budget: int = 2048, num_blocks: int = 400, prefix_caching: bool = False) -> InprocClient:
+def create(
+    dtype: DType,
+    quantization: Quantization | None = None,
+    *,
+    budget: int = 2048,
+    num_blocks: int = 400,
+    prefix_caching: bool = False,
+) -> InprocClient:
     return InprocClient(
         EngineConfig(
-            model=ModelConfig(model=str(demo_model_path()), dtype=dtype, batch_invariant=True),
+            model=ModelConfig(
+                model=str(demo_model_path()), dtype=dtype, quantization=quantization, batch_invariant=True
+            ),
             cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, target_itl_ms=None, max_num_seqs=16),
         )
@@ -75,24 +85,25 @@ def run(client: InprocClient, prompts: Sequence[Sequence[int]], arrivals: Sequen
     return list(found.values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whatever_the_schedule(dtype):
+@pytest.mark.parametrize(("dtype", "quantization"), WEIGHTS)
+def test_whatever_the_schedule(dtype, quantization):
     prompts = requests(0)
-    with create(dtype) as client:
+    with create(dtype, quantization) as client:
         expected = alone(client, prompts)
     for seed, (budget, num_blocks, prefix_caching) in enumerate(
         [(2048, 400, False), (37, 400, True), (130, 40, False), (300, 60, True)]
     ):
         arrivals = [random.Random(seed).randrange(12) for _ in prompts]
-        with create(dtype, budget=budget, num_blocks=num_blocks, prefix_caching=prefix_caching) as client:
+        options = {"budget": budget, "num_blocks": num_blocks, "prefix_caching": prefix_caching}
+        with create(dtype, quantization, **options) as client:
             assert run(client, prompts, arrivals) == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_from_any_token_on(dtype):
+@pytest.mark.parametrize(("dtype", "quantization"), WEIGHTS)
+def test_from_any_token_on(dtype, quantization):
     """What another pod computes after a migration, which begins with prompt and tokens so far as one chunk."""
     (prompt, *_) = requests(1)
-    with create(dtype) as client:
+    with create(dtype, quantization) as client:
         (whole,) = alone(client, [prompt])
         for count in (1, 5, OUTPUT_TOKENS - 1):
             so_far = [token.token_id for token in whole[:count]]

@@ -1,8 +1,8 @@
 """The language of the CPU kernels: integers, float32 numbers and vectors, over LLVM's IR builder.
 
 Python runs while a kernel is built: a Python loop is unrolled, `Builder.loop` is a loop of the kernel. Memory holds
-float32 or bfloat16; a load gives float32, a store rounds to the nearest even number. Products and sums may be
-contracted to fused multiply-adds, and are never reordered.
+float32, bfloat16, or int8 that is only read; a load gives float32, a store rounds to the nearest even number. Products
+and sums may be contracted to fused multiply-adds, and are never reordered.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class ElementType(enum.Enum):
 
     FLOAT32 = 4
     BFLOAT16 = 2
+    INT8 = 1
     INT64 = 8
 
 
@@ -61,6 +62,7 @@ def element_type_of(dtype: torch.dtype) -> ElementType:
 _ELEMENT_TYPES = {
     torch.float32: ElementType.FLOAT32,
     torch.bfloat16: ElementType.BFLOAT16,
+    torch.int8: ElementType.INT8,
     torch.int64: ElementType.INT64,
 }
 
@@ -319,6 +321,8 @@ class Builder:
                 return Value(self, self.ir.bitcast(wide, _like(_FLOAT, lanes)))
             case ElementType.FLOAT32:
                 return Value(self, self._read(pointer, _FLOAT, lanes))
+            case ElementType.INT8:
+                return Value(self, self.ir.sitofp(self._read(pointer, _BYTE, lanes), _like(_FLOAT, lanes)))
             case ElementType.INT64:
                 return Value(self, self._read(pointer, _INT, lanes))
 
@@ -334,6 +338,14 @@ class Builder:
         pairs, kind = ir.VectorType(_BFLOAT16, 2 * MAX_LANES), first.node.type
         function = self._declared("llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(pairs, [kind, kind]))
         return self._interleaved(self.ir.call(function, [second.node, first.node]))  # whose halves are in this order
+
+    def paired_integers(self, first: Value, second: Value) -> Value:
+        """Both as bfloat16, two in each lane, of whole numbers up to 256: these lose nothing when their float32 is cut.
+        Lanes are as of float32, but no numbers."""
+        low, high = (self.ir.bitcast(each.node, _like(_INT32, each.lanes)) for each in (first, second))
+        low = self.ir.lshr(low, _constant(_INT32, 16, first.lanes))
+        high = self.ir.and_(high, _constant(_INT32, 0xFFFF0000, first.lanes))
+        return Value(self, self.ir.bitcast(self.ir.or_(low, high), first.node.type))
 
     def load_interleaved(self, first: Pointer, second: Pointer) -> Value:
         """MAX_LANES bfloat16 numbers each, two in each lane. Lanes are as of float32, but no numbers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from common.engine.attention.cpu_backend import BatchInvariantAttention, CpuAttention
 from common.engine.cpu_kernels.compiled import Call, has_openmp, result, threads_for
@@ -13,6 +12,8 @@ from common.engine.cpu_kernels.elementwise import add_norm_kernel, embed_kernel,
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.model.fused_norm import RMSNorm
 from common.engine.model.operators import AddNorm, Embed, PerToken
+from common.engine.model.quantized_linear import AnyLinear, QuantizedLinear
+from common.engine.model.streamed_int8_linear import compiled
 from common.engine.model.streamed_linear import StreamedLinear
 
 # oneDNN leaves half of the cores idle with some numbers of rows above 400, and activations of more rows would not stay
@@ -44,8 +45,10 @@ class CpuOperators:
         """See Operators."""
         return _Embed(table)
 
-    def linear(self, linear: nn.Linear) -> PerToken:
+    def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
+        if isinstance(linear, QuantizedLinear):
+            return compiled(linear)
         return StreamedLinear(linear, batch_invariant=self._batch_invariant)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:

@@ -7,6 +7,7 @@ SHA-256 over
   differs in them, and reading them takes milliseconds whatever the size of the model;
 - the parsed config.json without fields that change no number;
 - compute dtype and KV layout: what a token's KV looks like;
+- how the weights were quantised while they were loaded;
 - where KV is the same to the last bit (`batch_invariant`), the instructions that rounded it.
 
 Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which divides the KV but
@@ -33,10 +34,15 @@ _IRRELEVANT = frozenset(
 
 
 def fingerprint_model(
-    weight_files: Sequence[Path], config: dict[str, Any], spec: KVSpec, *, rounding: str = ""
+    weight_files: Sequence[Path],
+    config: dict[str, Any],
+    spec: KVSpec,
+    *,
+    quantization: str | None = None,
+    rounding: str = "",
 ) -> bytes:
-    """The 32-byte fingerprint. `config` is the parsed config.json; `rounding` names the instructions, if they matter.
-    Raises OSError if a file cannot be read."""
+    """The 32-byte fingerprint. `config` is the parsed config.json; `quantization` as in ModelConfig; `rounding` names
+    the instructions, if they matter. Raises OSError if a file cannot be read."""
     digest = hashlib.sha256(b"baton.fingerprint.v1")
     for path in sorted(weight_files, key=lambda path: path.name):
         digest.update(_digest_weights(path))
@@ -44,6 +50,8 @@ def fingerprint_model(
     digest.update(json.dumps(relevant, sort_keys=True).encode())
     layout = [str(spec.dtype), spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.value_head_dim]
     digest.update(json.dumps(layout).encode())
+    if quantization is not None:
+        digest.update(f"quantization {quantization};".encode())
     digest.update(rounding.encode())
     return digest.digest()
 

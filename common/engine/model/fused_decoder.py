@@ -28,12 +28,15 @@ from common.engine.attention.base import (
 from common.engine.model.fused_norm import RMSNorm, rms_norm_of
 from common.engine.model.operators import AddNorm, Operators, PerToken
 from common.engine.model.probe import ProbedModel
+from common.engine.model.quantized_linear import AnyLinear, QuantizedLinear, joined_bias
+from common.engine.model.quantized_linear import joined as joined_quantized
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_LINEARS = {nn.Linear, QuantizedLinear}
 _SILU = {"SiLU", "SiLUActivation"}
 _PROBED_BLOCK = 16  # block size of the cache that the probe runs with
 
@@ -128,7 +131,7 @@ def can_fuse(model: Any, operators: Operators) -> bool:
     return (
         operators.supports(model)
         and type(base.embed_tokens) is nn.Embedding
-        and type(model.lm_head) is nn.Linear
+        and type(model.lm_head) in _LINEARS
         and all(_is_known_layer(layer) for layer in base.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base))
     )
@@ -217,7 +220,7 @@ def _is_known_layer(layer: Any) -> bool:
         return False
     linears = [getattr(attention, name) for name in _ATTENTION_PARTS]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return type(mlp.act_fn).__name__ in _SILU and all(type(linear) is nn.Linear for linear in linears)
+    return type(mlp.act_fn).__name__ in _SILU and all(type(linear) in _LINEARS for linear in linears)
 
 
 def _has_parts(module: Any, names: set[str]) -> bool:
@@ -242,15 +245,13 @@ def _head_norms(attention: Any) -> HeadNorms | None:
     return HeadNorms(query.weight, key.weight, query.epsilon)
 
 
-def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _joined(linears: Sequence[AnyLinear]) -> AnyLinear:
     """One linear layer with the outputs of several. Their weights are given up."""
+    if isinstance(linears[0], QuantizedLinear):
+        return joined_quantized(cast("Sequence[QuantizedLinear]", linears))
     weight = torch.cat([linear.weight for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
-    if any(linear.bias is not None for linear in linears):
-        zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
-        biases: list[torch.Tensor] = [
-            zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if (bias := joined_bias(linears)) is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined

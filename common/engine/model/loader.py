@@ -28,12 +28,15 @@ from common.engine.model.fused_norm import fuse_norms
 from common.engine.model.operators import Operators
 from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
+from common.engine.model.quantized_linear import quantize_linears
+from common.engine.model.streamed_int8_linear import compile_linears
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
+_EXPECTED_SHARE = 0.5  # of the weights, that quantisation covers
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -64,6 +67,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     device = _resolve_device(config.device)
     directory = model_directory(config)
     raw_config = _read_config(directory)
+    if config.quantization is not None:
+        _check_quantizable(config.quantization, raw_config, device)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
         found = _load_and_probe(directory, config, device)
@@ -95,6 +100,16 @@ def _resolve_device(device: str) -> torch.device:
     if device == "cuda" and not available:
         raise ConfigError("device is cuda but this machine has no usable CUDA device", param="device")
     return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
+
+
+def _check_quantizable(quantization: str, raw_config: dict[str, Any], device: torch.device) -> None:
+    if kernels_of(device) != "cpu":
+        where = f"this device is {device.type}" if device.type != "cpu" else "TRITON_INTERPRET is set"
+        raise ConfigError(f"quantization: {quantization} is for CPUs, and {where}", param="quantization")
+    if isinstance(own := raw_config.get("quantization_config"), dict):
+        method = own.get("quant_method", "some other way")
+        reason = f"quantization: {quantization} is for float weights, and the checkpoint's are quantised ({method})"
+        raise ConfigError(reason, param="quantization")
 
 
 def model_directory(config: ModelConfig) -> Path:
@@ -160,7 +175,7 @@ class _Probed(NamedTuple):
 
 
 def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> _Probed:
-    model = _from_pretrained(directory, config, device)
+    model = _load(directory, config, device)
     backend = kernels_of(device)
     wanted = (config.gpu_kernels if backend == "triton" else config.cpu_kernels) == "auto"
     failed = False
@@ -181,8 +196,15 @@ def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) 
                 raise ConfigError(reason, param="batch_invariant") from error
             logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
             failed = True
-            model = _from_pretrained(directory, config, device)
-    model, probed = _probe_packed(directory, config, device, model)
+            model = _load(directory, config, device)
+    if wanted and not failed:
+        try:
+            compile_linears(model)
+        except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+            logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
+            failed = True
+            model = _load(directory, config, device)
+    model, probed = _probe_packed(directory, config, device, model, compiles=wanted and not failed)
     if failed or not wanted or not can_attend(backend, device, probed.spec):
         return _Probed(model, probed, None, "torch", failed)
     if kernels_agree(backend, device, probed.spec, probed.num_heads, probed.attention_args):
@@ -210,14 +232,27 @@ def _operators(backend: Literal["cpu", "triton"], *, batch_invariant: bool) -> O
     return CpuOperators(batch_invariant=batch_invariant)
 
 
-def _probe_packed(directory: Path, config: ModelConfig, device: torch.device, model: Any) -> tuple[Any, ProbedModel]:
+def _probe_packed(
+    directory: Path, config: ModelConfig, device: torch.device, model: Any, *, compiles: bool
+) -> tuple[Any, ProbedModel]:
     """With the model's norms and linear layers replaced where that is possible."""
     if fuse_norms(model) + pack_linears(model):
         try:
             return model, probe_model(model)
         except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
-            model = _from_pretrained(directory, config, device)
+            model = _load(directory, config, device)
+            if compiles:
+                compile_linears(model)
     return model, probe_model(model)
+
+
+def _load(directory: Path, config: ModelConfig, device: torch.device) -> Any:
+    model = _from_pretrained(directory, config, device)
+    if config.quantization is not None:
+        share = quantize_linears(model)
+        if share < _EXPECTED_SHARE:  # experts, or layers that are not torch's linear ones
+            logger.warning("quantization covers only %.0f %% of the weights of %s", 100 * share, type(model).__name__)
+    return model
 
 
 def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from common.engine.attention.base import ProjectionAttention
 from common.engine.model.fused_norm import RMSNorm
+from common.engine.model.quantized_linear import AnyLinear
 
 Embed = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Token ids [tokens] -> their embeddings, float32, and zeros, both [tokens, size]: the residual stream, and what is to
@@ -24,7 +24,8 @@ PerToken = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Operators(Protocol):
-    """Builds the operators of one kind of device. Weights and activations are of one type, sums are float32."""
+    """Builds the operators of one kind of device. Weights and activations are of one type but
+    for quantised layers, sums are float32."""
 
     def split(self, num_tokens: int) -> list[int]:
         """Into how many tokens each a step is best cut for linear layers and what is between them."""
@@ -38,7 +39,7 @@ class Operators(Protocol):
     def embed(self, table: torch.Tensor) -> Embed:
         """Embeddings from a table [vocabulary, size]."""
 
-    def linear(self, linear: nn.Linear) -> PerToken:
+    def linear(self, linear: AnyLinear) -> PerToken:
         """The linear layer; its own weight may be given up."""
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from common.engine.attention.triton_backend import TritonAttention, runs_on
 from common.engine.model.fused_norm import RMSNorm
 from common.engine.model.operators import AddNorm, Embed, PerToken
+from common.engine.model.quantized_linear import AnyLinear
 from common.engine.triton_kernels.elementwise import add_norm_kernel, silu_mul_kernel
 
 _NUMBERS_PER_PROGRAM = 1024
@@ -37,8 +38,9 @@ class TritonOperators:
         """See Operators."""
         return partial(_embed, table)
 
-    def linear(self, linear: nn.Linear) -> PerToken:
+    def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
+        assert isinstance(linear, nn.Linear)  # quantisation is refused on GPUs
         return partial(functional.linear, weight=linear.weight, bias=linear.bias)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:

@@ -62,7 +62,11 @@ class Worker:
         block_size = self._config.cache.block_size
         try:
             fingerprint = fingerprint_model(
-                loaded.weight_files, loaded.config, loaded.kv_spec, rounding=loaded.rounding
+                loaded.weight_files,
+                loaded.config,
+                loaded.kv_spec,
+                quantization=self._config.model.quantization,
+                rounding=loaded.rounding,
             )
         except OSError as error:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error

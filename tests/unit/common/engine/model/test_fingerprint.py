@@ -35,12 +35,13 @@ def test_depends_on_all_that_changes_kv(weights, tmp_path):
     ]
     fingerprints = {fingerprint_model([weights], *variant) for variant in variants}
     fingerprints.add(fingerprint_model([weights], CONFIG, SPEC, rounding="16 lanes"))
+    fingerprints.add(fingerprint_model([weights], CONFIG, SPEC, quantization="int8"))
     tensors = load_file(weights)
     for tensor in tensors.values():
         tensor += 0.01  # as fine-tuning does
     save_file(tensors, tmp_path / "tuned.safetensors")
     fingerprints.add(fingerprint_model([tmp_path / "tuned.safetensors"], CONFIG, SPEC))
-    assert len(fingerprints) == len(variants) + 2
+    assert len(fingerprints) == len(variants) + 3
 
 
 def test_reads_little_of_a_large_file(tmp_path):

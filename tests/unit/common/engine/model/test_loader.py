@@ -15,7 +15,9 @@ from transformers import (
 from transformers import utils as transformers_utils
 
 from common.engine.config import ModelConfig
+from common.engine.model import streamed_int8_linear
 from common.engine.model.loader import load_model
+from common.engine.model.quantized_linear import QuantizedLinear
 from common.errors import ConfigError, ModelLoadError
 from tests.tiny_models import MAX_MODEL_LEN, TINY_MODELS, VOCAB_SIZE, tiny_model_dir
 
@@ -180,3 +182,45 @@ def test_device_that_is_not_there(model_dir):
     with pytest.raises(ConfigError, match="cuda") as caught:
         load_model(ModelConfig(model=str(model_dir), device="cuda"))
     assert caught.value.param == "device"
+
+
+def test_int8_is_for_cpus(model_dir, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ConfigError, match="int8 is for CPUs") as caught:
+        load_model(ModelConfig(model=str(model_dir), quantization="int8"))
+    assert caught.value.param == "quantization"
+
+
+def test_checkpoints_that_are_quantised(model_dir):
+    edit_config(model_dir, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"the checkpoint's are quantised \(gptq\)") as caught:
+        load_model(ModelConfig(model=str(model_dir), quantization="int8"))
+    assert caught.value.param == "quantization"
+    assert "GPTQ quantized" in refused(model_dir)
+
+
+def test_quantisation_of_few_weights_is_warned_of(tmp_path, caplog):
+    load_model(ModelConfig(model=str(tiny_model_dir("qwen3_moe")), quantization="int8"))
+    assert "covers only" in caplog.text
+    caplog.clear()
+    load_model(ModelConfig(model=str(tiny_model_dir("llama")), quantization="int8"))
+    assert not caplog.text
+
+
+def test_int8_kernels_that_fail_are_not_used(model_dir, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("LLVM IR parsing error")
+
+    monkeypatch.setattr(streamed_int8_linear, "_check_kernels", fail)
+    for name in ("llama", "gemma2"):
+        loaded = load_model(ModelConfig(model=str(tiny_model_dir(name)), quantization="int8"))
+        assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
+        assert any(isinstance(module, QuantizedLinear) for module in loaded.model.modules())
+        assert "LLVM IR parsing error" in caplog.text
+        caplog.clear()
+
+
+def test_float_weights_are_given_up(model_dir):
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("gemma2")), quantization="int8"))
+    kept = [weight for weight in loaded.model.parameters() if weight.device.type != "meta" and weight.dim() > 1]
+    assert [tuple(weight.shape) for weight in kept] == [(VOCAB_SIZE, 48)]  # the embedding
