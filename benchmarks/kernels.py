@@ -20,7 +20,15 @@ import torch
 
 from benchmarks.engine import describe_machine, make_100m_model
 from common.demo_model import demo_model_path
-from common.engine.config import CacheConfig, EngineConfig, KernelChoice, ModelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    KernelChoice,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+)
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
@@ -52,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def measure_model(name: str, model: Path, dtype: str, repeats: int) -> Iterator[str]:
+def measure_model(name: str, model: Path, dtype: DType, repeats: int) -> Iterator[str]:
     """The rows of one model."""
     sides = [Side(model, dtype, kernels) for kernels in SIDES]
     for num_requests, context in DECODES:
@@ -71,12 +79,16 @@ def measure_model(name: str, model: Path, dtype: str, repeats: int) -> Iterator[
 class Side:
     """One worker, and the requests that it decodes."""
 
-    def __init__(self, model: Path, dtype: str, kernels: KernelChoice) -> None:
+    def __init__(
+        self, model: Path, dtype: DType, kernels: KernelChoice, quantization: Quantization | None = None
+    ) -> None:
         longest = max(context for _, context in DECODES) + 1000
         num_blocks = 1 + max(n * -(-(context + 200) // BLOCK_SIZE) for n, context in DECODES)
         self.worker = Worker(
             EngineConfig(
-                model=ModelConfig(model=str(model), dtype=dtype, cpu_kernels=kernels, max_model_len=longest),
+                model=ModelConfig(
+                    model=str(model), dtype=dtype, cpu_kernels=kernels, quantization=quantization, max_model_len=longest
+                ),
                 cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
                 scheduler=SchedulerConfig(max_num_seqs=64),
             )

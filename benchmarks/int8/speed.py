@@ -1,0 +1,76 @@
+"""Time of steps, and memory, with each kind of weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.int8.quality import Weights
+from benchmarks.kernels import PREFILL, Side
+from common.engine.config import ModelConfig
+from common.engine.model.loader import load_model
+
+DECODES = (1, 8, 32)  # requests, each after 128 tokens
+_CONTEXT = 128
+_MIB = 1 << 20
+
+
+class Speed(NamedTuple):
+    """Milliseconds of a step with each kind of weights, repeat by repeat."""
+
+    step: str
+    milliseconds: list[list[float]]
+
+    @property
+    def medians(self) -> list[float]:
+        """Of each kind of weights."""
+        return [statistics.median(each) for each in self.milliseconds]
+
+
+def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterator[Speed]:
+    """All steps, the kinds of weights in turn."""
+    sides = [Side(model, weights.dtype, "auto", weights.quantization) for weights in kinds]
+    for num_requests in DECODES:
+        for side in sides:
+            side.begin(num_requests, _CONTEXT)
+        times = [[side.decode() for side in sides] for _ in range(repeats)]
+        for side in sides:
+            side.end()
+        yield Speed(f"decode, batch {num_requests}", [list(each) for each in zip(*times, strict=True)])
+    for side in sides:
+        side.prefill()
+    times = [[side.prefill() for side in sides] for _ in range(repeats)]
+    yield Speed(f"prefill, {PREFILL} tokens", [list(each) for each in zip(*times, strict=True)])
+    for side in sides:
+        side.worker.close()
+
+
+class Memory(NamedTuple):
+    """Of a process that has loaded a model, beyond what it had before."""
+
+    resident_mib: float
+    peak_mib: float
+
+
+def measure_memory(model: Path, weights: Weights) -> Memory:
+    """In a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_load, model, weights).result()
+
+
+def _load(model: Path, weights: Weights) -> Memory:
+    before = psutil.Process().memory_info().rss
+    loaded = load_model(
+        ModelConfig(model=str(model), device="cpu", dtype=weights.dtype, quantization=weights.quantization)
+    )
+    assert loaded.decoder is not None
+    peak_kib = next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
+    return Memory((psutil.Process().memory_info().rss - before) / _MIB, (peak_kib * 1024 - before) / _MIB)
