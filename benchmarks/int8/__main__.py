@@ -78,7 +78,7 @@ def _speed_table(rows: Sequence[Speed], memory: Sequence[Memory]) -> list[str]:
         f"| 100M parameters | {' | '.join(names)} |",
         "|---|" + "---|" * len(names),
         *(f"| {row.step}, ms | {' | '.join(map(_with_range, row.milliseconds))} |" for row in rows),
-        f"| memory, MiB | {' | '.join(f'{each.resident_mib:.0f}' for each in memory)} |",
+        f"| memory, MiB | {' | '.join(f'{each.kept_mib:.0f}' for each in memory)} |",
         f"| most while loading, MiB | {' | '.join(f'{each.peak_mib:.0f}' for each in memory)} |",
     ]
 

@@ -9,8 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from benchmarks.int8.quality import Weights
 from benchmarks.kernels import PREFILL, Side
 from common.engine.config import ModelConfig
@@ -18,7 +16,6 @@ from common.engine.model.loader import load_model
 
 DECODES = (1, 8, 32)  # requests, each after 128 tokens
 _CONTEXT = 128
-_MIB = 1 << 20
 
 
 class Speed(NamedTuple):
@@ -52,10 +49,10 @@ def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterat
 
 
 class Memory(NamedTuple):
-    """Of a process that has loaded a model, beyond what it had before."""
+    """Of a process that loads a model, beyond what it had before."""
 
-    resident_mib: float
-    peak_mib: float
+    kept_mib: float  # without the pages of files, which embeddings in float32 stay in
+    peak_mib: float  # with them
 
 
 def measure_memory(model: Path, weights: Weights) -> Memory:
@@ -65,12 +62,16 @@ def measure_memory(model: Path, weights: Weights) -> Memory:
 
 
 def _load(model: Path, weights: Weights) -> Memory:
-    before = psutil.Process().memory_info().rss
+    before = _resident()
     loaded = load_model(
         ModelConfig(model=str(model), device="cpu", dtype=weights.dtype, quantization=weights.quantization)
     )
     assert loaded.decoder is not None
-    peak_kib = next(
-        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
-    )
-    return Memory((psutil.Process().memory_info().rss - before) / _MIB, (peak_kib * 1024 - before) / _MIB)
+    after = _resident()
+    return Memory((after["RssAnon"] - before["RssAnon"]) / 1024, (after["VmHWM"] - before["VmRSS"]) / 1024)
+
+
+def _resident() -> dict[str, int]:
+    """Kibibytes of this process, by their names in Linux."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {name.rstrip(":"): int(size) for name, size, *_ in lines if name.startswith(("Rss", "VmHWM", "VmRSS"))}

@@ -18,7 +18,7 @@ MAX_ROWS = 384
 GRANULE = 16  # sizes of a layer are multiples of it
 
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block
-_PIECES = (64, 32, 16)  # inputs in a piece
+_PIECES = (32, 16)  # inputs in a piece
 _ROWS = (4, 2, 1)  # computed at once, with sums in registers
 _MAX_VECTORS = MAX_LANES  # of sums: half of the registers, of which there are 32 or 16
 _UNROLLED = 8  # inputs

@@ -20,7 +20,7 @@ BLOCK = 2 * TILE  # outputs in a block
 _SUMS, _INPUTS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # registers, as in `tiled_linear`
 _DEPTH = 2 * TILE  # inputs that a tile has of each row
 _WIDENED = 2 * TILE * TILE  # pairs of weights, each in the place of a float32: two tiles side by side
-_PIECE = 512  # inputs whose weights are widened at once, at most
+_PIECE = 256  # inputs whose weights are widened at once, at most
 _AHEAD = 4  # depths from the weights that are widened to those that are fetched
 
 
@@ -44,11 +44,13 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * BLOCK)
-        widened, sums = b.scratch(_WIDENED), b.scratch(num_tiles * TILE * BLOCK)
+        widened, sums = b.scratch(2 * _WIDENED), b.scratch(num_tiles * TILE * BLOCK)
         b.configure_tiles(a.configuration)
+        _widen(b, weight, widened)
         with b.loop(0, a.in_features, _DEPTH) as k:
-            _widen(b, weight.at(k * BLOCK), widened)
-            _multiply(b, a.inputs.at(k), a.in_features, widened, num_tiles)
+            following = b.select(k + _DEPTH < a.in_features, k + _DEPTH, k)
+            _widen(b, weight.at(following * BLOCK), widened.at((k // _DEPTH + 1) % 2 * _WIDENED))
+            _multiply(b, a.inputs.at(k), a.in_features, widened.at(k // _DEPTH % 2 * _WIDENED), num_tiles)
         for register, place in _places(sums, num_tiles):
             b.store_tile(register, place, BLOCK)
         b.release_tiles()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -73,6 +74,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     with _quiet_transformers():
         found = _load_and_probe(directory, config, device)
     model, probed, kernels = found.model, found.probed, found.kernels
+    if config.quantization is not None:
+        _return_freed_memory()
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
@@ -285,6 +288,12 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device)
             f"{directory} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}", param="model"
         )
     return model.to(device).eval().requires_grad_(False)
+
+
+def _return_freed_memory() -> None:
+    """Gives the memory of weights that were given up back to the system. glibc keeps it, other libraries may not."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.dtype:

@@ -101,8 +101,8 @@ def test_tiles_compute_the_same_and_each_row_whatever_is_beside_it(has_bias, pie
 
 def test_sizes():
     assert [block_of(size) for size in (128, 96, 32, 80)] == [64, 48, 32, 16]
-    assert [piece_of(size) for size in (128, 96, 80)] == [64, 32, 16]
-    assert [tiled_int8_linear.piece_of(size) for size in (768, 2048, 96)] == [384, 512, 96]
+    assert [piece_of(size) for size in (96, 80)] == [32, 16]
+    assert [tiled_int8_linear.piece_of(size) for size in (768, 2048, 96)] == [256, 256, 96]
     assert can_tile_int8(96, 64)
     assert not can_tile_int8(48, 64)
     assert not can_tile_int8(96, 48)
