@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.engine import describe_machine, make_100m_model
 from benchmarks.int8.quality import Quality, Weights, held_out_texts, measure_quality, tokenize
 from benchmarks.int8.speed import Memory, Speed, measure_memory, measure_speed
@@ -37,10 +39,13 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="quality of this model instead of the demo model, and no speed")
     parser.add_argument("--text", type=Path, help="held-out text for --model")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     args = parser.parse_args()
     if (args.model is None) != (args.text is None):
         parser.error("--model and --text come together")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     model = args.model or Path(demo_model_path())
     texts = args.text.read_text().split("\n\n") if args.text else held_out_texts(_NUM_DOCUMENTS)
     tokens = tokenize(model, texts, _MAX_TOKENS)

@@ -16,6 +16,7 @@ from common.engine.model.loader import load_model
 
 DECODES = (1, 8, 32)  # requests, each after 128 tokens
 _CONTEXT = 128
+_MEMORY_FIELDS = {"RssAnon:", "VmRSS:", "VmHWM:"}
 
 
 class Speed(NamedTuple):
@@ -73,5 +74,5 @@ def _load(model: Path, weights: Weights) -> Memory:
 
 def _resident() -> dict[str, int]:
     """Kibibytes of this process, by their names in Linux."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return {name.rstrip(":"): int(size) for name, size, *_ in lines if name.startswith(("Rss", "VmHWM", "VmRSS"))}
+    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {name.rstrip(":"): int(values[0]) for name, *values in fields if name in _MEMORY_FIELDS}
