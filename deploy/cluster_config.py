@@ -128,6 +128,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "log_level",
             "model",
             "dtype",
+            "quantization",
             "device",
             "max_model_len",
             "kv_cache_memory",

@@ -52,6 +52,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "cluster_key",
             "model",
             "dtype",
+            "quantization",
             "device",
             "max_model_len",
             "kv_cache_memory",
