@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from common.engine.cpu_kernels import int8_linear, tiled_int8_linear
-from common.engine.cpu_kernels.compiled import Call, has_openmp, threads_for
+from common.engine.cpu_kernels.compiled import Call, has_openmp, is_recording, result, threads_for
 from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_int8_linear import FEW_ROWS, can_tile_int8
@@ -40,9 +40,11 @@ class StreamedInt8Linear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
+        if is_recording() and (self._in_padding or self._out_padding):
+            raise RuntimeError("a linear layer is padded by torch")
         rows = inputs.reshape(-1, self.in_features)
         rows = functional.pad(rows, (0, self._in_padding)) if self._in_padding else rows.contiguous()
-        out = rows.new_empty((len(rows), self.out_features + self._out_padding))
+        out = result((len(rows), self.out_features + self._out_padding), rows.dtype)
         for few, few_out in zip(rows.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):  # type: ignore[no-untyped-call]
             if len(few):
                 self._kernels(few, few_out)
@@ -83,7 +85,7 @@ class _Tiles:
         many = tiled_int8_linear.many_int8_rows_kernel(tiled_int8_linear.piece_of(in_features), has_bias=has_bias)
         weight = _in_blocks(integers, tiled_int8_linear.BLOCK)
         self._few, self._many = [Call(kernel) for kernel in few], Call(many)
-        self._many.set("whole", configuration(FEW_ROWS).data_ptr())
+        self._many.point("whole", configuration(FEW_ROWS))
         for call in (*self._few, self._many):
             call.set("in_features", in_features)
             call.set("out_features", out_features)
@@ -94,10 +96,10 @@ class _Tiles:
         num_rows = len(inputs)
         if num_rows <= FEW_ROWS:
             call = self._few[num_rows > TILE]
-            call.set("configuration", configuration(num_rows).data_ptr())
+            call.point("configuration", configuration(num_rows))
         else:
             call = self._many
-            call.set("rest", configuration(num_rows % FEW_ROWS or FEW_ROWS).data_ptr())
+            call.point("rest", configuration(num_rows % FEW_ROWS or FEW_ROWS))
         _run(call, inputs, out, self._num_blocks, self._num_weights)
 
 
@@ -153,7 +155,7 @@ def _keep(call: Call, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Ten
 
 
 def _run(call: Call, inputs: torch.Tensor, out: torch.Tensor, num_blocks: int, num_weights: int) -> None:
-    call.set("inputs", inputs.data_ptr())
-    call.set("out", out.data_ptr())
+    call.point("inputs", inputs)
+    call.point("out", out)
     call.set("num_rows", len(inputs))
     call.run(num_blocks, threads_for(num_weights // _PER_NUMBER))
