@@ -24,9 +24,9 @@ _FIRST_CALL = 32  # and the calls
 _CALL_SIZE = 2  # a kernel and its arguments, as addresses
 
 # Threads wait for each other at each call, mostly for a few microseconds. If one is long in coming, something else may
-# be running on its core: the others sleep, and spin for a shorter time at the next calls.
-_MAX_SPINS = 2000
-_MIN_SPINS = 16
+# be running on its core: the others sleep, and spin for a shorter time at the next call.
+_SPINS = 2000
+_SPINS_AFTER_SLEEP = 300
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # Linux's number of the system call
 _WAIT, _WAKE = 128, 129  # operations of it, within a process
 _ALL = 1 << 30
@@ -89,7 +89,7 @@ def _runner() -> compiled.Function:
 
     def body(b: Builder, program: Pointer) -> None:
         num_threads = b.call(program.at(_NUM_THREADS).load())
-        max_spins = b.variable(_MAX_SPINS)
+        max_spins = b.variable(_SPINS)
         with b.loop(0, program.at(_NUM_CALLS).load()) as number:
             call = program.at(number * _CALL_SIZE + _FIRST_CALL)
             block = call.at(1).load()
@@ -121,9 +121,7 @@ def _wait_for_all(b: Builder, program: Pointer, num_threads: Value, max_spins: V
         with b.repeat(lambda: (round_.shared() < now + 1) & (spins.get() < limit)):
             spins.set(spins.get() + 1)
             b.pause()
-        enough = b.select(limit < _MAX_SPINS // 2, limit * 2, _MAX_SPINS)
-        too_many = b.select(limit < 4 * _MIN_SPINS, _MIN_SPINS, limit // 4)
-        max_spins.set(b.select(spins.get() < limit, enough, too_many))
+        max_spins.set(b.select(spins.get() < limit, _SPINS, _SPINS_AFTER_SLEEP))
         with b.repeat(lambda: round_.shared() < now + 1):
             sleepers.add_shared(1)
             futex(_WAIT, now)

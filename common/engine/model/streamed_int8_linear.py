@@ -14,6 +14,7 @@ from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_int8_linear import FEW_ROWS, can_tile_int8
 from common.engine.cpu_kernels.tiled_linear import TILE, configuration, has_tiles
+from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.quantized_linear import QuantizedLinear
 from common.errors import ModelLoadError
 
@@ -148,6 +149,7 @@ def _in_blocks(integers: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _keep(call: Call, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+    use_huge_pages(weight.data_ptr(), weight.nbytes)
     call.keep("weight", weight)
     call.keep("scale", scale)
     if bias is not None:

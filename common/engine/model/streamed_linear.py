@@ -18,6 +18,7 @@ from common.engine.cpu_kernels.compiled import Call, Kernel, is_recording, resul
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
 from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
+from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.packed_linear import PackedLinear
 from common.errors import ConfigError
 
@@ -45,6 +46,8 @@ class StreamedLinear:
         self._packed = PackedLinear(linear)
         self._out_features = linear.out_features
         blocks = blocks_of(linear.weight.detach(), self._packed.packed)
+        if blocks is not None:
+            use_huge_pages(blocks.address, linear.weight.nbytes)
         self._few_rows = None if blocks is None else _few_rows(linear, blocks)
         self._most_numbers = 0 if self._few_rows is None else self._few_rows.most_rows * linear.in_features
         self._batch_invariant = batch_invariant
