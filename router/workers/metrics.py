@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 
 _POD_PREFIX = "baton_router_pod_"  # figures of pods, of which each worker hears
+_COUNTED_BY_WORKERS = {"baton_router_pod_ejections"}  # though the names begin like those of pods' figures
 _SUMMED_TYPES = {"counter", "histogram"}
 _SAME_OF_ALL: Mapping[str, Callable[[float, float], float]] = {
     "baton_router_build_info": max,
@@ -88,7 +89,11 @@ class Exposition:
 
 
 def _outlives_worker(family: Family) -> bool:
-    return family.kind in _SUMMED_TYPES and not family.name.startswith(_POD_PREFIX)
+    return family.kind in _SUMMED_TYPES and not _is_of_pods(family.name)
+
+
+def _is_of_pods(name: str) -> bool:
+    return name.startswith(_POD_PREFIX) and name not in _COUNTED_BY_WORKERS
 
 
 def _merged(workers: Iterable[list[Family]]) -> Iterator[Family]:
@@ -101,7 +106,7 @@ def _merged(workers: Iterable[list[Family]]) -> Iterator[Family]:
 
 
 def _joined(first: Family, second: Family) -> Family:
-    join = _SAME_OF_ALL.get(first.name) or (max if first.name.startswith(_POD_PREFIX) else float.__add__)
+    join = _SAME_OF_ALL.get(first.name) or (max if _is_of_pods(first.name) else float.__add__)
     values: dict[_Key, tuple[dict[str, str], float]] = {}
     for name, labels, value in [*first.samples, *second.samples]:
         key = name, tuple(sorted(labels.items()))

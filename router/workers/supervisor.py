@@ -224,12 +224,14 @@ class Supervisor:
 
     async def _all_metrics(self) -> bytes:
         """Of a worker that does not answer in time, what it said last."""
-        asked = dict(self._serving)
-        answers = await asyncio.gather(*(_ask(worker, METRICS, b"", ASK_TIMEOUT_S) for worker in asked.values()))
-        for serial, answer in zip(asked, answers, strict=True):
-            if answer is not None and serial in self._serving:
-                self._exposition.update(serial, msgspec.msgpack.decode(answer, type=list[Family]))
+        await asyncio.gather(*(self._read_metrics(serial, worker) for serial, worker in self._serving.items()))
         return self._exposition.text(self._metrics.registry)
+
+    async def _read_metrics(self, serial: int, worker: _Running) -> None:
+        """Taken at once, without waiting for other workers: a later answer must not be replaced by an earlier one."""
+        answer = await _ask(worker, METRICS, b"", ASK_TIMEOUT_S)
+        if answer is not None and serial in self._serving:
+            self._exposition.update(serial, msgspec.msgpack.decode(answer, type=list[Family]))
 
     async def _ask_others(self, asker: int, relayed: Relayed) -> bytes:
         timeout_s = TAKE_OVER_TIMEOUT_S if relayed.name == TAKE_OVER else ASK_TIMEOUT_S

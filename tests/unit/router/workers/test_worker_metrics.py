@@ -6,16 +6,18 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.pods.health_metrics import PodHealthMetrics
 from router.workers.metrics import Exposition, read_families
 
 
-def worker(requests=0, *, latency=1.0, inflight=0, pod_tokens=0, pod_ready=1, label="a"):
+def worker(requests=0, *, latency=1.0, inflight=0, pod_tokens=0, pod_ready=1, ejections=0, label="a"):
     registry = CollectorRegistry()
     Counter("baton_router_requests", "-", ["kind"], registry=registry).labels(label).inc(requests)
     Histogram("baton_router_latency", "-", registry=registry, buckets=(1, 10)).observe(latency)
     Gauge("baton_router_inflight", "-", registry=registry).set(inflight)
     Gauge("baton_router_pod_ready", "-", registry=registry).set(pod_ready)
     Counter("baton_router_pod_tokens", "-", registry=registry).inc(pod_tokens)
+    PodHealthMetrics(registry).ejections.labels("decode", "pod", "errors").inc(ejections)
     return read_families(registry)
 
 
@@ -69,6 +71,13 @@ def test_sums_do_not_fall_when_workers_die(exposition):
     assert (found["requests_total", "a"], found["latency_count",]) == (8, 3)
     assert ("inflight",) not in found
     assert ("pod_tokens_total",) not in found  # a pod that is gone takes its own along
+
+
+def test_ejections_are_counted_by_each_worker_though_they_are_named_like_figures_of_pods(exposition):
+    exposition.update(1, worker(ejections=2))
+    exposition.update(2, worker(ejections=3))
+    exposition.retire(1)
+    assert samples(exposition)["pod_ejections_total", "pod", "errors", "decode"] == 5
 
 
 def test_what_a_worker_said_last_replaces_what_it_said_before(exposition):
