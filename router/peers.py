@@ -81,10 +81,9 @@ class WorkerContext:
 
     peers: Peers
     usage: Usage  # of tenants' quotas
-    shares_ports: bool  # other processes listen on the same ones
-    waits_for_pods: bool  # it listens once it can serve, or after a while: others serve meanwhile
+    shares_ports: bool  # other processes listen on the same ones, and get the connections until this one can serve
 
 
 def standalone() -> WorkerContext:
     """Those of a router that is the only one of its process group."""
-    return WorkerContext(NoPeers(), LocalUsage(), shares_ports=False, waits_for_pods=False)
+    return WorkerContext(NoPeers(), LocalUsage(), shares_ports=False)

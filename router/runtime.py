@@ -127,7 +127,7 @@ class Router:
         )
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
-        if self._context.waits_for_pods:
+        if self._context.shares_ports:
             await self._wait_for_pods()
         listener = _listen(self.config.host, self.config.port, shares_port=self._context.shares_ports)
         self._stack.callback(listener.close)

@@ -24,7 +24,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int
     config: RouterConfig  # with the ports that the parent reserved, and the worker's share of all limits
     usage_descriptor: int  # of the memory in which quotas are counted
-    waits_for_pods: bool  # others serve, so it listens once it can, too
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -165,7 +165,6 @@ class Supervisor:
             num_workers=self._config.workers,
             config=share_of(self._config, number),
             usage_descriptor=self._usage_descriptor,
-            waits_for_pods=self._is_up,
         )
         try:
             reply = await link.ask(START, msgspec.msgpack.encode(start), _START_TIMEOUT_S)

@@ -64,7 +64,7 @@ class Worker:
         config = start.config
         setup_logging(config.log_level, f"router.{start.number}", config.log_format)
         usage = SharedUsage(start.usage_descriptor, start.num_workers, start.number)
-        context = WorkerContext(LinkedPeers(self._link), usage, shares_ports=True, waits_for_pods=start.waits_for_pods)
+        context = WorkerContext(LinkedPeers(self._link), usage, shares_ports=True)
         self._starting = asyncio.current_task()
         try:
             self._router = router = Router(config, context)

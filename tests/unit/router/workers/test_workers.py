@@ -69,14 +69,6 @@ class Process:
             while not await condition():  # noqa: ASYNC110  (another process has no event to wait for)
                 await asyncio.sleep(0.05)
 
-    async def until_serving(self):
-        """A row of connections without a worker that has no pod yet."""
-
-        async def all_serve():
-            return all([(await self.get("/health")).status_code == 200 for _ in range(16)])
-
-        await self.until(all_serve)
-
 
 def is_alive(pid):
     """A zombie is not."""
@@ -102,7 +94,6 @@ async def running(tmp_path, *arguments, env=None):
             found = re.fullmatch(r"ready role=router http=(\S+) grpc=(\S+)\n", line)
             assert found, log.read_text()
             router = Process(process, found[1], found[2], decode, log)
-            await router.until_serving()
             yield router
         finally:
             if process.returncode is None:
