@@ -24,6 +24,7 @@ Answer = Callable[[str, bytes], Awaitable[bytes]]
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 256 * 2**20
 _MAX_QUESTIONS = 1024  # of one asker that are being answered at once
+_MAX_UNREAD_BYTES = 16 * 2**20  # beyond which the other side is asked nothing more until it reads
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -85,6 +86,8 @@ class Link:
         """The other side's answer. Raises UnavailableError if there is none in time, or it has failed."""
         if self._writer is None:
             raise UnreachableError("the other process has ended")
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            raise UnavailableError(f"{name}: the other process does not read what it is asked")
         number = next(self._numbers)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._open[number] = future

@@ -168,7 +168,9 @@ class Supervisor:
         )
         try:
             reply = await link.ask(START, msgspec.msgpack.encode(start), _START_TIMEOUT_S)
-        except BatonError:
+        except BatonError as error:
+            if not self._stopping.is_set():
+                logger.error("worker %d has not started: %s", number, error.message)
             return False
         answer = msgspec.msgpack.decode(reply, type=StartAnswer)
         if not isinstance(answer, NotStarted):

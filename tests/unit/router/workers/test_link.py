@@ -47,6 +47,22 @@ async def test_answers_find_their_questions_in_whatever_order_they_come():
         assert await slow == b"x slow"
 
 
+async def test_a_side_that_does_not_read_is_not_asked_without_end():
+    ends = socket.socketpair()
+    link = Link(ends[0], unasked)
+    await link.open()
+    reading = asyncio.create_task(link.run())
+    try:
+        with pytest.raises(UnavailableError, match="no answer within"):
+            await link.ask("x", bytes(2**25), 0.01)
+        with pytest.raises(UnavailableError, match="does not read"):
+            await link.ask("x", b"", 30)
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+        ends[1].close()
+
+
 async def test_both_ends_may_ask():
     async def echo(name, about):
         return about
