@@ -10,6 +10,7 @@ START = "start"
 METRICS = "metrics"
 OTHERS = "others"
 TAKE_OVER = "take_over"
+ALIVE = "alive"
 
 ASK_TIMEOUT_S = 2.0  # of the parent, for a worker
 TAKE_OVER_TIMEOUT_S = 5.0  # the same where a stream must end first

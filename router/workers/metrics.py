@@ -65,6 +65,12 @@ class WorkerMetrics:
             ["worker"],
             registry=self.registry,
         )
+        self.hangs = Counter(
+            "baton_router_worker_hangs",
+            "Workers that were killed because they no longer answered.",
+            ["worker"],
+            registry=self.registry,
+        )
 
 
 class Exposition:

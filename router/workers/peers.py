@@ -19,7 +19,7 @@ from router.gateway.timelines import summaries_of, timeline_of
 from router.requests.terms import Tenant
 from router.service import InferenceService
 from router.workers.link import Link
-from router.workers.messages import ASK_TIMEOUT_S, METRICS, OTHERS, TAKE_OVER, TAKE_OVER_TIMEOUT_S, Relayed
+from router.workers.messages import ALIVE, ASK_TIMEOUT_S, METRICS, OTHERS, TAKE_OVER, TAKE_OVER_TIMEOUT_S, Relayed
 from router.workers.metrics import read_families
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class PeerAnswers:
     def __init__(self, service: InferenceService) -> None:
         self._service = service
         self._by_name: dict[str, Callable[[bytes], Awaitable[object]]] = {
+            ALIVE: self._alive,
             METRICS: self._metrics,
             "num_under_way": self._num_under_way,
             "cluster": self._cluster,
@@ -131,6 +132,9 @@ class PeerAnswers:
         if find is None:
             raise InvalidRequestError(f"workers know no question {name}")
         return msgspec.msgpack.encode(await find(about))
+
+    async def _alive(self, about: bytes) -> object:
+        return None
 
     async def _metrics(self, about: bytes) -> object:
         return read_families(self._service.metrics.registry)

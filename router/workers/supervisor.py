@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.security.usage import SharedUsage
 from router.workers.link import Link
 from router.workers.messages import (
+    ALIVE,
     ASK_TIMEOUT_S,
     METRICS,
     OTHERS,
@@ -43,6 +44,9 @@ _MAX_RESTART_DELAY_S = 30.0
 _STEADY_S = 60.0  # a worker that ran this long starts over with the first delay
 _MAX_START_ATTEMPTS = 3  # in a row, of one worker, while none serves
 _AFTER_GRACE_S = 10.0  # for workers to end once their requests have
+_ALIVE_INTERVAL_S = 5.0
+_ALIVE_TIMEOUT_S = 5.0
+_MAX_UNANSWERED = 3  # in a row. One is not enough: a machine that was suspended wakes up with its deadlines passed
 
 
 class WorkersFailedError(BatonError):
@@ -124,14 +128,15 @@ class Supervisor:
         own_end, worker_end = socket.socketpair()
         link = Link(own_end, partial(self._answer, serial))
         await link.open()
-        reading = asyncio.create_task(link.run(), name=f"worker-{number}")
+        tasks = [asyncio.create_task(link.run(), name=f"worker-{number}")]
         try:
             with worker_end:
                 process = await self._create_process(worker_end)
             has_served = await self._start(link, number)
             if has_served:
-                self._serving[serial] = _Running(number, process.pid, link)
+                self._serving[serial] = worker = _Running(number, process.pid, link)
                 self._note_serving(number)
+                tasks.append(asyncio.create_task(self._kill_when_hung(worker), name=f"watch-worker-{number}"))
             else:
                 _send_signal(process.pid, signal.SIGKILL)  # it may hang
             exit_code = await process.wait()
@@ -143,8 +148,9 @@ class Supervisor:
             self._serving.pop(serial, None)
             self._exposition.retire(serial)
             self._usage.forget_worker(number)
-            reading.cancel()
-            await asyncio.wait([reading])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _create_process(self, worker_end: socket.socket) -> asyncio.subprocess.Process:
         """Raises OSError."""
@@ -179,6 +185,17 @@ class Supervisor:
             raise ConfigError(answer.message, param=answer.param)
         logger.error("worker %d cannot start: %s", number, answer.message)
         return False
+
+    async def _kill_when_hung(self, worker: _Running) -> None:
+        """Ends a process whose event loop no longer runs: it would keep its share of all connections waiting."""
+        num_unanswered = 0
+        while num_unanswered < _MAX_UNANSWERED:
+            await asyncio.sleep(_ALIVE_INTERVAL_S)
+            is_alive = await _ask(worker, ALIVE, b"", _ALIVE_TIMEOUT_S) is not None
+            num_unanswered = 0 if is_alive else num_unanswered + 1
+        self._metrics.hangs.labels(str(worker.number)).inc()
+        logger.error("worker %d did not answer %d times in a row; it is killed", worker.number, _MAX_UNANSWERED)
+        _send_signal(worker.pid, signal.SIGKILL)
 
     @property
     def _is_up(self) -> bool:

@@ -77,13 +77,13 @@ def is_alive(pid):
 
 
 @asynccontextmanager
-async def running(tmp_path, *arguments, env=None):
+async def running(tmp_path, *arguments, env=None, program=("-m", "router")):
     log = tmp_path / "router.log"
     async with FakeDecodePod() as decode:
         ports = ["--port", "0", "--grpc-port", "0", "--shutdown-grace-s", "20"]
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router", "--decode", decode.address, *ports),
+                *(sys.executable, *program, "--decode", decode.address, *ports),
                 *("--workers", str(WORKERS), *arguments),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -216,6 +216,27 @@ async def test_a_worker_that_dies_is_replaced_and_the_others_go_on(router):
     while len(set(served_by(router).values()) - hit) < WORKERS:  # each has served
         assert (await router.complete()).status_code == 200
     assert len(router.decode.submits) > known
+
+
+async def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path):
+    """Stopped, it answers nothing, though its sockets still take connections."""
+    short = "import sys\nfrom router.workers import supervisor\nsupervisor._ALIVE_INTERVAL_S = 0.1\n"
+    program = short + "supervisor._ALIVE_TIMEOUT_S = 2\nfrom router.__main__ import main\nsys.exit(main())\n"
+    async with running(tmp_path, program=("-c", program)) as router:
+        victim = router.pids[0]
+        os.kill(victim, signal.SIGSTOP)
+
+        async def is_gone():
+            return not is_alive(victim)
+
+        await router.until(is_gone)
+
+        async def is_replaced():
+            return victim not in router.pids and await router.metric("baton_router_workers") == WORKERS
+
+        await router.until(is_replaced)
+        assert await router.metric("baton_router_worker_hangs_total") == 1
+        assert re.search(r"worker \d did not answer 3 times in a row; it is killed", router.log)
 
 
 async def test_sigterm_finishes_what_runs_on_every_worker(router):
