@@ -96,9 +96,9 @@ class Supervisor:
         try:
             await asyncio.wait([*keepers, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failures = [error for each in keepers if each.done() and (error := each.exception()) is not None]
             await self._stop(keepers)
             stopping.cancel()
+        failures = [error for each in keepers if (error := each.exception()) is not None]  # usually the same of all
         if failures:
             raise failures[0]
 
