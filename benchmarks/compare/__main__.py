@@ -122,8 +122,12 @@ def _serving(
     rows = []
     for model in models:
         for dtype in dtypes:
-            rows += measure_serving(model, _directory(model, logs), dtype, servers, LOADS, repeats, logs)
-            print("\n".join(line for row in rows[-len(LOADS) :] for line in format_serving(row)), flush=True)
+            try:
+                for row in measure_serving(model, _directory(model, logs), dtype, servers, LOADS, repeats, logs):
+                    print("\n".join(format_serving(row)), flush=True)
+                    rows.append(row)
+            except SideError as error:
+                print(f"{model} {dtype}: {error}", file=sys.stderr)
     return rows
 
 

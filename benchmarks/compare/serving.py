@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,9 +95,8 @@ class Server(AbstractContextManager["Server"]):
 
 def measure_serving(
     model: str, directory: Path, dtype: str, names: Sequence[str], loads: Sequence[Load], repeats: int, logs: Path
-) -> list[ServingRow]:
+) -> Iterator[ServingRow]:
     """All loads; servers of one load run side by side and take turns. Raises SideError."""
-    rows = []
     for load in loads:
         with ExitStack() as stack:
             servers = [
@@ -108,8 +107,7 @@ def measure_serving(
             for repeat in range(repeats):
                 for server in servers[:: -1 if repeat % 2 else 1]:
                     figures[server.name].append(_run(load, server.url, directory, repeat, logs))
-        rows.append(ServingRow(model, dtype, load.name, figures))
-    return rows
+        yield ServingRow(model, dtype, load.name, figures)
 
 
 def _run(load: Load, url: str, directory: Path, seed: int, logs: Path) -> dict[str, float]:
