@@ -69,7 +69,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "request_timeout_s",
             "max_inflight",
             "max_queued",
-            "workers",
             "shutdown_grace_s",
             "log_level",
             "api_keys_file",

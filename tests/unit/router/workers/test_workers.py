@@ -141,7 +141,7 @@ async def streams_of_all_workers(stack, router):
     """Streams that pause after their first token, at least one on each worker. By name."""
     router.decode.allowed = 1
     streams = {}
-    while len(set(served_by(router).values())) < WORKERS or len(streams) < 6:
+    while len({worker for name, worker in served_by(router).items() if name in streams}) < WORKERS or len(streams) < 6:
         stream = await open_stream(stack, router, f"s{len(streams)}")
         assert stream.response.status_code == 200
         await anext(stream.lines)

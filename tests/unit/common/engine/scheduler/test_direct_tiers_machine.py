@@ -25,12 +25,16 @@ class DirectTiersMachine(DirectHandoffMachine):
     """The parent's rules over engines with tiers, and failures of the tier."""
 
     @initialize(
-        num_blocks=st.integers(7, 16), budget=st.integers(2, 16), chunk=st.integers(2, 12), offloads=st.booleans()
+        num_blocks=st.integers(7, 16),
+        budget=st.integers(2, 16),
+        chunk=st.integers(2, 12),
+        part_blocks=st.sampled_from([None, 1, 2]),
+        offloads=st.booleans(),
     )
-    def start(self, num_blocks, budget, chunk, offloads):
+    def start(self, num_blocks, budget, chunk, part_blocks, offloads):
         self.medium: Medium = {}
         self.offloads = offloads
-        super().start(num_blocks, budget, chunk, prefix_caching=True)
+        super().start(num_blocks, budget, chunk, part_blocks, prefix_caching=True)
         self.decode = self.create_engine(lambda _: None, num_blocks, budget)
 
     def start_prefill(self):
@@ -42,6 +46,7 @@ class DirectTiersMachine(DirectHandoffMachine):
             on_save,
             num_blocks=num_blocks,
             max_num_batched_tokens=budget,
+            part_blocks=self.part_blocks,
             keeps_blocks=True,
             wants_offloads=self.offloads,
         )
