@@ -62,6 +62,10 @@ class Kernel(Function):
         super().__init__(name, tasks)
 
 
+class CannotRecordError(Exception):
+    """Work that is not done by kernel calls would be missing from a recording."""
+
+
 class RecordedCall(NamedTuple):
     """A call as it would have run."""
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from common.engine.cpu_kernels import compiled
-from common.engine.cpu_kernels.compiled import NEXT_TASK, Recording
+from common.engine.cpu_kernels.compiled import NEXT_TASK, CannotRecordError, Recording
 from common.engine.cpu_kernels.language import Builder, ElementType, Operand, Pointer, Value, Variable
 
 _NUM_THREADS = 0  # places of a program: addresses of functions,
@@ -36,9 +36,9 @@ class Program:
     """Recorded calls. All that they read and write stays where it is; called on one thread."""
 
     def __init__(self, recording: Recording) -> None:
-        """Raises RuntimeError on processors that nobody has tried it on."""
+        """Raises CannotRecordError on processors whose system calls are not known here."""
         if _FUTEX is None:
-            raise RuntimeError(f"programs do not run on {platform.machine()}")
+            raise CannotRecordError(f"programs do not run on {platform.machine()}")
         calls = recording.calls
         self._kept = recording
         self._program = (ctypes.c_int64 * (_FIRST_CALL + _CALL_SIZE * len(calls)))()
@@ -77,7 +77,7 @@ class Workspace:
 
 @contextmanager
 def recording(workspace: Workspace) -> Iterator[Recording]:
-    """Calls of this thread are recorded instead of being run. Raises RuntimeError where something cannot be."""
+    """Calls of this thread are recorded instead of being run. Work that cannot be raises CannotRecordError."""
     recorded = Recording(workspace.take)
     with compiled.recorded_by(recorded):
         yield recorded
@@ -95,7 +95,7 @@ def _runner() -> compiled.Function:
             block = call.at(1).load()
             b.call(call.load(), block)
             _wait_for_all(b, program, num_threads, max_spins)
-            # Nobody takes tasks of this call any more, and nobody will before the next run.
+            # No thread takes tasks of this call before the next run.
             b.pointer(block, ElementType.INT64).at(NEXT_TASK).store(b.number(0))
 
     return compiled.Function("program", body)

@@ -9,7 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 from common.engine.cpu_kernels import int8_linear, tiled_int8_linear
-from common.engine.cpu_kernels.compiled import Call, has_openmp, is_recording, result, threads_for
+from common.engine.cpu_kernels.compiled import (
+    Call,
+    CannotRecordError,
+    has_openmp,
+    is_recording,
+    result,
+    threads_for,
+)
 from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_int8_linear import FEW_ROWS, can_tile_int8
@@ -42,7 +49,7 @@ class StreamedInt8Linear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         if is_recording() and (self._in_padding or self._out_padding):
-            raise RuntimeError("a linear layer is padded by torch")
+            raise CannotRecordError("a linear layer is padded by torch")
         rows = inputs.reshape(-1, self.in_features)
         rows = functional.pad(rows, (0, self._in_padding)) if self._in_padding else rows.contiguous()
         out = result((len(rows), self.out_features + self._out_padding), rows.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.engine.cpu_kernels import tiled_linear
-from common.engine.cpu_kernels.compiled import Call, Kernel, is_recording, result, threads_for
+from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
 from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
@@ -63,7 +63,7 @@ class StreamedLinear:
         is_few = inputs.numel() <= self._most_numbers
         if self._few_rows is None or not (is_few or self._batch_invariant) or not inputs.numel():
             if is_recording():
-                raise RuntimeError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
+                raise CannotRecordError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
             return self._packed(inputs)
         out = result((inputs.shape[0], self._out_features), inputs.dtype)
         inputs = inputs.contiguous()

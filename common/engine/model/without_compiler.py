@@ -33,7 +33,7 @@ def without_compiler() -> Iterator[None]:
     vars(indexing)["TransformGetItemToIndex"] = _TransformGetItemToIndex
     sys.modules.update({_COMPILER: stand_in, _INDEXING: indexing})
     try:
-        with contextlib.suppress(ImportError):  # whoever needs the packages says so
+        with contextlib.suppress(ImportError):  # a missing package is reported where it is used
             _assume_one_process()
         yield
     finally:
@@ -41,7 +41,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """Becomes the real module for whoever needs more of it, such as a submodule."""
+    """Gives way to the real module when another attribute or a submodule is asked for."""
 
     def __getattr__(self, name: str) -> Any:
         is_of_package = name == "__path__" and self.__name__ == _COMPILER  # a submodule is being imported

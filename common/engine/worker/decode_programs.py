@@ -11,6 +11,7 @@ import logging
 
 import torch
 
+from common.engine.cpu_kernels.compiled import CannotRecordError
 from common.engine.cpu_kernels.program import Program, Workspace, recording
 from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward
 
@@ -57,7 +58,7 @@ class DecodePrograms:
         self._stage(inputs)
         try:
             step = self._record(size)
-        except RuntimeError as error:
+        except CannotRecordError as error:
             logger.debug("decode steps run as one call for up to %d sequences: %s", size - 1, error)
             self._most = size - 1
             return expected

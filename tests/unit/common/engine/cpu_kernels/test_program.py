@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.engine.cpu_kernels.compiled import Call, Kernel, is_recording, result
+from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result
 from common.engine.cpu_kernels.language import ElementType
 from common.engine.cpu_kernels.program import Program, Workspace, recording
 from common.engine.model.streamed_linear import StreamedLinear
@@ -63,6 +63,6 @@ def test_programs_share_memory_and_keep_what_they_use():
 
 def test_nothing_is_left_out_of_a_recording():
     linear = StreamedLinear(nn.Linear(512, 512))
-    with pytest.raises(RuntimeError, match="1000 rows of a linear layer"), recording(Workspace(1000)):
+    with pytest.raises(CannotRecordError, match="1000 rows of a linear layer"), recording(Workspace(1000)):
         linear(torch.zeros(1000, 512))
     assert not is_recording()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.engine.attention.base import AttentionMetadata
-from common.engine.cpu_kernels.compiled import Call, Kernel, is_recording, result
+from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result
 from common.engine.cpu_kernels.language import ElementType
 from common.engine.worker.decode_inputs import DecodeInputs
 from common.engine.worker.decode_programs import DecodePrograms
@@ -95,7 +95,7 @@ def test_what_cannot_be_recorded_is_computed_as_usual():
 
     def forward(inputs):
         if is_recording() and len(inputs.input_ids) > 2:
-            raise RuntimeError
+            raise CannotRecordError
         return shown(inputs)
 
     recorded = programs(forward)
