@@ -268,7 +268,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
-        stats = self._scheduler.stats()
+        stats = msgspec.structs.replace(
+            self._scheduler.stats(), num_failed_recordings=self._executor.num_failed_recordings
+        )
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:

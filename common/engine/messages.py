@@ -210,6 +210,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_offloaded_blocks: int = 0
     num_offload_failures: int = 0  # blocks that were offered and not saved
     num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
+    num_failed_recordings: int = 0  # see Executor
     prefill_steps: StepFigures = StepFigures()  # that computed prompts only
     decode_steps: StepFigures = StepFigures()  # that computed no prompt
     mixed_steps: StepFigures = StepFigures()

@@ -46,11 +46,6 @@ class PodMetrics:
         self.internal_errors = Counter(
             "baton_pod_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=registry
         )
-        self.kernel_fallbacks = Counter(
-            "baton_pod_kernel_fallbacks",
-            "CPU kernels that computed something else than torch at start, so that torch's operators are used.",
-            registry=registry,
-        )
         self.queue_time = self._histogram(
             "baton_pod_request_queue_time_seconds", "From arrival at the pod to first scheduled or reserved."
         )
@@ -120,11 +115,13 @@ class _EngineFigures(Collector):
         self._model_name = config.model_name
         self._connector = config.connector or "none"
         self._bytes_per_block = spec.bytes_per_block
+        self._kernels_failed = spec.kernels_failed
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
         yield from self._gauges()
         yield from self._counters()
+        yield self._kernel_fallbacks()
         yield from self._steps()
         yield from self._transfers()
 
@@ -186,6 +183,17 @@ class _EngineFigures(Collector):
             family = CounterMetricFamily(name, documentation, labels=[MODEL_LABEL])
             family.add_metric([self._model_name], value)
             yield family
+
+    def _kernel_fallbacks(self) -> Metric:
+        family = CounterMetricFamily(
+            "baton_pod_kernel_fallbacks",
+            "Self-checks that failed: of compiled kernels at start (kernel), after which torch's operators are used, "
+            "or of a recorded decode step (recorded_step), after which decode steps run kernel by kernel.",
+            labels=[MODEL_LABEL, "check"],
+        )
+        family.add_metric([self._model_name, "kernel"], self._kernels_failed)
+        family.add_metric([self._model_name, "recorded_step"], self._stats.latest.num_failed_recordings)
+        return family
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._stats.latest

@@ -212,7 +212,6 @@ class PodRuntime:
         spec = await self._engine.start()
         stats, cache = StatsBoard(await self._engine.stats()), CacheView()
         metrics = PodMetrics(stats, spec, self.config, trace_spans)
-        metrics.kernel_fallbacks.inc(spec.kernels_failed)
         return PodContext(
             role=self._role,
             config=self.config,

@@ -65,6 +65,11 @@ class Executor(Protocol):
         are simple (see SamplingParams.is_simple): tokens that the first samples are inputs of the second. One step may
         be ahead in this way."""
 
+    @property
+    def num_failed_recordings(self) -> int:
+        """How often decode steps that were recorded, to be run as one call, computed something else than kernel by
+        kernel. They are not used."""
+
     def load_model(self) -> ModelFacts:
         """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 

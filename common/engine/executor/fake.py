@@ -210,6 +210,7 @@ class FakeExecutor:
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
         self.runs_ahead = runs_ahead
+        self.num_failed_recordings = 0  # for tests to set
         self._requests: dict[RequestId, _FakeRequest] = {}
         self._slots: npt.NDArray[np.float32] = np.empty((0, 2, block_size), dtype=np.float32)
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first

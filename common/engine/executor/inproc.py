@@ -38,6 +38,11 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.runs_ahead
 
+    @property
+    def num_failed_recordings(self) -> int:
+        """See Executor."""
+        return self._worker.num_failed_recordings
+
     def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
         """See Executor."""
         return self._worker.submit(step, phases)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward
+from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward, RecordedStepError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """Records them. Raises RuntimeError if the forward pass cannot be recorded, or does something else then."""
+        """Records them. Raises RecordedStepError, or whatever torch raises if the forward pass cannot be recorded."""
         self._most = most = max(sizes)
         self._max_model_len = max_model_len
         self._fixed = FixedInputs(most, max_model_len, block_size, device)
@@ -76,7 +76,7 @@ class DecodeGraphs:
         self._logits.fill_(torch.nan)
         replay()
         if not torch.equal(self._logits[:size], expected):
-            raise RuntimeError(f"a CUDA graph of {size} decodes computes something else")
+            raise RecordedStepError(f"a CUDA graph of {size} decodes computes something else")
         return replay
 
     def _stage(self, inputs: DecodeInputs, size: int) -> None:

@@ -18,6 +18,10 @@ class DecodeInputs(NamedTuple):
     attention: AttentionMetadata
 
 
+class RecordedStepError(RuntimeError):
+    """A recorded step computes something else than the forward pass that was recorded."""
+
+
 Forward = Callable[[DecodeInputs], torch.Tensor]
 """Returns logits [num_decodes, vocabulary]; reads nothing of the host's that differs from step to step."""
 

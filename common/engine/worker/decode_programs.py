@@ -13,7 +13,7 @@ import torch
 
 from common.engine.cpu_kernels.compiled import CannotRecordError
 from common.engine.cpu_kernels.program import Program, Workspace, recording
-from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward
+from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forward, RecordedStepError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class DecodePrograms:
         self._steps: dict[int, tuple[Program, torch.Tensor]] = {}  # by batch size, with the place of the logits
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way."""
+        """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way. Raises
+        RecordedStepError; the step is to be computed again then, as it may have written wrong KV."""
         size = len(inputs.input_ids)
         if size > self._most or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
             return None  # a profile shows each kernel
@@ -66,9 +67,7 @@ class DecodePrograms:
         expected = expected.clone()
         program.run()
         if not torch.equal(logits, expected):
-            logger.warning("decode steps are not run as one call: the result for %d sequences differs", size)
-            self._most = 0
-            return expected
+            raise RecordedStepError(f"the recorded step of {size} sequences computes something else")
         self._steps[size] = step
         return expected
 

@@ -21,7 +21,7 @@ from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewReques
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.constraints import TokenMask
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
-from common.engine.worker.decode_inputs import DecodeInputs
+from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
 from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
@@ -67,6 +67,7 @@ class ModelRunner:
         if loaded.decoder is None:
             install(loaded.attention_modules, self._attention)
         self._recorded: DecodeGraphs | DecodePrograms | None = None
+        self.num_failed_recordings = 0  # see Executor
         self._sampler = Sampler()
         self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
         self._sampling: SamplingStep | None = None  # the last step that sampled on the device
@@ -134,10 +135,22 @@ class ModelRunner:
         inputs = DecodeInputs(batch.input_ids, batch.positions, batch.attention)
         keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
         if keeps_all and self._recorded is not None and batch.attention.num_decodes == len(batch.input_ids):
-            logits = self._recorded.run(inputs)
+            logits = self._run_recorded(self._recorded, inputs)
             if logits is not None:
                 return logits[:, : self._loaded.vocab_size]
         return self._compute(inputs, None if keeps_all else batch.logits_index)
+
+    def _run_recorded(self, recorded: DecodeGraphs | DecodePrograms, inputs: DecodeInputs) -> torch.Tensor | None:
+        try:
+            return recorded.run(inputs)
+        except RecordedStepError as error:
+            self._give_up_recording(error)
+            return None
+
+    def _give_up_recording(self, error: RecordedStepError) -> None:
+        logger.warning("decode steps are computed kernel by kernel: %s", error)
+        self._recorded = None
+        self.num_failed_recordings += 1
 
     def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
@@ -177,6 +190,8 @@ class ModelRunner:
                 block_size=self._block_size,
                 device=self._loaded.device,
             )
+        except RecordedStepError as error:
+            self._give_up_recording(error)
         except Exception as error:  # noqa: BLE001  whatever a compiler or the modelling code raises
             logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 

@@ -124,6 +124,11 @@ class Worker:
         """See Executor.runs_ahead."""
         return self._loaded is not None and self._loaded.attention_backend == "triton"
 
+    @property
+    def num_failed_recordings(self) -> int:
+        """See Executor.num_failed_recordings."""
+        return 0 if self._runner is None else self._runner.num_failed_recordings
+
     def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None

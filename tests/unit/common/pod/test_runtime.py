@@ -80,6 +80,7 @@ async def test_engine_that_hangs_is_given_up_and_its_requests_are_told(caplog: p
 
 async def test_metrics_are_served_over_http() -> None:
     async with decode_pod({}, metrics_port=0) as pod, FakeRouter(pod) as router:
+        pod.executor.num_failed_recordings = 1
         await (await router.submit(engine_request("a", prompt_of(20), max_tokens=3))).wait_finished()
         assert f"metrics_port={pod.runtime.metrics_port}" in pod.runtime.ready_line
         url = f"http://127.0.0.1:{pod.runtime.metrics_port}/metrics"
@@ -92,6 +93,8 @@ async def test_metrics_are_served_over_http() -> None:
     assert float(figures['baton_pod_generation_tokens_total{model_name="baton-demo"}']) == 3
     assert float(figures['baton_pod_num_requests_running{model_name="baton-demo"}']) == 0
     assert float(figures["baton_pod_num_asyncio_tasks"]) > 0
+    assert float(figures['baton_pod_kernel_fallbacks_total{check="kernel",model_name="baton-demo"}']) == 0
+    assert float(figures['baton_pod_kernel_fallbacks_total{check="recorded_step",model_name="baton-demo"}']) == 1
     assert float(figures['baton_pod_request_success_total{finished_reason="length",model_name="baton-demo"}']) == 1
     assert float(figures['baton_pod_request_decode_time_seconds_count{model_name="baton-demo"}']) == 1
     assert float(figures['baton_pod_step_tokens_sum{kind="prefill",model_name="baton-demo"}']) == 20

@@ -5,7 +5,7 @@ import torch
 
 from common.engine.attention.base import AttentionMetadata
 from common.engine.worker.decode_graphs import DecodeGraphs, graph_sizes
-from common.engine.worker.decode_inputs import DecodeInputs
+from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 30
 
@@ -79,7 +79,7 @@ def test_work_that_is_not_the_same_again_is_refused():
         calls.append(inputs)
         return shown(inputs) + len(calls)
 
-    with pytest.raises(RuntimeError, match="4 decodes computes something else"):
+    with pytest.raises(RecordedStepError, match="4 decodes computes something else"):
         graphs(forward)
 
 

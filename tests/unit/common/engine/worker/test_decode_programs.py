@@ -1,14 +1,12 @@
 """Decode steps as recorded calls of a kernel that shows what it is given."""
 
-import logging
-
 import pytest
 import torch
 
 from common.engine.attention.base import AttentionMetadata
 from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result
 from common.engine.cpu_kernels.language import ElementType
-from common.engine.worker.decode_inputs import DecodeInputs
+from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
 from common.engine.worker.decode_programs import DecodePrograms
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 4, 1000, 5
@@ -105,18 +103,14 @@ def test_what_cannot_be_recorded_is_computed_as_usual():
     assert recorded.run(decodes(2)) is not None
 
 
-def test_a_recorded_step_that_computes_something_else_is_not_used(caplog):
+def test_a_recorded_step_that_computes_something_else_is_refused():
     shown = Forward()
 
     def forward(inputs):
         return shown(inputs).add_(0 if is_recording() else 1)  # as an operator of torch that is not recorded
 
-    recorded = programs(forward)
-    inputs = decodes(2)
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(recorded.run(inputs), Forward()(inputs) + 1)
-    assert "the result for 2 sequences differs" in caplog.text
-    assert recorded.run(inputs) is None
+    with pytest.raises(RecordedStepError, match="of 2 sequences computes something else"):
+        programs(forward).run(decodes(2))
 
 
 def test_a_profile_sees_each_kernel():

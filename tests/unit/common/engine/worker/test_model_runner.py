@@ -8,6 +8,8 @@ import pytest
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.model import cpu_operators, packed_linear
 from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.worker.decode_inputs import RecordedStepError
+from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
@@ -187,6 +189,21 @@ def test_a_step_of_the_same_shape_may_be_of_another_request(driver):
         reference("llama", prompt_of(9), 6),
         reference("llama", prompt_of(1), 6),
     ]
+
+
+def test_a_recorded_step_that_fails_is_counted_and_computed_again(monkeypatch):
+    worker = worker_of.__wrapped__("llama")
+    driver = Driver(worker)
+
+    def fail(_, inputs):
+        blocks, offsets = inputs.attention.slot_mapping // BLOCK_SIZE, inputs.attention.slot_mapping % BLOCK_SIZE
+        worker._kv_cache[blocks, :, :, :, offsets] = 100
+        raise RecordedStepError("it computes something else")
+
+    monkeypatch.setattr(DecodePrograms, "run", fail)
+    assert worker.num_failed_recordings == 0
+    assert driver.run([driver.add("a", prompt_of(9))], 8) == [reference("llama", prompt_of(9), 8)]
+    assert worker.num_failed_recordings == 1
 
 
 @pytest.mark.parametrize("driver", ["qwen3"], indirect=True)
