@@ -119,6 +119,15 @@ class Value:
     def __and__(self, other: Value) -> Value:
         return Value(self._builder, self._builder.ir.and_(self.node, other.node))
 
+    def __xor__(self, other: Operand) -> Value:
+        mine, its = self._builder.matched(self, other)
+        return Value(self._builder, self._builder.ir.xor(mine.node, its.node))
+
+    def __rshift__(self, count: int) -> Value:
+        """Of an integer's bits: zeros come in from above."""
+        mine, its = self._builder.matched(self, count)
+        return Value(self._builder, self._builder.ir.lshr(mine.node, its.node))
+
     def _apply(self, of_floats: str, of_ints: str, other: Operand) -> Value:
         mine, its = self._builder.matched(self, other)
         if mine.is_float:
@@ -445,8 +454,8 @@ class Builder:
         return self.ir.trunc(self.ir.lshr(kept, _constant(_INT32, 16, lanes)), _like(ir.IntType(16), lanes))
 
     def real(self, integer: Value) -> Value:
-        """The integer as float32."""
-        return Value(self, self.ir.sitofp(integer.node, _FLOAT))
+        """The integer, or a vector of them, as float32."""
+        return Value(self, self.ir.sitofp(integer.node, _like(_FLOAT, integer.lanes)))
 
     def fma(self, first: Value, second: Value, third: Value) -> Value:
         """first * second + third, rounded once."""
@@ -492,6 +501,10 @@ class Builder:
     def max(self, vector: Value) -> Value:
         """Largest of a vector's numbers; of a single number, itself."""
         return self._reduce(vector, self.maximum)
+
+    def min(self, vector: Value) -> Value:
+        """Smallest of a vector's numbers; of a single number, itself."""
+        return self._reduce(vector, self.minimum)
 
     def sums(self, vector_at: Callable[[int], Value], count: int) -> Value:
         """The sums of `count` vectors of as many numbers, as a vector: neighbours are added to one another until each

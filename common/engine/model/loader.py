@@ -31,6 +31,7 @@ from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.quantized_linear import quantize_linears
 from common.engine.model.streamed_int8_linear import compile_linears
+from common.engine.sampling.race import Race, checked_race
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class LoadedModel:
     attention_backend: AttentionBackendName
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
+    race: Race | None  # samples on a CPU, on kernels of our own
     rounding: str  # see fingerprint_model
     device: torch.device
     dtype: torch.dtype
@@ -78,18 +80,22 @@ def load_model(config: ModelConfig) -> LoadedModel:
         _return_freed_memory()
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
+    vocab_size = min(int(text_config.vocab_size), embedding_rows)
+    runs_kernels = config.cpu_kernels == "auto" and kernels_of(device) == "cpu"
+    race = checked_race(vocab_size) if runs_kernels else None
     return LoadedModel(
         model=model,
         decoder=found.decoder,
         attention_backend=_backend_of(config, kernels, device),
         kernels=kernels,
-        kernels_failed=found.kernels_failed,
+        kernels_failed=found.kernels_failed or (runs_kernels and race is None),
+        race=race,
         rounding=instructions() if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
         attention_modules=[] if found.decoder else probed.attention_modules,
-        vocab_size=min(int(text_config.vocab_size), embedding_rows),
+        vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         config=raw_config,

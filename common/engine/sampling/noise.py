@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+UNIT = 2.0**-53  # distance of the uniform numbers
+GOLDEN = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 def stream_key(seed: int, position: int) -> int:
     """Start of the counter for one output position: a signed 64-bit integer. Only the seed's low 64 bits matter."""
-    return _signed(_mix(mixed_seed(seed) + _GOLDEN * (position + 1)))
+    return _signed(_mix(mixed_seed(seed) + GOLDEN * (position + 1)))
 
 
 def mixed_seed(seed: int) -> int:
@@ -41,7 +42,7 @@ def mixed_seeds(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 def stream_keys(mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """`stream_key` of several seeds, each with a position of its own."""
-    bits = mixed_seeds + np.uint64(_GOLDEN) * (positions.astype(np.uint64) + np.uint64(1))
+    bits = mixed_seeds + np.uint64(GOLDEN) * (positions.astype(np.uint64) + np.uint64(1))
     keys: npt.NDArray[np.int64] = _mix_array(bits).view(np.int64)
     return keys
 
@@ -52,14 +53,14 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     `keys` is [rows, 1] int64 from `stream_key`; `token_ids` is int64, [rows, n] or [n].
     """
     bits = hash_with_numpy(keys, token_ids) if keys.device.type == "cpu" else hash_with_torch(keys, token_ids)
-    uniform = bits.double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never 0 or 1
+    uniform = bits.double().add_(0.5).mul_(UNIT)  # in (0, 1), never 0 or 1
     return uniform.log_().neg_().log_().neg_()
 
 
 def hash_with_numpy(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The high 53 bits of the generator's output, [rows, n] int64. On a CPU numpy multiplies integers several times as
     fast as torch."""
-    counters = token_ids.numpy().view(np.uint64) * np.uint64(_GOLDEN) + keys.numpy().view(np.uint64)
+    counters = token_ids.numpy().view(np.uint64) * np.uint64(GOLDEN) + keys.numpy().view(np.uint64)
     bits = _mix_array(counters)
     bits >>= np.uint64(11)
     return torch.from_numpy(bits.view(np.int64))
@@ -67,9 +68,9 @@ def hash_with_numpy(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor
 
 def hash_with_torch(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The same on any device."""
-    bits = token_ids * _signed(_GOLDEN) + keys
-    bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
-    bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
+    bits = token_ids * _signed(GOLDEN) + keys
+    bits = (bits ^ _shift(bits, 30)).mul_(_signed(MIX_1))
+    bits = (bits ^ _shift(bits, 27)).mul_(_signed(MIX_2))
     bits = bits.bitwise_xor_(_shift(bits, 31))
     return _shift(bits, 11)
 
@@ -77,7 +78,7 @@ def hash_with_torch(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor
 def _mix_array(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser, in place."""
     shifted = np.empty_like(bits)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
         bits ^= np.right_shift(bits, np.uint64(shift), out=shifted)
         bits *= np.uint64(factor)
     bits ^= np.right_shift(bits, np.uint64(31), out=shifted)
@@ -87,8 +88,8 @@ def _mix_array(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _mix(bits: int) -> int:
     """SplitMix64's finaliser on Python integers."""
     bits &= _MASK64
-    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _MASK64
-    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _MASK64
+    bits = ((bits ^ (bits >> 30)) * MIX_1) & _MASK64
+    bits = ((bits ^ (bits >> 27)) * MIX_2) & _MASK64
     return bits ^ (bits >> 31)
 
 

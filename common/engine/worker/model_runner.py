@@ -68,7 +68,7 @@ class ModelRunner:
             install(loaded.attention_modules, self._attention)
         self._recorded: DecodeGraphs | DecodePrograms | None = None
         self.num_failed_recordings = 0  # see Executor
-        self._sampler = Sampler()
+        self._sampler = Sampler(loaded.race)
         self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
         self._sampling: SamplingStep | None = None  # the last step that sampled on the device
         self._table = RequestTable(
