@@ -31,7 +31,7 @@ from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.quantized_linear import quantize_linears
 from common.engine.model.streamed_int8_linear import compile_linears
-from common.engine.sampling.race import Race, checked_race
+from common.engine.sampling.compiled_sampler import CompiledSampler, checked_sampler, supports
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LoadedModel:
     attention_backend: AttentionBackendName
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
-    race: Race | None  # samples on a CPU, on kernels of our own
+    sampler: CompiledSampler | None  # samples on a CPU, on kernels of our own
     rounding: str  # see fingerprint_model
     device: torch.device
     dtype: torch.dtype
@@ -81,15 +81,15 @@ def load_model(config: ModelConfig) -> LoadedModel:
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     vocab_size = min(int(text_config.vocab_size), embedding_rows)
-    runs_kernels = config.cpu_kernels == "auto" and kernels_of(device) == "cpu"
-    race = checked_race(vocab_size) if runs_kernels else None
+    compiles = config.cpu_kernels == "auto" and kernels_of(device) == "cpu" and supports(device, model.dtype)
+    sampler = checked_sampler(vocab_size, model.dtype) if compiles else None
     return LoadedModel(
         model=model,
         decoder=found.decoder,
         attention_backend=_backend_of(config, kernels, device),
         kernels=kernels,
-        kernels_failed=found.kernels_failed or (runs_kernels and race is None),
-        race=race,
+        kernels_failed=found.kernels_failed or (compiles and sampler is None),
+        sampler=sampler,
         rounding=instructions() if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,

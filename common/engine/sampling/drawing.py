@@ -16,7 +16,6 @@ import torch
 
 from common.engine.sampling.draws import MIN_TEMPERATURE
 from common.engine.sampling.noise import gumbel_noise, mixed_seeds, stream_keys
-from common.engine.sampling.race import Race
 from common.engine.sampling.ranking import argmax, best, column, index_of
 from common.types import SamplingParams
 
@@ -29,9 +28,8 @@ _Draw = Callable[[torch.Tensor, torch.Tensor, Sequence[SamplingParams]], torch.T
 _BIN_SHIFT = 16  # scores are binned by the upper half of their bits
 
 
-def draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], race: Race | None = None) -> torch.Tensor:
-    """Token ids drawn from logits [rows, vocabulary] of rows that are not greedy. `race`: on a CPU, draws for those
-    that keep the whole vocabulary."""
+def draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Token ids drawn from logits [rows, vocabulary] of rows that are not greedy."""
     params = [row.params for row in rows]
     temperatures = column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits)
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
@@ -40,7 +38,7 @@ def draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], race: Race | No
     keys = keys.to(logits.device)[:, None]
     kinds: dict[_Draw, list[int]] = {}
     for i, p in enumerate(params):
-        kinds.setdefault(_way_to_draw(p, race, is_on_cpu=logits.device.type == "cpu"), []).append(i)
+        kinds.setdefault(_way_to_draw(p, is_on_cpu=logits.device.type == "cpu"), []).append(i)
     if len(kinds) == 1:
         (draw,) = kinds
         return draw(scores, keys, params)
@@ -51,14 +49,12 @@ def draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], race: Race | No
     return token_ids
 
 
-def _way_to_draw(params: SamplingParams, race: Race | None, *, is_on_cpu: bool) -> _Draw:
+def _way_to_draw(params: SamplingParams, *, is_on_cpu: bool) -> _Draw:
     if params.top_k > 0:
         return _draw_ranked
     if is_on_cpu and (params.top_p < 1.0 or params.min_p > 0.0):
         return _draw_kept
-    if params.top_p < 1.0:
-        return _draw_ranked
-    return _draw_from_all if race is None else race.draw
+    return _draw_ranked if params.top_p < 1.0 else _draw_from_all
 
 
 def _draw_from_all(scores: torch.Tensor, keys: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -20,6 +20,11 @@ class Draws(NamedTuple):
     params: npt.NDArray[np.float32]  # [rows, 4]: temperature (0: greedy), top_k (0: all), top_p, log of min_p
 
 
+def keeps_all(params: SamplingParams) -> bool:
+    """Whether a token is chosen from the whole vocabulary, which top-k, top-p and min-p leave as it is."""
+    return params.greedy or (params.top_k <= 0 and params.top_p >= 1.0 and not params.min_p)
+
+
 def draw_params(params: SamplingParams) -> tuple[float, float, float, float]:
     """A row of `Draws.params`."""
     temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)

@@ -23,7 +23,6 @@ import torch
 
 from common.engine.sampling.drawing import draw_rows
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
-from common.engine.sampling.race import Race
 from common.engine.sampling.ranking import argmax, as_numpy, best, column, index_of
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
@@ -64,11 +63,7 @@ class LogitMask(Protocol):
 
 
 class Sampler:
-    """Samples for one model."""
-
-    def __init__(self, race: Race | None = None) -> None:
-        """`race`: draws from the whole vocabulary; without it, torch's operators do."""
-        self._race = race
+    """Samples for one model. Stateless."""
 
     def sample_plain(self, logits: torch.Tensor, mask: LogitMask | None = None) -> list[SampledToken | None]:
         """Tokens for logits [rows, vocabulary] of rows that are all plain; None where no logit is finite. With a mask,
@@ -100,7 +95,7 @@ class Sampler:
         is_finite = _is_finite(logits, token_ids)
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
-            token_ids[index_of(drawn, logits)] = self._draw(logits, rows, drawn)
+            token_ids[index_of(drawn, logits)] = _draw(logits, rows, drawn)
         logprobs: list[Logprobs | None] = [None] * len(rows)
         if computed is not None:
             counts = [rows[i].params.num_logprobs or 0 for i in asking]
@@ -133,13 +128,12 @@ class Sampler:
         # The largest finite logit times a penalty may be infinite, which must not look like the model's own infinity.
         logits[index] = torch.where(best.isfinite(), penalised_scores.clamp(-_MAX_LOGIT, _MAX_LOGIT), torch.nan)
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> torch.Tensor:
-        """Token ids of the rows named by `drawn`, in order, a few rows at a time."""
-        at_once = max(1, _MAX_DRAWN_LOGITS // logits.shape[1])
-        parts = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
-        return torch.cat(
-            [draw_rows(logits[index_of(part, logits)], [rows[i] for i in part], self._race) for part in parts]
-        )
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> torch.Tensor:
+    """Token ids of the rows named by `drawn`, in order, a few rows at a time."""
+    at_once = max(1, _MAX_DRAWN_LOGITS // logits.shape[1])
+    parts = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
+    return torch.cat([draw_rows(logits[index_of(part, logits)], [rows[i] for i in part]) for part in parts])
 
 
 def logprobs_of(

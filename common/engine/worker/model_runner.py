@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.engine.attention.base import ProjectionAttention
@@ -14,6 +16,7 @@ from common.engine.attention.registry import create_backend
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
+from common.engine.sampling.compiled_sampler import CompiledSampler
 from common.engine.sampling.draws import Draws
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
@@ -46,6 +49,10 @@ class _Sampled(NamedTuple):
     dead_ends: dict[RequestId, DeadEnd]  # of these the sampled tokens do not count
 
 
+def _tokens(token_ids: npt.NDArray[np.int64]) -> list[SampledToken | None]:
+    return [SampledToken(token_id) if token_id >= 0 else None for token_id in token_ids.tolist()]
+
+
 class ModelRunner:
     """Owns the request table and the attention backend over `kv_cache`, which it writes but does not own."""
 
@@ -68,7 +75,8 @@ class ModelRunner:
             install(loaded.attention_modules, self._attention)
         self._recorded: DecodeGraphs | DecodePrograms | None = None
         self.num_failed_recordings = 0  # see Executor
-        self._sampler = Sampler(loaded.race)
+        self._sampler = Sampler()
+        self._compiled = loaded.sampler
         self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
         self._sampling: SamplingStep | None = None  # the last step that sampled on the device
         self._table = RequestTable(
@@ -218,15 +226,36 @@ class ModelRunner:
         self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None
     ) -> dict[RequestId, SampledToken | None]:
         """The tokens of the batch. With a mask, `logits` is overwritten."""
-        if self._table.are_plain(batch.sampled_rows):
+        rows = batch.sampled_rows
+        if self._table.are_plain(rows):
             tokens = self._sampler.sample_plain(logits, mask)
+        elif self._compiled is None or mask is not None:
+            tokens = self._sample_with_torch(rows, logits, mask)
         else:
-            rows = [self._table.sampling_row(row) for row in batch.sampled_rows.tolist()]
-            tokens = self._sampler.sample(logits.float(), rows, mask)
+            tokens = self._sample_compiled(rows, logits, self._compiled)
         # A request without a token ends: what its row holds no longer matters.
         token_ids = [0 if token is None or token is MASKED else token.token_id for token in tokens]
         self._table.append_tokens(batch.sampled_rows, token_ids)
         return dict(zip(batch.sampled_ids, tokens, strict=True))
+
+    def _sample_compiled(
+        self, rows: npt.NDArray[np.int64], logits: torch.Tensor, sampler: CompiledSampler
+    ) -> list[SampledToken | None]:
+        """By compiled kernels, as far as they can."""
+        can = self._table.keep_all[rows]
+        if can.all():
+            return _tokens(sampler.sample(logits, self._table.draws(rows)))
+        tokens = np.empty(len(rows), dtype=object)
+        tokens[~can] = self._sample_with_torch(rows[~can], logits[torch.from_numpy(~can)])
+        if can.any():
+            tokens[can] = _tokens(sampler.sample(logits[torch.from_numpy(can)], self._table.draws(rows[can])))
+        found: list[SampledToken | None] = tokens.tolist()
+        return found
+
+    def _sample_with_torch(
+        self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None = None
+    ) -> list[SampledToken | None]:
+        return self._sampler.sample(logits.float(), [self._table.sampling_row(row) for row in rows.tolist()], mask)
 
     def _prompt_logprobs(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, PromptLogprobs]:
         """Log probabilities of the tokens that follow those of the prompt runs, whose logits are given; a few rows at a

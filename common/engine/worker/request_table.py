@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.sampling.draws import Draws, draw_params
+from common.engine.sampling.draws import Draws, draw_params, keeps_all
 from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
@@ -46,6 +46,7 @@ class RequestTable:
         self.version = 0  # changes as requests get rows or lose them
         # Of rows whose requests are simple, see SamplingParams.is_simple; the others draw by their parameters.
         self.is_simple = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.keep_all = np.zeros(max_num_seqs, dtype=np.bool_)  # simple ones that draw from the whole vocabulary
         self._draw_params = np.zeros((max_num_seqs, 4), dtype=np.float32)  # see Draws
         self._mixed_seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._num_blocks = [0] * max_num_seqs
@@ -135,6 +136,7 @@ class RequestTable:
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self.is_simple[row] = new.sampling.is_simple and not processors and new.grammar is None
         self._draw_params[row] = draw_params(new.sampling)
+        self.keep_all[row] = self.is_simple[row] and keeps_all(new.sampling)
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)

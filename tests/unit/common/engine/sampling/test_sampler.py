@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.cpu_kernels.race import PART
 from common.engine.sampling.noise import gumbel_noise, hash_with_numpy, hash_with_torch, stream_key
-from common.engine.sampling.race import Race, checked_race
 from common.engine.sampling.rules import rules_of
 from common.engine.sampling.sampler import MASKED, Sampler, SamplingRow, is_plain
 from common.types import SamplingParams
@@ -370,26 +368,3 @@ def test_draws_are_those_of_a_full_sort(params):
     chosen = [SamplingParams(**params, seed=seed) for seed in range(len(logits))]
     tokens = [token.token_id for token in sample(logits, [row(sampling) for sampling in chosen])]
     assert tokens == [reference_draw(one, sampling) for one, sampling in zip(logits, chosen, strict=True)]
-
-
-@pytest.mark.parametrize("vocab", [1, 7, PART, 5003])
-def test_a_race_draws_what_noise_for_every_token_would(vocab):
-    peaked, flat = logits_of(1, vocab, scale=10.0), logits_of(2, vocab, scale=0.01)
-    masked = torch.where(torch.arange(vocab) % 7 == 0, peaked, -torch.inf)
-    level = torch.zeros(vocab)
-    shapes = [peaked, flat, masked, level, logits_of(4, vocab, scale=100.0)]
-    logits = torch.stack([shapes[seed % len(shapes)] for seed in range(60)])
-    rows = [row(SamplingParams(seed=seed, temperature=0.5 + seed / 40)) for seed in range(len(logits))]
-    assert Sampler(Race(vocab)).sample(logits.clone(), rows) == sample(logits, rows)
-
-
-def test_a_race_beside_rows_without_tokens():
-    logits = torch.stack([torch.full((VOCAB,), torch.nan), logits_of(1, VOCAB), torch.full((VOCAB,), -torch.inf)])
-    tokens = Sampler(Race(VOCAB)).sample(logits.clone(), [row(SamplingParams(seed=5))] * 3)
-    assert tokens == [None, sample(logits[1:2], [row(SamplingParams(seed=5))])[0], None]
-
-
-def test_a_race_that_draws_other_tokens_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(Race, "draw", lambda _, scores, *__: torch.zeros(len(scores), dtype=torch.int64))
-    assert checked_race(5003) is None
-    assert "draws other tokens" in caplog.text

@@ -218,12 +218,14 @@ def test_preempted_request_resumes_where_it_was(driver):
 
 @pytest.mark.parametrize("driver", ["llama", pytest.param(("llama", "gpu"), marks=pytest.mark.gpu)], indirect=True)
 def test_seeded_sampling_does_not_depend_on_the_batch(driver):
-    def sampled(names, chunk):
+    kinds = [{"top_p": 0.95}, {}, {"presence_penalty": 1.0}, {"temperature": 0.0}, {}]
+
+    def sampled(names, chunk, driver=driver):
         ids = [
             driver.add(
                 f"{name}-{chunk}-{len(names)}",
                 prompt_of(5 + name),
-                SamplingParams(temperature=1.3, top_p=0.95, seed=name),
+                SamplingParams(**{"temperature": 1.3, "seed": name, **kinds[name]}),
             )
             for name in names
         ]
@@ -232,9 +234,11 @@ def test_seeded_sampling_does_not_depend_on_the_batch(driver):
             driver.drop(request_id)
         return outputs
 
-    together = sampled([0, 1, 2, 3], 1000)
-    assert [sampled([name], 3)[0] for name in range(4)] == together
-    assert len(set(map(tuple, together))) == 4
+    together = sampled(range(5), 1000)
+    assert [sampled([name], 3)[0] for name in range(5)] == together
+    assert sampled([1, 4], 1000) == [together[1], together[4]]
+    assert sampled(range(5), 1000, Driver(worker_of("llama", "reference"))) == together
+    assert len(set(map(tuple, together))) == 5
 
 
 @pytest.mark.parametrize(
