@@ -3,9 +3,14 @@
     make peers                                  # vLLM for CPUs, in an environment of its own
     python -m benchmarks.compare [--quick] [--markdown FILE] [--json FILE]
 
-Each side is a process with the same weights, type of numbers, prompts and number of tokens, on the same cores; all are
+Each side is a process with the same weights, types of numbers, prompts and number of tokens, on the same cores; all are
 loaded at the same time and take turns. Tokens are chosen greedily, and compared: near logits of a random model may be
 rounded to other tokens, in bfloat16 often.
+
+With int8 the sides compute less of the same. Baton (`--quantization int8`) has int8 weights in all linear layers, and
+activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
+with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
+bfloat16: other tokens are to be expected. transformers takes no part.
 
     baton         the engine in its process, as `baton.LLM` runs it
     vllm          vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
@@ -29,6 +34,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
 from benchmarks.compare.offline import Row, measure_model
 from benchmarks.compare.peers import NAMES, SideError, python_of
@@ -40,7 +46,7 @@ from common.demo_model import demo_model_path
 
 _QUICK_REPEATS, _REPEATS = 2, 5
 _MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
-_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16"]
+_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8"]
 
 
 def main() -> int:
@@ -53,26 +59,27 @@ def main() -> int:
     models = args.models or (_MODELS[:2] if args.quick else _MODELS)
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
     machine = describe_machine()
-    limits = {dtype: measure_limits(dtype) for dtype in args.dtypes}
+    precisions = [PRECISIONS[name] for name in args.dtypes]
+    limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
     rows: list[Row] = []
     serving: list[ServingRow] = []
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(scratch)
         for model in models:
             directory = _directory(model, logs)
-            for dtype in args.dtypes:
-                for row in _offline(model, directory, dtype, names, repeats, limits[dtype], logs):
+            for precision in precisions:
+                for row in _offline(model, directory, precision, names, repeats, limits[precision.name], logs):
                     print(format_row(row), flush=True)
                     rows.append(row)
         if not args.quick or args.serving:
-            serving = _serving(args.serving or ["100M"], args.dtypes, names, args.serving_repeats, logs)
+            serving = _serving(args.serving or ["100M"], precisions, names, args.serving_repeats, logs)
     if args.markdown:
         args.markdown.write_text(format_page(machine, limits, names, rows, serving))
         args.markdown.with_suffix(".svg").write_text(plot(rows, names))
     if args.json:
         found = {
             "machine": machine,
-            "limits": {dtype: each._asdict() for dtype, each in limits.items()},
+            "limits": {precision: each._asdict() for precision, each in limits.items()},
             "offline": [row._asdict() for row in rows],
             "serving": [row._asdict() for row in serving],
         }
@@ -86,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="small models, two repeats, no servers: under 10 minutes")
     parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=_DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=_DTYPES, help=f"default: {_DTYPES}")
     parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all; with --quick all but invariant")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
@@ -106,28 +113,36 @@ def _directory(model: str, scratch: Path) -> Path:
     return directory
 
 
+def _checkpoints(directory: Path, precision: Precision, names: Sequence[str], scratch: Path) -> dict[str, Checkpoint]:
+    """Of the sides that take part, in their order."""
+    return {name: checkpoint_of(name, directory, precision, scratch) for name in names if precision.suits(name)}
+
+
 def _offline(
-    model: str, directory: Path, dtype: str, names: Sequence[str], repeats: int, limits: Limits, logs: Path
+    model: str, directory: Path, precision: Precision, names: Sequence[str], repeats: int, limits: Limits, scratch: Path
 ) -> Iterator[Row]:
+    checkpoints = _checkpoints(directory, precision, names, scratch)
     try:
-        yield from measure_model(model, directory, dtype, names, repeats, work_of(directory, dtype), limits, logs)
+        work = work_of(directory, precision)
+        yield from measure_model(model, precision.name, checkpoints, repeats, work, limits, scratch)
     except SideError as error:
-        print(f"{model} {dtype}: {error}", file=sys.stderr)
+        print(f"{model} {precision.name}: {error}", file=sys.stderr)
 
 
 def _serving(
-    models: Sequence[str], dtypes: Sequence[str], names: Sequence[str], repeats: int, logs: Path
+    models: Sequence[str], precisions: Sequence[Precision], names: Sequence[str], repeats: int, scratch: Path
 ) -> list[ServingRow]:
     servers = [name for name in names if name in ("baton", "vllm")]
     rows = []
     for model in models:
-        for dtype in dtypes:
+        for precision in precisions:
+            checkpoints = _checkpoints(_directory(model, scratch), precision, servers, scratch)
             try:
-                for row in measure_serving(model, _directory(model, logs), dtype, servers, LOADS, repeats, logs):
+                for row in measure_serving(model, precision.name, checkpoints, LOADS, repeats, scratch):
                     print("\n".join(format_serving(row)), flush=True)
                     rows.append(row)
             except SideError as error:
-                print(f"{model} {dtype}: {error}", file=sys.stderr)
+                print(f"{model} {precision.name}: {error}", file=sys.stderr)
     return rows
 
 

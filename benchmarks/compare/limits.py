@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.compare.checkpoints import Precision
 from common.engine.model.packed_linear import PackedLinear
 
 ON_GPU = torch.cuda.is_available()
@@ -24,6 +25,7 @@ _REPEATS = 9
 class Limits(NamedTuple):
     """Of the machine, for one type of numbers."""
 
+    dtype: str  # that is multiplied
     read_bytes_per_s: float
     flops_per_s: float  # of packed linear layers
 
@@ -61,10 +63,10 @@ def measure_limits(dtype: str) -> Limits:
     with torch.inference_mode():
         read_s = _seconds(lambda: numbers.sum())
         multiply_s = _seconds(lambda: multiply(inputs))
-    return Limits(_READ_BYTES / read_s, 2 * _GEMM_ROWS * _GEMM_SIZE**2 / multiply_s)
+    return Limits(dtype, _READ_BYTES / read_s, 2 * _GEMM_ROWS * _GEMM_SIZE**2 / multiply_s)
 
 
-def work_of(directory: Path, dtype: str) -> Work:
+def work_of(directory: Path, precision: Precision) -> Work:
     """Of a model of the Llama kind, from its config.json."""
     config = json.loads((directory / "config.json").read_text())
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
@@ -72,11 +74,10 @@ def work_of(directory: Path, dtype: str) -> Work:
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
     layer_weights = layers * hidden * (2 * queries + 2 * keys + 3 * config["intermediate_size"])
     head_weights = config["vocab_size"] * hidden
-    size = getattr(torch, dtype).itemsize
     return Work(
         vocab_size=config["vocab_size"],
-        weight_bytes=(layer_weights + head_weights) * size,
-        kv_bytes=2 * layers * keys * size,
+        weight_bytes=(layer_weights + head_weights) * precision.weight_size,
+        kv_bytes=2 * layers * keys * precision.dtype_size,
         layer_weights=layer_weights,
         head_weights=head_weights,
         attention_flops=4 * layers * queries,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.compare.checkpoints import Checkpoint
 from benchmarks.compare.limits import Limits, Work
 from benchmarks.compare.peers import Side
 from benchmarks.compare.side import Generation
@@ -82,7 +83,7 @@ class Row(NamedTuple):
     """One measure of one model."""
 
     model: str
-    dtype: str
+    precision: str
     measure: str
     unit: str
     higher_is_better: bool
@@ -92,17 +93,26 @@ class Row(NamedTuple):
 
 
 def measure_model(
-    model: str, directory: Path, dtype: str, names: Sequence[str], repeats: int, work: Work, limits: Limits, logs: Path
+    model: str,
+    precision: str,
+    checkpoints: Mapping[str, Checkpoint],
+    repeats: int,
+    work: Work,
+    limits: Limits,
+    logs: Path,
 ) -> Iterator[Row]:
-    """All measures of one model, on sides that have loaded it. Raises SideError."""
+    """All measures of one model, on the sides that have a checkpoint of it. Raises SideError."""
     with ExitStack() as stack:
-        sides = [stack.enter_context(Side(name, directory, dtype, logs / f"{name}.log")) for name in names]
+        sides = [
+            stack.enter_context(Side(name, checkpoint, logs / f"{name}.log"))
+            for name, checkpoint in checkpoints.items()
+        ]
         for measure in MEASURES:
-            yield _measure(model, dtype, measure, sides, repeats, work.vocab_size, measure.limit(work, limits))
+            yield _measure(model, precision, measure, sides, repeats, work.vocab_size, measure.limit(work, limits))
 
 
 def _measure(
-    model: str, dtype: str, measure: Measure, sides: Sequence[Side], repeats: int, vocab_size: int, limit: float
+    model: str, precision: str, measure: Measure, sides: Sequence[Side], repeats: int, vocab_size: int, limit: float
 ) -> Row:
     figures: dict[str, list[float]] = {side.name: [] for side in sides}
     same = {side.name: True for side in sides}
@@ -119,4 +129,4 @@ def _measure(
             same[side.name] &= generations[side.name].tokens == generations[sides[0].name].tokens
             if repeat:
                 figures[side.name].append(measure.figure(generations[side.name]))
-    return Row(model, dtype, measure.name, measure.unit, measure.higher_is_better, figures, limit, same)
+    return Row(model, precision, measure.name, measure.unit, measure.higher_is_better, figures, limit, same)

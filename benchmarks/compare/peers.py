@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.compare.checkpoints import Checkpoint
 from benchmarks.compare.side import Generation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -54,14 +55,14 @@ def python_of(name: str) -> Python | None:
 class Side(AbstractContextManager["Side"]):
     """One side with one model. Raises SideError if it does not start."""
 
-    def __init__(self, name: str, directory: Path, dtype: str, log: Path) -> None:
+    def __init__(self, name: str, checkpoint: Checkpoint, log: Path) -> None:
         python = python_of(name)
         assert python is not None
         self.name = name
         self._log = log
         with log.open("w") as sink:
             self._process = subprocess.Popen(
-                [python.path, "-m", f"benchmarks.compare.{name}_side", str(directory), dtype],
+                [python.path, "-m", f"benchmarks.compare.{name}_side", *(str(part) for part in checkpoint if part)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,

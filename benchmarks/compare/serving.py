@@ -10,11 +10,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.compare.checkpoints import Checkpoint
 from benchmarks.compare.peers import CHECKOUT, SideError, python_of
 
 _READY_S, _RUN_S, _END_S, _POLL_S = 600.0, 900.0, 60.0, 0.5
@@ -46,7 +47,7 @@ class ServingRow(NamedTuple):
     """One load on one model."""
 
     model: str
-    dtype: str
+    precision: str
     load: str
     figures: dict[str, list[dict[str, float]]]  # by side, one for each repeat
 
@@ -54,12 +55,12 @@ class ServingRow(NamedTuple):
 class Server(AbstractContextManager["Server"]):
     """A server in processes of its own; its URL once it is ready. Raises SideError."""
 
-    def __init__(self, name: str, directory: Path, dtype: str, pods: str, log: Path) -> None:
+    def __init__(self, name: str, checkpoint: Checkpoint, pods: str, log: Path) -> None:
         self.name = name
         self._log = log
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command, variables = _command(name, directory, dtype, pods, port)
+        command, variables = _command(name, checkpoint, pods, port)
         with log.open("w") as sink:
             self._process = subprocess.Popen(
                 command, stdout=sink, stderr=sink, cwd=CHECKOUT, env={**os.environ, **variables}, start_new_session=True
@@ -94,20 +95,26 @@ class Server(AbstractContextManager["Server"]):
 
 
 def measure_serving(
-    model: str, directory: Path, dtype: str, names: Sequence[str], loads: Sequence[Load], repeats: int, logs: Path
+    model: str,
+    precision: str,
+    checkpoints: Mapping[str, Checkpoint],
+    loads: Sequence[Load],
+    repeats: int,
+    logs: Path,
 ) -> Iterator[ServingRow]:
     """All loads; servers of one load run side by side and take turns. Raises SideError."""
     for load in loads:
         with ExitStack() as stack:
             servers = [
-                stack.enter_context(Server(name, directory, dtype, load.pods, logs / f"serve-{name}.log"))
-                for name in names
+                stack.enter_context(Server(name, checkpoint, load.pods, logs / f"serve-{name}.log"))
+                for name, checkpoint in checkpoints.items()
             ]
-            figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            figures: dict[str, list[dict[str, float]]] = {name: [] for name in checkpoints}
             for repeat in range(repeats):
                 for server in servers[:: -1 if repeat % 2 else 1]:
+                    directory = checkpoints[server.name].directory
                     figures[server.name].append(_run(load, server.url, directory, repeat, logs))
-        yield ServingRow(model, dtype, load.name, figures)
+        yield ServingRow(model, precision, load.name, figures)
 
 
 def _run(load: Load, url: str, directory: Path, seed: int, logs: Path) -> dict[str, float]:
@@ -138,12 +145,14 @@ def _bench(url: str, directory: Path, prompt_tokens: int, output_tokens: int, re
     ]  # fmt: skip
 
 
-def _command(name: str, directory: Path, dtype: str, pods: str, port: int) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, checkpoint: Checkpoint, pods: str, port: int) -> tuple[list[str], dict[str, str]]:
+    directory, dtype, quantization = checkpoint
     if name == "baton":
         prefill, _, decode = pods.partition(":")
         return [
             *_CLI, "up", str(directory), "--dtype", dtype, "--prefill", prefill, "--decode", decode,
             "--port", str(port), "--grpc-port", "0", "--log-level", "warning",
+            *(["--quantization", quantization] if quantization else []),
         ], {}  # fmt: skip
     python = python_of(name)
     assert python is not None

@@ -33,8 +33,9 @@ class Generator(Protocol):
         step with the number of tokens that every prompt has by then."""
 
 
-def serve(load: Callable[[str, str], Generator]) -> None:
-    """Runs a side until its input ends; `load` gets directory and dtype, which are the command's arguments."""
+def serve(load: Callable[..., Generator]) -> None:
+    """Runs a side until its input ends; `load` gets the command's arguments: directory, dtype and, if the side is to
+    quantise the model, how."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     side = load(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""What the sides load: the same weights in each precision.
+
+Baton rounds weights to int8 as it loads a model. vLLM loads a checkpoint whose weights are int8 already; it is written
+here in the format of compressed-tensors, with the same rounding. vLLM's int8 kernels for CPUs multiply int8 with int8
+(W8A8), so the checkpoint has it round activations as well, with a scale for each token. The output layer stays as it
+is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from common.engine.config import Quantization
+from common.engine.cpu_kernels.language import MULTIPLIES_PAIRS
+from common.engine.model.quantized_linear import QuantizedLinear
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_LINEAR = "_proj.weight"  # how the names of linear layers end, in models of the Llama kind
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+class Precision(NamedTuple):
+    """The types of numbers of a model."""
+
+    name: str
+    dtype: str  # of activations and KV; also of weights, unless they are quantised
+    quantization: Quantization | None = None
+
+    @property
+    def weight_size(self) -> int:
+        """Bytes of a weight of a linear layer."""
+        return 1 if self.quantization else self.dtype_size
+
+    @property
+    def dtype_size(self) -> int:
+        """Bytes of a number of the `dtype`."""
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
+
+    def suits(self, side: str) -> bool:
+        """Whether a side can compute in it."""
+        return side != "transformers" or self.quantization is None
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("float32", "float32"),
+        Precision("bfloat16", "bfloat16"),
+        Precision("int8", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8"),
+    )
+}
+
+
+class Checkpoint(NamedTuple):
+    """What a side loads, and how."""
+
+    directory: Path
+    dtype: str
+    quantization: Quantization | None  # that the side does itself
+
+
+def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Path) -> Checkpoint:
+    """A model's checkpoint for one of the sides; written to `scratch` if it is one of its own and is not there yet."""
+    if side != "vllm" or precision.quantization is None:
+        return Checkpoint(directory, precision.dtype, precision.quantization)
+    quantized = scratch / f"{directory.name}-int8"
+    if not quantized.exists():
+        write_int8(directory, quantized)
+    return Checkpoint(quantized, precision.dtype, None)
+
+
+def write_int8(source: Path, directory: Path) -> None:
+    """Writes a model whose weights are in one file to a new directory, the weights of its layers in int8."""
+    directory.mkdir()
+    for path in source.iterdir():
+        if path.name not in (_CONFIG, _WEIGHTS):
+            (directory / path.name).symlink_to(path.resolve())
+    config = json.loads((source / _CONFIG).read_text())
+    (directory / _CONFIG).write_text(json.dumps({**config, "quantization_config": _COMPRESSED_TENSORS}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / _WEIGHTS).items():
+        if not name.endswith(_LINEAR):
+            tensors[name] = weight
+            continue
+        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        layer.weight = nn.Parameter(weight)
+        rounded = QuantizedLinear.of(layer)
+        tensors |= {name: rounded.integers, f"{name}_scale": rounded.scale[:, None]}
+    save_file(tensors, directory / _WEIGHTS, {"format": "pt"})

@@ -1,0 +1,60 @@
+"""The comparison's checkpoint with int8 weights, and pages where a side takes no part in a row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of
+from benchmarks.compare.limits import Limits, work_of
+from benchmarks.compare.offline import Row
+from benchmarks.compare.report import format_page, plot
+from tests.tiny_models import tiny_model_dir
+
+INT8 = PRECISIONS["int8"]
+
+
+def test_the_int8_checkpoint_of_vllm_has_the_weights_of_the_model(tmp_path: Path) -> None:
+    source = tiny_model_dir("qwen3")
+    assert checkpoint_of("baton", source, INT8, tmp_path) == Checkpoint(source, INT8.dtype, "int8")
+    directory, _, quantization = checkpoint_of("vllm", source, INT8, tmp_path)
+    assert quantization is None
+    weights, written = load_file(source / "model.safetensors"), load_file(directory / "model.safetensors")
+    scales = {name.removesuffix("_scale"): written.pop(name) for name in list(written) if name.endswith("_scale")}
+    assert written.keys() == weights.keys()
+    assert {name.split(".")[-2] for name in scales} == {
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    for name, weight in weights.items():
+        if name in scales:
+            assert written[name].dtype == torch.int8
+            assert ((written[name] * scales[name] - weight).abs() <= scales[name] * 0.501).all()
+        else:
+            assert torch.equal(written[name], weight)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["hidden_size"] == json.loads((source / "config.json").read_text())["hidden_size"]
+
+
+def test_the_limit_of_int8_reads_a_byte_for_each_weight() -> None:
+    source = tiny_model_dir("qwen3")
+    bfloat16 = work_of(source, PRECISIONS["bfloat16"])
+    int8 = work_of(source, Precision("int8", "bfloat16", "int8"))
+    assert (2 * int8.weight_bytes, int8.kv_bytes) == (bfloat16.weight_bytes, bfloat16.kv_bytes)
+
+
+def test_rows_without_a_side_leave_its_cells_empty() -> None:
+    figures, same = {"baton": [2.0], "vllm": [1.0]}, {"baton": True, "vllm": False}
+    int8 = Row("demo", "int8", "decode, batch 1", "ms", False, figures, 1.0, same)
+    float32 = int8._replace(precision="float32", figures={**figures, "transformers": [4.0]})
+    rows = [float32, int8]
+    page = format_page({}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [])
+    header, _, first, second = (line for line in page.splitlines() if line.startswith("|"))
+    assert header.count("|") == first.count("|") == second.count("|")
+    assert "| 0.50 | 2.00 | 50 % | not vLLM |" in first
+    assert "| 0.50 |  | 50 % | not vLLM (by design) |" in second
+    assert ElementTree.fromstring(plot(rows, ["baton", "vllm", "transformers"])).tag.endswith("svg")
