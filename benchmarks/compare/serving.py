@@ -34,11 +34,13 @@ class Load(NamedTuple):
     output_tokens: int
     long_prompt_tokens: int = 0
     long_prompts_per_s: float = 0.0
+    options: tuple[str, ...] = ()  # of `baton up`
 
 
 LOADS = (
     Load("colocated, 1 stream 512/64", "0:1", 1, 6, 512, 64),
     Load("colocated, 8 streams 512/64", "0:1", 8, 24, 512, 64),
+    Load("the same, `target_itl_ms` none", "0:1", 8, 24, 512, 64, options=("--target-itl-ms", "none")),
     Load("1P1D, 8 streams 128/128 beside 2,048 tokens every 2 s", "1:1", 8, 32, 128, 128, 2048, 0.5),
 )
 
@@ -55,12 +57,12 @@ class ServingRow(NamedTuple):
 class Server(AbstractContextManager["Server"]):
     """A server in processes of its own; its URL once it is ready. Raises SideError."""
 
-    def __init__(self, name: str, checkpoint: Checkpoint, pods: str, log: Path) -> None:
+    def __init__(self, name: str, checkpoint: Checkpoint, load: Load, log: Path) -> None:
         self.name = name
         self._log = log
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command, variables = _command(name, checkpoint, pods, port)
+        command, variables = _command(name, checkpoint, load, port)
         with log.open("w") as sink:
             self._process = subprocess.Popen(
                 command, stdout=sink, stderr=sink, cwd=CHECKOUT, env={**os.environ, **variables}, start_new_session=True
@@ -78,8 +80,8 @@ class Server(AbstractContextManager["Server"]):
                 raise SideError(f"{self.name} has ended:\n{self._log.read_text(errors='replace')[-2000:]}")
             try:
                 with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:  # noqa: S310
-                    if json.load(answer)["data"]:
-                        return
+                    if any(model.get("max_model_len") for model in json.load(answer)["data"]):
+                        return  # Baton's router knows it from a pod that is ready
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass
             time.sleep(_POLL_S)
@@ -106,7 +108,7 @@ def measure_serving(
     for load in loads:
         with ExitStack() as stack:
             servers = [
-                stack.enter_context(Server(name, checkpoint, load.pods, logs / f"serve-{name}.log"))
+                stack.enter_context(Server(name, checkpoint, load, logs / f"serve-{name}.log"))
                 for name, checkpoint in checkpoints.items()
             ]
             figures: dict[str, list[dict[str, float]]] = {name: [] for name in checkpoints}
@@ -145,13 +147,13 @@ def _bench(url: str, directory: Path, prompt_tokens: int, output_tokens: int, re
     ]  # fmt: skip
 
 
-def _command(name: str, checkpoint: Checkpoint, pods: str, port: int) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, checkpoint: Checkpoint, load: Load, port: int) -> tuple[list[str], dict[str, str]]:
     directory, dtype, quantization = checkpoint
     if name == "baton":
-        prefill, _, decode = pods.partition(":")
+        prefill, _, decode = load.pods.partition(":")
         return [
             *_CLI, "up", str(directory), "--dtype", dtype, "--prefill", prefill, "--decode", decode,
-            "--port", str(port), "--grpc-port", "0", "--log-level", "warning",
+            "--port", str(port), "--grpc-port", "0", "--log-level", "warning", *load.options,
             *(["--quantization", quantization] if quantization else []),
         ], {}  # fmt: skip
     python = python_of(name)
