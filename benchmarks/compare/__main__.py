@@ -59,7 +59,8 @@ def main() -> int:
     models = args.models or (_MODELS[:2] if args.quick else _MODELS)
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
     machine = describe_machine()
-    precisions = [PRECISIONS[name] for name in args.dtypes]
+    dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name == "int8")]
+    precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
     rows: list[Row] = []
     serving: list[ServingRow] = []
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="small models, two repeats, no servers: under 10 minutes")
     parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
-    parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, default=_DTYPES, help=f"default: {_DTYPES}")
+    parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
     parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all; with --quick all but invariant")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
