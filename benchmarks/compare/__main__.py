@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ _DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8"]
 def main() -> int:
     """Measures and prints."""
     args = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that sides and servers are stopped
     sides = args.sides or (NAMES[:-1] if args.quick or ON_GPU else NAMES)
     names = [name for name in sides if python_of(name)]
     if missing := set(sides) - set(names):
@@ -75,8 +77,9 @@ def main() -> int:
         if not args.quick or args.serving:
             serving = _serving(args.serving or ["100M"], precisions, names, args.serving_repeats, logs)
     if args.markdown:
-        args.markdown.write_text(format_page(machine, limits, names, rows, serving))
-        args.markdown.with_suffix(".svg").write_text(plot(rows, names))
+        drawing = args.markdown.with_suffix(".svg")
+        args.markdown.write_text(format_page(machine, limits, names, rows, serving, drawing.name))
+        drawing.write_text(plot(rows, names))
     if args.json:
         found = {
             "machine": machine,

@@ -82,8 +82,9 @@ def format_page(
     names: Sequence[str],
     rows: Sequence[Row],
     serving: Sequence[ServingRow],
+    drawing: str,
 ) -> str:
-    """The page."""
+    """The page. `drawing`: the file of the plot, beside it."""
     peers = [name for name in PEERS if name in names]
     lines = [
         "# Baton next to what users would run instead",
@@ -92,6 +93,8 @@ def format_page(
         "The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what",
         "the work needs. With int8 weights vLLM rounds activations too, which Baton does not: tokens differ by design.",
         "The limit is that of Baton then, which reads all weights as int8 and multiplies in the type that is named.",
+        "",
+        f"![Each side's share of what the machine could do]({drawing})",
         "",
         *(f"- {key}: {value}" for key, value in machine.items()),
         *(

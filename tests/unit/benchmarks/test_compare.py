@@ -52,7 +52,7 @@ def test_rows_without_a_side_leave_its_cells_empty() -> None:
     int8 = Row("demo", "int8", "decode, batch 1", "ms", False, figures, 1.0, same)
     float32 = int8._replace(precision="float32", figures={**figures, "transformers": [4.0]})
     rows = [float32, int8]
-    page = format_page({}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [])
+    page = format_page({}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [], "x.svg")
     header, _, first, second = (line for line in page.splitlines() if line.startswith("|"))
     assert header.count("|") == first.count("|") == second.count("|")
     assert "| 0.50 | 2.00 | 50 % | not vLLM |" in first

@@ -59,6 +59,12 @@ def test_more_rows_than_bounds_are_kept_for():
     assert compiled == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 259, 512, 5003, 32_000])
+def test_the_check_at_start_passes(vocab, dtype):
+    assert checked_sampler(vocab, dtype) is not None
+
+
 def test_kernels_that_choose_other_tokens_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(CompiledSampler, "sample", lambda _, logits, __: np.zeros(len(logits), dtype=np.int64))
     assert checked_sampler(5003, torch.float32) is None
