@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.engine.config import Quantization
-from common.engine.cpu_kernels.language import MULTIPLIES_PAIRS
+from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.model.quantized_linear import QuantizedLinear
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"

@@ -11,7 +11,7 @@ from torch import nn
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, Quantization, SchedulerConfig
-from common.engine.cpu_kernels.tiled_linear import has_tiles
+from common.engine.cpu_kernels.tiles import has_tiles
 from common.engine.messages import AddRequest
 from common.engine.model.packed_linear import PackedLinear
 from common.engine.model.streamed_linear import blocks_of

@@ -25,7 +25,7 @@ from common.engine.cpu_kernels.chunk_attention import (
 )
 from common.engine.cpu_kernels.compiled import Call, has_openmp, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
-from common.engine.cpu_kernels.tiled_linear import has_tiles
+from common.engine.cpu_kernels.tiles import has_tiles
 from common.errors import ConfigError
 
 _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbers that an elementwise kernel computes

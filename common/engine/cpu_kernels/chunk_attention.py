@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from common.engine.cpu_kernels import tiled_linear
 from common.engine.cpu_kernels.attention import CacheShape, Scores
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
+from common.engine.cpu_kernels.pairs import load_interleaved, paired
+from common.engine.cpu_kernels.tiles import (
+    MAX_TILE_ROWS,
+    clear_tile,
+    configuration,
+    configure_tiles,
+    load_tile,
+    multiply_tiles,
+    release_tiles,
+    store_tile,
+)
 
 _RUN = 16  # keys that lie side by side in any block
 _HIDDEN, _LOWEST = -1e30, -1e29  # score of a token that is not attended to; below all others, so that its weight is 0
@@ -338,12 +348,12 @@ class _TiledRows(_Rows):
 
     def load(self) -> None:
         """See _Rows."""
-        self.b.configure_tiles(self.chunk.configuration)
+        configure_tiles(self.chunk.configuration)
         super().load()
 
     def store(self) -> None:
         """See _Rows."""
-        self.b.release_tiles()
+        release_tiles(self.b)
         super().store()
 
     def _take_queries(self) -> None:
@@ -351,19 +361,19 @@ class _TiledRows(_Rows):
         self._copy(_FLOATS, self.shape.head_dim // 2, self._queries)
 
     def _keep(self, weights: Sequence[Value], key: Value, start: int) -> None:
-        self._pairs.at(key // 2 * self.num_rows + start).store(self.b.paired(*weights))
+        self._pairs.at(key // 2 * self.num_rows + start).store(paired(self.b, *weights))
 
     def score(self, runs: Sequence[Pointer]) -> None:
         """See _Rows."""
         b, dim = self.b, self.shape.head_dim
         for number, run in enumerate(runs):
             for register in self._TOTALS:
-                b.clear_tile(register)
+                clear_tile(b, register)
             for i in range(0, dim, 2 * _RUN):
-                b.load_tile(self._LEFT, run.at(i), dim)
+                load_tile(self._LEFT, run.at(i), dim)
                 self._multiply(self._queries.at(i // 2 * self.num_rows))
             for register, place in zip(self._TOTALS, self.places, strict=True):
-                b.store_tile(register, self.scores.at(number * _RUN * self.num_rows + place), self.num_rows)
+                store_tile(register, self.scores.at(number * _RUN * self.num_rows + place), self.num_rows)
 
     def add_values(self, runs: Sequence[Pointer]) -> None:
         """See _Rows."""
@@ -376,24 +386,24 @@ class _TiledRows(_Rows):
         with b.loop(0, dim, _RUN) as i:
             self._pair_values(runs, i)
             for register, place in zip(self._TOTALS, self.places, strict=True):
-                b.load_tile(register, self.totals.at(i * self.num_rows + place), self.num_rows)
+                load_tile(register, self.totals.at(i * self.num_rows + place), self.num_rows)
             for pair in range(0, half, _RUN):
-                b.load_tile(self._LEFT, self._values.at(i * half + pair), half)
+                load_tile(self._LEFT, self._values.at(i * half + pair), half)
                 self._multiply(self._pairs.at(pair * self.num_rows))
             for register, place in zip(self._TOTALS, self.places, strict=True):
-                b.store_tile(register, self.totals.at(i * self.num_rows + place), self.num_rows)
+                store_tile(register, self.totals.at(i * self.num_rows + place), self.num_rows)
 
     def _multiply(self, right: Pointer) -> None:
         """Adds the left tile times [16 pairs, rows] to the totals."""
         for register, place in zip(self._TOTALS, self.places, strict=True):
-            self.b.load_tile(self._RIGHT, right.at(place), self.num_rows)
-            self.b.multiply_tiles(register, self._LEFT, self._RIGHT)
+            load_tile(self._RIGHT, right.at(place), self.num_rows)
+            multiply_tiles(self.b, register, self._LEFT, self._RIGHT)
 
     def _pair_values(self, runs: Sequence[Pointer], first: Value) -> None:
         """Of 16 numbers of the values."""
         b, dim, half = self.b, self.shape.head_dim, self.num_keys // 2
         pairs = [
-            b.load_interleaved(run.at(first + token * dim), run.at(first + (token + 1) * dim))
+            load_interleaved(run.at(first + token * dim), run.at(first + (token + 1) * dim))
             for run in runs
             for token in range(0, _RUN, 2)
         ]
@@ -404,4 +414,4 @@ class _TiledRows(_Rows):
 
 def whole_tiles() -> int:
     """Address of the configuration for tiles of 16 rows."""
-    return tiled_linear.configuration(2 * tiled_linear.TILE).data_ptr()
+    return configuration(MAX_TILE_ROWS).data_ptr()

@@ -14,7 +14,9 @@ import torch
 from llvmlite import binding, ir
 from torch.profiler import record_function
 
-from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value
+from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
+from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.cpu_kernels.tiles import has_tiles
 
 _INT = ir.IntType(64)
 _TASKS = 0  # places of what every kernel has, in the block of arguments
@@ -26,6 +28,11 @@ _NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
 
 Body = Callable[[Builder, Value, Any], None]
 """(builder, number of the task, arguments by name): appends the instructions of one task."""
+
+
+def instructions() -> str:
+    """Names what the kernels are compiled for, as far as it decides how they round."""
+    return f"{MAX_LANES} lanes, pairs {MULTIPLIES_PAIRS}, tiles {has_tiles()}"
 
 
 class Function:

@@ -20,29 +20,12 @@ MAX_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # float
 _MIN_LANES = 4  # of a vector; LLVM 22 generates wrong code for some shuffles of two
 
 _INT = ir.IntType(64)
-_INT32 = ir.IntType(32)
+INT32 = ir.IntType(32)
 _BYTE = ir.IntType(8)
-_FLOAT = ir.FloatType()
+FLOAT = ir.FloatType()
 _POINTER = ir.PointerType()
 _CONTRACT = ("contract",)
 _CACHE_LINE = 64  # bytes; scratch memory begins at one
-
-
-class _BFloat16Type(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16Type)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16Type)
-
-
-_BFLOAT16 = _BFloat16Type()
-MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 class ElementType(enum.Enum):
@@ -88,7 +71,7 @@ class Value:
     @property
     def is_float(self) -> bool:
         """True for float32, single or vector."""
-        return bool(_element(self.node.type) == _FLOAT)
+        return bool(_element(self.node.type) == FLOAT)
 
     def __add__(self, other: Operand) -> Value:
         return self._apply("fadd", "add", other)
@@ -221,9 +204,9 @@ class Builder:
     def number(self, value: Operand, lanes: int = 0) -> Value:
         """A constant, or `value` itself; in every one of `lanes` lanes."""
         if not isinstance(value, Value):
-            kind = _FLOAT if isinstance(value, float) else _INT
+            kind = FLOAT if isinstance(value, float) else _INT
             value = Value(self, ir.Constant(kind, value))
-        return self._broadcast(value, lanes) if lanes > 1 and not value.lanes else value
+        return self.broadcast(value, lanes) if lanes > 1 and not value.lanes else value
 
     def matched(self, first: Value, second: Operand) -> tuple[Value, Value]:
         """Both with the same number of lanes."""
@@ -239,7 +222,7 @@ class Builder:
 
     def lane(self, vector: Value, index: int) -> Value:
         """One number of a vector."""
-        return Value(self, self.ir.extract_element(vector.node, ir.Constant(_INT32, index)))
+        return Value(self, self.ir.extract_element(vector.node, ir.Constant(INT32, index)))
 
     def select(self, condition: Value, first: Operand, second: Operand) -> Value:
         """`first` where the condition holds, else `second`."""
@@ -253,7 +236,7 @@ class Builder:
 
     def scratch(self, count: int) -> Pointer:
         """Memory of the running thread for `count` float32 numbers; its content is undefined at first."""
-        return Pointer(self, self.slot(ir.ArrayType(_FLOAT, count)), ElementType.FLOAT32)
+        return Pointer(self, self.slot(ir.ArrayType(FLOAT, count)), ElementType.FLOAT32)
 
     def slot(self, kind: Any) -> Any:
         """Memory of the running thread for one `kind`."""
@@ -288,13 +271,13 @@ class Builder:
     def call(self, function: Value, *arguments: Operand) -> Value:
         """Calls the function at an address, which takes integers and returns one of 32 bits, if any."""
         nodes = [self.number(argument).node for argument in arguments]
-        callee = self.ir.inttoptr(function.node, ir.PointerType(ir.FunctionType(_INT32, [_INT] * len(nodes))))
+        callee = self.ir.inttoptr(function.node, ir.PointerType(ir.FunctionType(INT32, [_INT] * len(nodes))))
         return Value(self, self.ir.sext(self.ir.call(callee, nodes), _INT))
 
     def pause(self) -> None:
         """Lets the other thread of a core go on for a moment."""
         if binding.get_process_triple().startswith("x86_64"):
-            self.ir.call(self._declared("llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), [])), [])
+            self.intrinsic("llvm.x86.sse2.pause", ir.VoidType(), [])
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -325,15 +308,15 @@ class Builder:
         lanes = 0 if lanes == 1 else lanes
         match pointer.element:
             case ElementType.BFLOAT16:
-                raw = self._read(pointer, ir.IntType(16), lanes)
-                wide = self.ir.shl(self.ir.zext(raw, _like(_INT32, lanes)), _constant(_INT32, 16, lanes))
-                return Value(self, self.ir.bitcast(wide, _like(_FLOAT, lanes)))
+                raw = self.read(pointer, ir.IntType(16), lanes)
+                wide = self.ir.shl(self.ir.zext(raw, like(INT32, lanes)), constant(INT32, 16, lanes))
+                return Value(self, self.ir.bitcast(wide, like(FLOAT, lanes)))
             case ElementType.FLOAT32:
-                return Value(self, self._read(pointer, _FLOAT, lanes))
+                return Value(self, self.read(pointer, FLOAT, lanes))
             case ElementType.INT8:
-                return Value(self, self.ir.sitofp(self._read(pointer, _BYTE, lanes), _like(_FLOAT, lanes)))
+                return Value(self, self.ir.sitofp(self.read(pointer, _BYTE, lanes), like(FLOAT, lanes)))
             case ElementType.INT64:
-                return Value(self, self._read(pointer, _INT, lanes))
+                return Value(self, self.read(pointer, _INT, lanes))
 
     def store(self, pointer: Pointer, value: Value) -> None:
         """See Pointer.store."""
@@ -342,120 +325,35 @@ class Builder:
             node = self._rounded_to_bfloat16(value)
         self.ir.store(node, pointer.address, align=pointer.element.value)
 
-    def paired(self, first: Value, second: Value) -> Value:
-        """Both as bfloat16, two in each lane, for processors that have it. Lanes are as of float32, but no numbers."""
-        pairs, kind = ir.VectorType(_BFLOAT16, 2 * MAX_LANES), first.node.type
-        function = self._declared("llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(pairs, [kind, kind]))
-        return self._interleaved(self.ir.call(function, [second.node, first.node]))  # whose halves are in this order
-
-    def paired_integers(self, first: Value, second: Value) -> Value:
-        """Both as bfloat16, two in each lane, of whole numbers up to 256: these lose nothing when their float32 is cut.
-        Lanes are as of float32, but no numbers."""
-        low, high = (self.ir.bitcast(each.node, _like(_INT32, each.lanes)) for each in (first, second))
-        low = self.ir.lshr(low, _constant(_INT32, 16, first.lanes))
-        high = self.ir.and_(high, _constant(_INT32, 0xFFFF0000, first.lanes))
-        return Value(self, self.ir.bitcast(self.ir.or_(low, high), first.node.type))
-
-    def load_interleaved(self, first: Pointer, second: Pointer) -> Value:
-        """MAX_LANES bfloat16 numbers each, two in each lane. Lanes are as of float32, but no numbers."""
-        halves = [self._read(pointer, ir.IntType(16), MAX_LANES) for pointer in (first, second)]
-        order = ir.Constant(ir.VectorType(_INT32, 2 * MAX_LANES), list(range(2 * MAX_LANES)))
-        return self._interleaved(self.ir.shuffle_vector(*halves, order))
-
-    def _interleaved(self, halves: Any) -> Value:
-        order = [lane // 2 + lane % 2 * MAX_LANES for lane in range(2 * MAX_LANES)]
-        mask = ir.Constant(ir.VectorType(_INT32, len(order)), order)
-        mixed = self.ir.shuffle_vector(halves, halves, mask)
-        return Value(self, self.ir.bitcast(mixed, _like(_FLOAT, MAX_LANES)))
-
-    def load_pairs(self, pointer: Pointer, lanes: int) -> Value:
-        """The next 2 * `lanes` bfloat16 numbers as they are, two in each lane."""
-        return Value(self, self._read(pointer, _INT32, lanes))
-
-    def load_pair(self, pointer: Pointer, lanes: int) -> Value:
-        """The next two bfloat16 numbers as they are, in every lane."""
-        return self._broadcast(Value(self, self._read(pointer, _INT32, 0)), lanes)
-
-    def fma_pairs(self, first: Value, second: Value, third: Value) -> Value:
-        """`third` plus, in each lane, the products of two pairs of bfloat16 numbers. A processor with an instruction
-        for it rounds differently."""
-        if not MULTIPLIES_PAIRS:
-            for half in (self._lower, self._upper):
-                third = self.fma(half(first), half(second), third)
-            return third
-        pairs, kind = ir.VectorType(_BFLOAT16, 2 * MAX_LANES), third.node.type
-        function = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(kind, [kind, pairs, pairs]))
-        operands = [third.node, *(self.ir.bitcast(each.node, pairs) for each in (first, second))]
-        return Value(self, self.ir.call(function, operands))
-
-    def _lower(self, pairs: Value) -> Value:
-        shifted = self.ir.shl(pairs.node, _constant(_INT32, 16, pairs.lanes))
-        return Value(self, self.ir.bitcast(shifted, _like(_FLOAT, pairs.lanes)))
-
-    def _upper(self, pairs: Value) -> Value:
-        masked = self.ir.and_(pairs.node, _constant(_INT32, 0xFFFF0000, pairs.lanes))
-        return Value(self, self.ir.bitcast(masked, _like(_FLOAT, pairs.lanes)))
-
-    def configure_tiles(self, configuration: Pointer) -> None:
-        """Gives the tile registers the shapes of a configuration, see `tiled_linear`; they are zero then."""
-        self._tiles("ldtilecfg", [], [configuration.address])
-
-    def release_tiles(self) -> None:
-        """Ends the use of tile registers."""
-        self._tiles("tilerelease", [], [])
-
-    def clear_tile(self, tile: int) -> None:
-        """Makes a tile zero."""
-        self._tiles("tilezero", [tile], [])
-
-    def load_tile(self, tile: int, pointer: Pointer, stride: Operand) -> None:
-        """Reads the rows of a tile, `stride` numbers from one to the next."""
-        self._tiles("tileloadd64", [tile], [pointer.address, self._bytes(pointer, stride)])
-
-    def store_tile(self, tile: int, pointer: Pointer, stride: Operand) -> None:
-        """Writes the rows of a tile, `stride` numbers from one to the next."""
-        self._tiles("tilestored64", [tile], [pointer.address, self._bytes(pointer, stride)])
-
-    def multiply_tiles(self, total: int, first: int, second: int) -> None:
-        """total += first @ second, of bfloat16 numbers: first [rows, 2k], second [k, columns, 2], total float32."""
-        self._tiles("tdpbf16ps", [total, first, second], [])
-
-    def _tiles(self, name: str, tiles: Sequence[int], operands: Sequence[Any]) -> None:
-        operands = [*(ir.Constant(ir.IntType(8), tile) for tile in tiles), *operands]
-        kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-        self.ir.call(self._declared(f"llvm.x86.{name}", kind), operands)
-
-    def _bytes(self, pointer: Pointer, count: Operand) -> Any:
-        return (self.number(count) * pointer.element.value).node
-
     def prefetch(self, pointer: Pointer, count: int) -> None:
         """Asks for `count` numbers to be brought into the processor's cache."""
-        kinds = [_POINTER, _INT32, _INT32, _INT32]
-        function = self._declared("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), kinds))
-        to_read, keep, data = ir.Constant(_INT32, 0), ir.Constant(_INT32, 3), ir.Constant(_INT32, 1)
+        to_read, keep, data = ir.Constant(INT32, 0), ir.Constant(INT32, 3), ir.Constant(INT32, 1)
         for i in range(0, count, _CACHE_LINE // pointer.element.value):
-            self.ir.call(function, [pointer.at(i).address, to_read, keep, data])
+            self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.at(i).address, to_read, keep, data])
 
-    def _declared(self, name: str, kind: Any) -> Any:
-        return self._module.globals.get(name) or ir.Function(self._module, kind, name)
+    def intrinsic(self, name: str, result: Any, operands: Sequence[Any]) -> Any:
+        """Calls one of LLVM's own functions with nodes; returns a node of type `result`."""
+        kind = ir.FunctionType(result, [operand.type for operand in operands])
+        return self.ir.call(self._module.globals.get(name) or ir.Function(self._module, kind, name), operands)
 
-    def _read(self, pointer: Pointer, kind: Any, lanes: int) -> Any:
-        return self.ir.load(pointer.address, typ=_like(kind, lanes), align=pointer.element.value)
+    def read(self, pointer: Pointer, kind: Any, lanes: int) -> Any:
+        """The node of a number as it lies in memory, or of the next `lanes`."""
+        return self.ir.load(pointer.address, typ=like(kind, lanes), align=pointer.element.value)
 
     def _rounded_to_bfloat16(self, value: Value) -> Any:
         """The upper halves, rounded to even. A NaN stays one."""
         lanes = value.lanes
-        bits = self.ir.bitcast(value.node, _like(_INT32, lanes))
-        upper = self.ir.lshr(bits, _constant(_INT32, 16, lanes))
-        odd = self.ir.and_(upper, _constant(_INT32, 1, lanes))
-        rounded = self.ir.add(self.ir.add(bits, _constant(_INT32, 0x7FFF, lanes)), odd)
+        bits = self.ir.bitcast(value.node, like(INT32, lanes))
+        upper = self.ir.lshr(bits, constant(INT32, 16, lanes))
+        odd = self.ir.and_(upper, constant(INT32, 1, lanes))
+        rounded = self.ir.add(self.ir.add(bits, constant(INT32, 0x7FFF, lanes)), odd)
         not_a_number = self.ir.fcmp_unordered("uno", value.node, value.node)
-        kept = self.ir.select(not_a_number, _constant(_INT32, 0x7FC00000, lanes), rounded)
-        return self.ir.trunc(self.ir.lshr(kept, _constant(_INT32, 16, lanes)), _like(ir.IntType(16), lanes))
+        kept = self.ir.select(not_a_number, constant(INT32, 0x7FC00000, lanes), rounded)
+        return self.ir.trunc(self.ir.lshr(kept, constant(INT32, 16, lanes)), like(ir.IntType(16), lanes))
 
     def real(self, integer: Value) -> Value:
         """The integer, or a vector of them, as float32."""
-        return Value(self, self.ir.sitofp(integer.node, _like(_FLOAT, integer.lanes)))
+        return Value(self, self.ir.sitofp(integer.node, like(FLOAT, integer.lanes)))
 
     def fma(self, first: Value, second: Value, third: Value) -> Value:
         """first * second + third, rounded once."""
@@ -485,9 +383,9 @@ class Builder:
         for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
             sum_ = self.fma(sum_, rest, self.number(coefficient, lanes))
         sum_ = self.fma(sum_, rest * rest, rest + 1.0)
-        exponent = self.ir.fptosi(power.node, _like(_INT32, lanes))
-        exponent = self.ir.shl(self.ir.add(exponent, _constant(_INT32, 127, lanes)), _constant(_INT32, 23, lanes))
-        scaled = sum_ * Value(self, self.ir.bitcast(exponent, _like(_FLOAT, lanes)))
+        exponent = self.ir.fptosi(power.node, like(INT32, lanes))
+        exponent = self.ir.shl(self.ir.add(exponent, constant(INT32, 127, lanes)), constant(INT32, 23, lanes))
+        scaled = sum_ * Value(self, self.ir.bitcast(exponent, like(FLOAT, lanes)))
         return self.select(value < -87.3, 0.0, scaled)
 
     def tanh(self, value: Value) -> Value:
@@ -528,7 +426,7 @@ class Builder:
             return numbers[0]
         node = ir.Constant(ir.VectorType(numbers[0].node.type, len(numbers)), ir.Undefined)
         for lane, number in enumerate(numbers):
-            node = self.ir.insert_element(node, number.node, ir.Constant(_INT32, lane))
+            node = self.ir.insert_element(node, number.node, ir.Constant(INT32, lane))
         return Value(self, node)
 
     def transposed(self, rows: Sequence[Value]) -> list[Value]:
@@ -547,7 +445,7 @@ class Builder:
 
     def shuffle(self, first: Value, second: Value, order: Sequence[int]) -> Value:
         """Lanes of both vectors, counted through, in the given order."""
-        mask = ir.Constant(ir.VectorType(_INT32, len(order)), list(order))
+        mask = ir.Constant(ir.VectorType(INT32, len(order)), list(order))
         return Value(self, self.ir.shuffle_vector(first.node, second.node, mask))
 
     def _reduce(self, vector: Value, combine: Any) -> Value:
@@ -560,27 +458,29 @@ class Builder:
             vector = combine(self.shuffle(vector, vector, low), self.shuffle(vector, vector, high))
         return self.lane(vector, 0)
 
-    def _broadcast(self, value: Value, lanes: int) -> Value:
+    def broadcast(self, value: Value, lanes: int) -> Value:
+        """The number in every one of `lanes` lanes."""
         kind = ir.VectorType(value.node.type, lanes)
         if isinstance(value.node, ir.Constant):
             return Value(self, ir.Constant(kind, [value.node.constant] * lanes))
-        one = self.ir.insert_element(ir.Constant(kind, ir.Undefined), value.node, ir.Constant(_INT32, 0))
-        return Value(self, self.ir.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)))
+        one = self.ir.insert_element(ir.Constant(kind, ir.Undefined), value.node, ir.Constant(INT32, 0))
+        return Value(self, self.ir.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)))
 
     def _intrinsic(self, name: str, arguments: Sequence[Value]) -> Value:
         kind = arguments[0].node.type
         full_name = f"{name}.v{kind.count}f32" if isinstance(kind, ir.VectorType) else f"{name}.f32"
-        function = self._declared(full_name, ir.FunctionType(kind, [kind] * len(arguments)))
-        return Value(self, self.ir.call(function, [argument.node for argument in arguments]))
+        return Value(self, self.intrinsic(full_name, kind, [argument.node for argument in arguments]))
 
 
 def _element(kind: Any) -> Any:
     return kind.element if isinstance(kind, ir.VectorType) else kind
 
 
-def _like(kind: Any, lanes: int) -> Any:
+def like(kind: Any, lanes: int) -> Any:
+    """The type of a vector of `lanes` of a kind; without lanes that of one."""
     return ir.VectorType(kind, lanes) if lanes else kind
 
 
-def _constant(kind: Any, value: int, lanes: int) -> Any:
-    return ir.Constant(_like(kind, lanes), [value] * lanes if lanes else value)
+def constant(kind: Any, value: int, lanes: int) -> Any:
+    """A node: the integer in every lane."""
+    return ir.Constant(like(kind, lanes), [value] * lanes if lanes else value)

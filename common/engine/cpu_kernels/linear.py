@@ -12,6 +12,7 @@ from typing import Any
 
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
+from common.engine.cpu_kernels.pairs import fma_pairs, load_pair, load_pairs
 
 MAX_ROWS = 64
 _ROWS = (4, 2, 1)  # computed at once, with sums in registers
@@ -84,11 +85,11 @@ def _multiply(b: Builder, inputs: list[Pointer], weights: Pointer, totals: list[
         sums = [[total.at(place).load(MAX_LANES) for place in places] for total in totals]
         for k in range(0, _PIECE * pair, pair):
             columns = [weights.at(k * block + place * pair) for place in places]
-            factors = [b.load_pairs(each, MAX_LANES) if pair == 2 else each.load(MAX_LANES) for each in columns]
+            factors = [load_pairs(each, MAX_LANES) if pair == 2 else each.load(MAX_LANES) for each in columns]
             for row, source in zip(sums, inputs, strict=True):
                 if pair == 2:
-                    two = b.load_pair(source.at(k), MAX_LANES)
-                    row[:] = [b.fma_pairs(two, factor, sum_) for factor, sum_ in zip(factors, row, strict=True)]
+                    two = load_pair(source.at(k), MAX_LANES)
+                    row[:] = [fma_pairs(b, two, factor, sum_) for factor, sum_ in zip(factors, row, strict=True)]
                 else:
                     one = b.number(source.at(k).load(), MAX_LANES)
                     row[:] = [b.fma(one, factor, sum_) for factor, sum_ in zip(factors, row, strict=True)]

@@ -12,12 +12,22 @@ from typing import Any
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.int8_linear import MAX_ROWS, arguments_of, write_scaled
 from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value
-from common.engine.cpu_kernels.tiled_linear import TILE
+from common.engine.cpu_kernels.pairs import paired_integers
+from common.engine.cpu_kernels.tiles import (
+    INPUTS,
+    MAX_TILE_ROWS,
+    SUMS,
+    TILE,
+    WEIGHTS,
+    configure_tiles,
+    load_tile,
+    multiply_tiles,
+    release_tiles,
+    store_tile,
+)
 
-FEW_ROWS = 2 * TILE
 BLOCK = 2 * TILE  # outputs in a block
 
-_SUMS, _INPUTS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # registers, as in `tiled_linear`
 _DEPTH = 2 * TILE  # inputs that a tile has of each row
 _WIDENED = 2 * TILE * TILE  # pairs of weights, each in the place of a float32: two tiles side by side
 _PIECE = 256  # inputs whose weights are widened at once, at most
@@ -39,21 +49,21 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
     """out = inputs @ weight.T * scale + bias, for up to 16 rows in one tile, or 17 to 32 in two; a task is one block.
 
     inputs [num_rows, in_features] and out [num_rows, out_features] bfloat16, scale and bias [out_features] float32,
-    weight [out_features / BLOCK, in_features, BLOCK] int8; `configuration` is that of num_rows, see `tiled_linear`.
+    weight [out_features / BLOCK, in_features, BLOCK] int8; `configuration` is that of num_rows, see `tiles`.
     """
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * BLOCK)
         widened, sums = b.scratch(2 * _WIDENED), b.scratch(num_tiles * TILE * BLOCK)
-        b.configure_tiles(a.configuration)
+        configure_tiles(a.configuration)
         _widen(b, weight, widened)
         with b.loop(0, a.in_features, _DEPTH) as k:
             following = b.select(k + _DEPTH < a.in_features, k + _DEPTH, k)
             _widen(b, weight.at(following * BLOCK), widened.at((k // _DEPTH + 1) % 2 * _WIDENED))
             _multiply(b, a.inputs.at(k), a.in_features, widened.at(k // _DEPTH % 2 * _WIDENED), num_tiles)
         for register, place in _places(sums, num_tiles):
-            b.store_tile(register, place, BLOCK)
-        b.release_tiles()
+            store_tile(register, place, BLOCK)
+        release_tiles(b)
         write_scaled(b, a, sums, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
 
     return Kernel("few_int8_rows", arguments_of(ElementType.BFLOAT16, "configuration"), body)
@@ -69,7 +79,7 @@ def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
         widened, totals = b.scratch(piece // _DEPTH * _WIDENED), b.scratch(MAX_ROWS * BLOCK)
         with b.loop(0, a.num_rows * BLOCK, TILE) as place:
             totals.at(place).store(b.number(0.0, TILE))
-        rest = a.num_rows % FEW_ROWS
+        rest = a.num_rows % MAX_TILE_ROWS
         whole_end = a.num_rows - rest
         pair_end = b.select(rest < TILE + 1, whole_end, a.num_rows)
         with b.loop(0, a.in_features, piece) as first:
@@ -81,18 +91,18 @@ def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
                 (pair_end, 2, a.rest),
                 (a.num_rows, 1, a.rest),
             ):
-                b.configure_tiles(configuration)
-                with b.loop(start, end, FEW_ROWS) as row:
+                configure_tiles(configuration)
+                with b.loop(start, end, MAX_TILE_ROWS) as row:
                     inputs = a.inputs.at(row * a.in_features + first)
                     for register, sums in _places(totals.at(row * BLOCK), num_tiles):
-                        b.load_tile(register, sums, BLOCK)
+                        load_tile(register, sums, BLOCK)
                     with b.loop(0, piece // _DEPTH) as depth:
                         part = widened.at(depth * _WIDENED)
                         _multiply(b, inputs.at(depth * _DEPTH), a.in_features, part, num_tiles)
                     for register, sums in _places(totals.at(row * BLOCK), num_tiles):
-                        b.store_tile(register, sums, BLOCK)
+                        store_tile(register, sums, BLOCK)
                 start = end
-        b.release_tiles()
+        release_tiles(b)
         write_scaled(b, a, totals, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
 
     return Kernel("many_int8_rows", arguments_of(ElementType.BFLOAT16, "whole", "rest"), body)
@@ -104,21 +114,21 @@ def _widen(b: Builder, weight: Pointer, widened: Pointer) -> None:
     for pair in range(TILE):
         for column in range(0, BLOCK, TILE):
             first, second = (weight.at((2 * pair + i) * BLOCK + column).load(TILE) for i in range(2))
-            widened.at((column + pair) * TILE).store(b.paired_integers(first, second))
+            widened.at((column + pair) * TILE).store(paired_integers(b, first, second))
 
 
 def _multiply(b: Builder, inputs: Pointer, in_features: Value, widened: Pointer, num_tiles: int) -> None:
     """Adds the products of one depth to the sums."""
     for tile in range(num_tiles):
-        b.load_tile(_INPUTS[tile], inputs.at(in_features * (tile * TILE)), in_features)
+        load_tile(INPUTS[tile], inputs.at(in_features * (tile * TILE)), in_features)
     for column in range(2):
-        b.load_tile(_WEIGHTS[column], widened.at(column * TILE * TILE), TILE)
+        load_tile(WEIGHTS[column], widened.at(column * TILE * TILE), TILE)
     for tile in range(num_tiles):
         for column in range(2):
-            b.multiply_tiles(_SUMS[2 * tile + column], _INPUTS[tile], _WEIGHTS[column])
+            multiply_tiles(b, SUMS[2 * tile + column], INPUTS[tile], WEIGHTS[column])
 
 
 def _places(sums: Pointer, num_tiles: int) -> list[tuple[int, Pointer]]:
     """Registers of sums with their places in [rows, BLOCK]."""
     tiles = [(tile, column) for tile in range(num_tiles) for column in range(2)]
-    return [(_SUMS[2 * tile + column], sums.at((tile * BLOCK + column) * TILE)) for tile, column in tiles]
+    return [(SUMS[2 * tile + column], sums.at((tile * BLOCK + column) * TILE)) for tile, column in tiles]

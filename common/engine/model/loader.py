@@ -22,7 +22,7 @@ from common.engine.attention.hook import ATTENTION_NAME
 from common.engine.attention.registry import AttentionBackendName, can_attend
 from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
-from common.engine.cpu_kernels.tiled_linear import instructions
+from common.engine.cpu_kernels.compiled import instructions
 from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms

@@ -19,14 +19,14 @@ from common.engine.cpu_kernels.compiled import (
 )
 from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear_kernel
 from common.engine.cpu_kernels.language import element_type_of
-from common.engine.cpu_kernels.tiled_int8_linear import FEW_ROWS, can_tile_int8
-from common.engine.cpu_kernels.tiled_linear import TILE, configuration, has_tiles
+from common.engine.cpu_kernels.tiled_int8_linear import can_tile_int8
+from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles
 from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.quantized_linear import QuantizedLinear
 from common.errors import ModelLoadError
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
-_CHECKED_ROWS = (1, FEW_ROWS - 1, 2 * FEW_ROWS + 3)  # that all kernels take part in
+_CHECKED_ROWS = (1, MAX_TILE_ROWS - 1, 2 * MAX_TILE_ROWS + 3)  # that all kernels take part in
 _CHECKED_OUTPUTS = 192
 _MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the norm
 
@@ -93,7 +93,7 @@ class _Tiles:
         many = tiled_int8_linear.many_int8_rows_kernel(tiled_int8_linear.piece_of(in_features), has_bias=has_bias)
         weight = _in_blocks(integers, tiled_int8_linear.BLOCK)
         self._few, self._many = [Call(kernel) for kernel in few], Call(many)
-        self._many.point("whole", configuration(FEW_ROWS))
+        self._many.point("whole", configuration(MAX_TILE_ROWS))
         for call in (*self._few, self._many):
             call.set("in_features", in_features)
             call.set("out_features", out_features)
@@ -102,12 +102,12 @@ class _Tiles:
 
     def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_rows = len(inputs)
-        if num_rows <= FEW_ROWS:
+        if num_rows <= MAX_TILE_ROWS:
             call = self._few[num_rows > TILE]
             call.point("configuration", configuration(num_rows))
         else:
             call = self._many
-            call.point("rest", configuration(num_rows % FEW_ROWS or FEW_ROWS))
+            call.point("rest", configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS))
         _run(call, inputs, out, self._num_blocks, self._num_weights)
 
 

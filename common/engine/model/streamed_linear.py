@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.engine.cpu_kernels import tiled_linear
 from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
-from common.engine.cpu_kernels.tiled_linear import can_tile, has_tiles, tiled_linear_kernel
+from common.engine.cpu_kernels.tiled_linear import can_tile, tiled_linear_kernel
+from common.engine.cpu_kernels.tiles import TILE, configuration, has_tiles
 from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.packed_linear import PackedLinear
 from common.errors import ConfigError
@@ -107,7 +107,7 @@ class _FewRows:
 
 class _FewTiledRows(_FewRows):
     def _shape(self, call: Call, num_rows: int) -> None:
-        call.point("configuration", tiled_linear.configuration(num_rows))
+        call.point("configuration", configuration(num_rows))
 
 
 def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:
@@ -115,7 +115,7 @@ def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:
     dtype, has_bias = linear.weight.dtype, linear.bias is not None
     if dtype == torch.bfloat16 and has_tiles() and can_tile(linear.in_features, linear.out_features, blocks.width):
         tiles = (tiled_linear_kernel(blocks.width, num_tiles=tiles, has_bias=has_bias) for tiles in (1, 2))
-        return _FewTiledRows(linear, blocks, list(tiles), tiled_linear.TILE)
+        return _FewTiledRows(linear, blocks, list(tiles), TILE)
     kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
     return _FewRows(linear, blocks, [kernel], MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16)
 

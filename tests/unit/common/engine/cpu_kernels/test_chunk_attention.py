@@ -14,7 +14,7 @@ from common.engine.cpu_kernels.chunk_attention import (
 )
 from common.engine.cpu_kernels.compiled import Call
 from common.engine.cpu_kernels.language import element_type_of
-from common.engine.cpu_kernels.tiled_linear import has_tiles
+from common.engine.cpu_kernels.tiles import has_tiles
 
 NUM_LAYERS, LAYER = 2, 1
 PLAIN = Scores(0.125)

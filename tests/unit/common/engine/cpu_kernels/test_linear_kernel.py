@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.engine.cpu_kernels import language
+from common.engine.cpu_kernels import pairs
 from common.engine.cpu_kernels.compiled import Call
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
@@ -47,7 +47,7 @@ def test_computes_the_same_and_each_row_whatever_is_beside_it(dtype, block, has_
 
 
 def test_pairs_without_an_instruction_for_them(monkeypatch):
-    monkeypatch.setattr(language, "MULTIPLIES_PAIRS", False)
+    monkeypatch.setattr(pairs, "MULTIPLIES_PAIRS", False)
     linear_kernel.cache_clear()
     try:
         test_computes_the_same_and_each_row_whatever_is_beside_it(torch.bfloat16, 64, has_bias=True)

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from common.engine.cpu_kernels import tiled_linear
+from common.engine.cpu_kernels import tiles
 from common.engine.cpu_kernels.compiled import Call
-from common.engine.cpu_kernels.tiled_linear import MAX_ROWS, can_tile, configuration, has_tiles, tiled_linear_kernel
+from common.engine.cpu_kernels.tiled_linear import can_tile, tiled_linear_kernel
+from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles
 
 IN_FEATURES, OUT_FEATURES = 96, 192
 
@@ -13,7 +14,7 @@ IN_FEATURES, OUT_FEATURES = 96, 192
 @pytest.mark.parametrize("block", [32, 64])
 def test_computes_the_same_and_each_row_whatever_is_beside_it(block, has_bias):
     torch.manual_seed(0)
-    inputs = torch.randn(MAX_ROWS, IN_FEATURES).bfloat16()
+    inputs = torch.randn(MAX_TILE_ROWS, IN_FEATURES).bfloat16()
     weight = (torch.randn(OUT_FEATURES, IN_FEATURES) / 8).bfloat16()
     bias = torch.randn(OUT_FEATURES) if has_bias else None
     expected = torch.nn.functional.linear(inputs.double(), weight.double(), bias.double() if has_bias else None)
@@ -28,7 +29,7 @@ def multiply(inputs, weight, bias, block):
     num_rows = len(inputs)
     out = torch.full((num_rows, OUT_FEATURES), torch.nan, dtype=torch.bfloat16)
     call = Call(
-        tiled_linear_kernel(block, num_tiles=-(-num_rows // tiled_linear.TILE), has_bias=bias is not None),
+        tiled_linear_kernel(block, num_tiles=-(-num_rows // TILE), has_bias=bias is not None),
         inputs=inputs.data_ptr(),
         weight=packed.data_ptr(),
         out=out.data_ptr(),
@@ -43,8 +44,8 @@ def multiply(inputs, weight, bias, block):
 
 
 def test_processors_without_the_instructions_are_not_asked_for_them(monkeypatch):
-    monkeypatch.setattr(tiled_linear.binding, "get_host_cpu_features", dict)
-    monkeypatch.setattr(tiled_linear.ctypes, "CDLL", lambda name: pytest.fail("asked"))
+    monkeypatch.setattr(tiles.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(tiles.ctypes, "CDLL", lambda name: pytest.fail("asked"))
     assert not has_tiles.__wrapped__()
 
 
