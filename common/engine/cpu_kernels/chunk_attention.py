@@ -28,7 +28,9 @@ from common.engine.cpu_kernels.tiles import (
 )
 
 _RUN = 16  # keys that lie side by side in any block
-_HIDDEN, _LOWEST = -1e30, -1e29  # score of a token that is not attended to; below all others, so that its weight is 0
+_HIDDEN, _LOWEST = -1e35, -1e29  # score of a token that is not attended to; below all others, so that its weight is 0
+_LOG2_E = 1.4426950408889634
+_GROWTH = 8.0  # of a maximum, as a power of two, up to which weights are kept relative to the one before
 _FLOATS = ElementType.FLOAT32
 
 
@@ -74,8 +76,8 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
         with b.loop(rows.first_key(), rows.end, rows.num_keys) as key:
             runs = [rows.keys_at(key + start) for start in range(0, rows.num_keys, _RUN)]
             rows.score(runs)
-            rows.weigh(key)
-            rows.add_values([run.at(shape.num_kv_heads * shape.head_numbers) for run in runs])
+            has_shrunk = rows.weigh(key)
+            rows.add_values([run.at(shape.num_kv_heads * shape.head_numbers) for run in runs], has_shrunk)
         rows.store()
 
     ints = ElementType.INT64
@@ -106,6 +108,7 @@ class _Rows(ABC):
     num_rows: ClassVar[int]
     num_keys: ClassVar[int]  # attended to at once
     keys_per_turn: ClassVar[int]  # whose weights are kept together
+    degree: ClassVar[int]  # of the polynomial that gives weights, see `exp2`
 
     def __init__(
         self, b: Builder, shape: CacheShape, scores: Scores, chunk: _Chunk, kv_head: Value, first: Value
@@ -123,6 +126,8 @@ class _Rows(ABC):
         self.factors = b.scratch(num_rows)  # that shrink totals as the maximum grows
         self._positions, self._sinks = b.scratch(num_rows), b.scratch(num_rows)
         self._maxima, self._sums = b.scratch(num_rows), b.scratch(num_rows)
+        # Weights are powers of two, so that scaling a score and subtracting the maximum is one operation.
+        self._power = _LOG2_E * (scores.scale if scores.softcap is None else 1.0)  # of two, for a score of 1
 
     @property
     def places(self) -> range:
@@ -134,8 +139,8 @@ class _Rows(ABC):
         """scores = keys @ queries"""
 
     @abstractmethod
-    def add_values(self, runs: Sequence[Pointer]) -> None:
-        """totals = totals * factors + values @ weights"""
+    def add_values(self, runs: Sequence[Pointer], has_shrunk: Value) -> None:
+        """totals = totals * factors + values @ weights. `has_shrunk`: any factor is below 1."""
 
     @abstractmethod
     def _take_queries(self) -> None:
@@ -206,35 +211,69 @@ class _Rows(ABC):
             for i, line in enumerate(b.transposed(lines)):
                 target.at((column + i) * num_rows + row).store(line)
 
-    def weigh(self, first_key: Value) -> None:
-        """Turns scores into weights, with running maxima and sums."""
-        b, scores = self.b, self._scores
+    def weigh(self, first_key: Value) -> Value:
+        """Turns scores into weights, with running sums relative to running maxima. Returns whether any factor is below
+        1."""
+        b = self.b
+        if self._scores.softcap is not None:
+            self._cap(self._scores.softcap)
+        with b.otherwise(self._sees_all(first_key)):
+            self._hide(first_key)
+        maxima = [b.variable(b.number(_HIDDEN, MAX_LANES)) for _ in self.places]
+        with b.loop(0, self.num_keys) as key:
+            for start, maximum in zip(self.places, maxima, strict=True):
+                maximum.set(b.maximum(maximum.get(), self.scores.at(key * self.num_rows + start).load(MAX_LANES)))
+        smallest = b.number(1.0, MAX_LANES)
+        for start, maximum in zip(self.places, maxima, strict=True):
+            before, found = self._maxima.at(start).load(MAX_LANES), maximum.get() * self._power
+            reference = b.select(before + _GROWTH < found, found, before)
+            factor = b.exp2(before - reference)
+            smallest = b.minimum(smallest, factor)
+            self.factors.at(start).store(factor)
+            self._maxima.at(start).store(reference)
+            self._add_weights(start, reference, factor)
+        return b.min(smallest) < 1.0
+
+    def _add_weights(self, start: int, reference: Value, factor: Value) -> None:
+        """Keeps the weights of a vector of rows, and adds them up."""
+        b = self.b
+        subtrahend, power = b.number(0.0) - reference, b.number(self._power, MAX_LANES)
+        total = b.variable(self._sums.at(start).load(MAX_LANES) * factor)
+        with b.loop(0, self.num_keys, self.keys_per_turn) as key:
+            rows = [self.scores.at((key + i) * self.num_rows + start) for i in range(self.keys_per_turn)]
+            powers = [b.fma(row.load(MAX_LANES), power, subtrahend) for row in rows]
+            weights = [b.exp2(power, degree=self.degree) for power in powers]
+            for weight in weights:
+                total.set(total.get() + weight)
+            self._keep(weights, key, start)
+        self._sums.at(start).store(total.get())
+
+    def _cap(self, softcap: float) -> None:
+        b = self.b
+        with b.loop(0, self.num_keys * self.num_rows, MAX_LANES) as i:
+            place = self.scores.at(i)
+            place.store(b.tanh(place.load(MAX_LANES) * (self._scores.scale / softcap)) * softcap)
+
+    def _sees_all(self, first_key: Value) -> Value:
+        """Whether each row sees all keys from the first on."""
+        b, window = self.b, self._scores.window
+        sees_all = self._position(b.number(0)) >= first_key + (self.num_keys - 1)
+        if window is not None:
+            sees_all = sees_all & (self.end < first_key + (window + 1))
+        return sees_all
+
+    def _hide(self, first_key: Value) -> None:
+        """Lowers scores of keys that rows do not see."""
+        b, window = self.b, self._scores.window
         for start in self.places:
-            positions, before = (memory.at(start).load(MAX_LANES) for memory in (self._positions, self._maxima))
-            maximum = b.variable(before)
+            positions = self._positions.at(start).load(MAX_LANES)
             with b.loop(0, self.num_keys) as key:
                 place = self.scores.at(key * self.num_rows + start)
-                score = place.load(MAX_LANES) * scores.scale
-                if scores.softcap is not None:
-                    score = b.tanh(score * (1.0 / scores.softcap)) * scores.softcap
                 position = b.number(b.real(first_key + key), MAX_LANES)
                 visible = positions >= position
-                if scores.window is not None:
-                    visible = visible & (positions < position + float(scores.window))
-                score = b.select(visible, score, _HIDDEN)
-                place.store(score)
-                maximum.set(b.maximum(maximum.get(), score))
-            factor = b.exp(before - maximum.get())
-            total = b.variable(self._sums.at(start).load(MAX_LANES) * factor)
-            with b.loop(0, self.num_keys, self.keys_per_turn) as key:
-                rows = [self.scores.at((key + i) * self.num_rows + start) for i in range(self.keys_per_turn)]
-                weights = [b.exp(row.load(MAX_LANES) - maximum.get()) for row in rows]
-                for weight in weights:
-                    total.set(total.get() + weight)
-                self._keep(weights, key, start)
-            self.factors.at(start).store(factor)
-            self._maxima.at(start).store(maximum.get())
-            self._sums.at(start).store(total.get())
+                if window is not None:
+                    visible = visible & (positions < position + float(window))
+                place.store(b.select(visible, place.load(MAX_LANES), _HIDDEN))
 
     def store(self) -> None:
         """Writes the results."""
@@ -257,10 +296,10 @@ class _Rows(ABC):
         sums = self._sums.at(start).load(MAX_LANES)
         if not self._scores.has_sinks:
             return b.number(1.0, MAX_LANES) / sums
-        before, sinks = (memory.at(start).load(MAX_LANES) for memory in (self._maxima, self._sinks))
+        before, sinks = self._maxima.at(start).load(MAX_LANES), self._sinks.at(start).load(MAX_LANES) * _LOG2_E
         maximum = b.maximum(before, sinks)
-        factor = b.exp(before - maximum)
-        return factor / (sums * factor + b.exp(sinks - maximum))
+        factor = b.exp2(before - maximum)
+        return factor / (sums * factor + b.exp2(sinks - maximum))
 
 
 class _VectorRows(_Rows):
@@ -269,6 +308,7 @@ class _VectorRows(_Rows):
     num_rows = 2 * MAX_LANES
     num_keys = 2 * _RUN
     keys_per_turn = 1
+    degree = 6
     _SUMS = MAX_LANES // 2  # keys, or numbers of a value, whose sums are in registers
 
     def _take_queries(self) -> None:
@@ -290,7 +330,7 @@ class _VectorRows(_Rows):
                     sums.add([keys.at(i + key * dim).load() for key in range(self._SUMS)], queries)
                 sums.store(self.scores, first + number * _RUN, self.num_rows)
 
-    def add_values(self, runs: Sequence[Pointer]) -> None:
+    def add_values(self, runs: Sequence[Pointer], has_shrunk: Value) -> None:
         """See _Rows."""
         b, dim = self.b, self.shape.head_dim
         factors = [self.factors.at(place).load(MAX_LANES) for place in self.places]
@@ -339,6 +379,7 @@ class _TiledRows(_Rows):
     num_rows = 4 * MAX_LANES
     num_keys = 4 * _RUN
     keys_per_turn = 2
+    degree = 4  # weights are rounded to 8 bits
     _TOTALS, _LEFT, _RIGHT = range(4), 4, 5  # registers
 
     def __init__(self, *args: Any) -> None:
@@ -375,14 +416,15 @@ class _TiledRows(_Rows):
             for register, place in zip(self._TOTALS, self.places, strict=True):
                 store_tile(register, self.scores.at(number * _RUN * self.num_rows + place), self.num_rows)
 
-    def add_values(self, runs: Sequence[Pointer]) -> None:
+    def add_values(self, runs: Sequence[Pointer], has_shrunk: Value) -> None:
         """See _Rows."""
         b, dim, half = self.b, self.shape.head_dim, self.num_keys // 2
-        factors = [self.factors.at(place).load(MAX_LANES) for place in self.places]
-        with b.loop(0, dim) as i:
-            for place, factor in zip(self.places, factors, strict=True):
-                total = self.totals.at(i * self.num_rows + place)
-                total.store(total.load(MAX_LANES) * factor)
+        with b.when(has_shrunk):
+            factors = [self.factors.at(place).load(MAX_LANES) for place in self.places]
+            with b.loop(0, dim) as i:
+                for place, factor in zip(self.places, factors, strict=True):
+                    total = self.totals.at(i * self.num_rows + place)
+                    total.store(total.load(MAX_LANES) * factor)
         with b.loop(0, dim, _RUN) as i:
             self._pair_values(runs, i)
             for register, place in zip(self._TOTALS, self.places, strict=True):

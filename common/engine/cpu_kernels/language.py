@@ -25,6 +25,15 @@ _BYTE = ir.IntType(8)
 FLOAT = ir.FloatType()
 _POINTER = ir.PointerType()
 _CONTRACT = ("contract",)
+_SCALED_LANES = 16 if MAX_LANES == 16 and binding.get_process_triple().startswith("x86_64") else None
+"""Of vectors that one instruction multiplies with powers of two, whatever these are."""
+
+# Polynomials for 2 to the power of -0.5 to 0.5, from the highest power on, with the smallest relative error; the last
+# coefficient is 1.
+_EXP2 = {
+    4: (0.0095828531, 0.0559064246, 0.240240986, 0.693124193),
+    6: (0.000153533619, 0.00133988744, 0.00961843736, 0.0555033247, 0.240226479, 0.693147203),
+}
 _CACHE_LINE = 64  # bytes; scratch memory begins at one
 
 
@@ -383,10 +392,31 @@ class Builder:
         for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
             sum_ = self.fma(sum_, rest, self.number(coefficient, lanes))
         sum_ = self.fma(sum_, rest * rest, rest + 1.0)
-        exponent = self.ir.fptosi(power.node, like(INT32, lanes))
-        exponent = self.ir.shl(self.ir.add(exponent, constant(INT32, 127, lanes)), constant(INT32, 23, lanes))
-        scaled = sum_ * Value(self, self.ir.bitcast(exponent, like(FLOAT, lanes)))
-        return self.select(value < -87.3, 0.0, scaled)
+        return self.select(value < -87.3, 0.0, sum_ * self._power_of_two(power))
+
+    def exp2(self, value: Value, *, degree: int = 6) -> Value:
+        """2 to the power of `value`, which is below 127; 1 for 0, and 0 far below -126. The relative error is 1e-7, or
+        3e-6 with a polynomial of `degree` 4."""
+        lanes = value.lanes
+        can_scale = lanes == _SCALED_LANES
+        value = value if can_scale else self.maximum(value, -150.0)
+        power = self._intrinsic("llvm.rint", [value])
+        rest = value - power
+        sum_ = self.number(_EXP2[degree][0], lanes)
+        for coefficient in (*_EXP2[degree][1:], 1.0):
+            sum_ = self.fma(sum_, rest, self.number(coefficient, lanes))
+        if can_scale:
+            every_lane, as_usual = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)
+            nodes = [sum_.node, power.node, sum_.node, every_lane, as_usual]
+            return Value(self, self.intrinsic("llvm.x86.avx512.mask.scalef.ps.512", sum_.node.type, nodes))
+        return self.select(value < -126.0, 0.0, sum_ * self._power_of_two(power))
+
+    def _power_of_two(self, power: Value) -> Value:
+        """Of whole numbers from -126 to 127."""
+        exponent = self.ir.fptosi(power.node, like(INT32, power.lanes))
+        biased = self.ir.add(exponent, constant(INT32, 127, power.lanes))
+        bits = self.ir.shl(biased, constant(INT32, 23, power.lanes))
+        return Value(self, self.ir.bitcast(bits, like(FLOAT, power.lanes)))
 
     def tanh(self, value: Value) -> Value:
         """The hyperbolic tangent, within 1e-7."""

@@ -20,7 +20,14 @@ NUM_LAYERS, LAYER = 2, 1
 PLAIN = Scores(0.125)
 SCORES = [PLAIN, Scores(0.2, window=7), Scores(0.1, softcap=5.0), Scores(0.3, window=70, has_sinks=True)]
 CHUNKS = [(1, 1), (5, 5), (40, 40), (1, 77), (70, 133), (33, 300)]  # query tokens, tokens of the sequence
-QUICK = [(64, 16, 2, 3, PLAIN), (128, 32, 1, 4, SCORES[3]), (96, 48, 2, 1, SCORES[1]), (64, 16, 1, 7, SCORES[2])]
+STEEP = Scores(1.5)  # maxima grow by more than what weights are kept relative to
+QUICK = [
+    (64, 16, 2, 3, PLAIN),
+    (64, 16, 1, 2, STEEP),
+    (128, 32, 1, 4, SCORES[3]),
+    (96, 48, 2, 1, SCORES[1]),
+    (64, 16, 1, 7, SCORES[2]),
+]
 ALL = list(itertools.product([32, 64, 96, 128, 256], [16, 48, 128], [2], [1, 3, 8], SCORES))
 VARIANTS = [
     pytest.param(torch.float32, False, id="float32"),

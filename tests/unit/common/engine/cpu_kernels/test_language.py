@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.engine.cpu_kernels import language
 from common.engine.cpu_kernels.compiled import Call, Kernel
 from common.engine.cpu_kernels.language import ElementType, element_type_of
 
@@ -27,6 +28,19 @@ def test_exp():
     normal = inputs > -87.3
     assert float(((out - expected).abs() / expected)[normal].max()) < 2.5e-7
     assert not out[~normal].any()
+
+
+@pytest.mark.parametrize(("degree", "error"), [(4, 3e-6), (6, 2e-7)])
+@pytest.mark.parametrize("can_scale", [True, False])
+def test_powers_of_two(degree, error, can_scale, monkeypatch):
+    if not can_scale:
+        monkeypatch.setattr(language, "_SCALED_LANES", None)
+    inputs = torch.linspace(-125, 126, 16 * 4000)
+    out = mapped(lambda b, x: b.exp2(x, degree=degree), inputs, torch.empty_like(inputs))
+    expected = inputs.double().exp2()
+    assert float(((out - expected).abs() / expected).max()) < error
+    inputs[:16], inputs[16:32] = 0.0, -1e35
+    assert mapped(lambda b, x: b.exp2(x, degree=degree), inputs, out)[:32].tolist() == [1.0] * 16 + [0.0] * 16
 
 
 def test_tanh():
