@@ -38,12 +38,11 @@ class Engine:
 
     def import_image(self, root: Path, name: str) -> None:
         """Makes an image of a directory."""
-        packed = subprocess.Popen(["tar", "--directory", str(root), "--create", "."], stdout=subprocess.PIPE)
-        assert packed.stdout is not None
-        subprocess.run(
-            [self.program, "import", "-", name], env=self.env, stdin=packed.stdout, check=True, capture_output=True
-        )
-        assert packed.wait() == 0
+        with subprocess.Popen(["tar", "--directory", str(root), "--create", "."], stdout=subprocess.PIPE) as packed:
+            subprocess.run(
+                [self.program, "import", "-", name], env=self.env, stdin=packed.stdout, check=True, capture_output=True
+            )
+        assert packed.returncode == 0
 
     def has_image(self, name: str) -> bool:
         """Whether there is such an image."""
