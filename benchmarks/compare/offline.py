@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.compare.side import Generation
 _CONTEXT, _DECODED = 128, 48
 _WARM_UP_TOKENS = 4
 _FIRST_WORD = 3  # tokens below may be special
+_REST_S = 0.5  # before each turn: threads of the side before go on spinning, those of Intel's OpenMP for 0.2 s
 
 
 class Measure(NamedTuple):
@@ -124,7 +126,10 @@ def _measure(
         ]
         num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, _WARM_UP_TOKENS)
         shift = repeat % len(sides)  # no side is always the first
-        generations = {side.name: side.generate(prompts, num_tokens) for side in (*sides[shift:], *sides[:shift])}
+        generations = {}
+        for side in (*sides[shift:], *sides[:shift]):
+            time.sleep(_REST_S)
+            generations[side.name] = side.generate(prompts, num_tokens)
         for side in sides:
             same[side.name] &= generations[side.name].tokens == generations[sides[0].name].tokens
             if repeat:

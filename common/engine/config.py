@@ -64,8 +64,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool,
         Meta(
             description="Logits of a request are the same to the last bit whatever else is in the batch, however its "
-            "prompt was cut, with and without a handoff, before and after a migration. For models of the Llama kind on "
-            "CPUs; slower."
+            "prompt was cut, with and without a handoff, before and after a migration. For models of the Llama kind; "
+            "slower."
         ),
     ] = False
     logits_processors: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from torch import nn
@@ -16,7 +15,8 @@ from common.engine.messages import AddRequest
 from common.engine.model.packed_linear import PackedLinear
 from common.engine.model.streamed_linear import blocks_of
 from common.errors import ConfigError
-from common.types import RequestId, SampledToken, SamplingParams
+from common.types import RequestId, SampledToken
+from tests.integration.batch_invariance_rig import OUTPUT_TOKENS, SAMPLING, alone, run
 from tests.integration.handoff_rig import Handoffs, create_engine
 from tests.tiny_models import tiny_model_dir
 
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.skipif(
     blocks_of(LAYER.weight.detach(), PackedLinear(LAYER).packed) is None,
     reason="oneDNN packs weights differently on this processor",
 )
-OUTPUT_TOKENS = 12
-SAMPLING = SamplingParams(temperature=1.0, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True, num_logprobs=3)
 NEEDS_TILES = pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
 WEIGHTS = [  # dtype and quantization
     ("float32", None),
@@ -64,25 +62,6 @@ def requests(seed: int) -> list[list[int]]:
         + [source.randrange(3, 1000) for _ in range(source.choice([1, 15, 16, 40, 150, 300]))]
         for index in range(9)
     ]
-
-
-def alone(client: InprocClient, prompts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
-    return [run(client, [prompt], [0])[0] for prompt in prompts]
-
-
-def run(client: InprocClient, prompts: Sequence[Sequence[int]], arrivals: Sequence[int]) -> list[list[SampledToken]]:
-    """Tokens of requests, each of which arrives at a step."""
-    found: dict[RequestId, list[SampledToken]] = {RequestId(f"r{index}"): [] for index in range(len(prompts))}
-    step = 0
-    while step <= max(arrivals) or client.has_unfinished:
-        for request_id, prompt, arrival in zip(found, prompts, arrivals, strict=True):
-            if arrival == step:
-                client.add_request(AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling=SAMPLING))
-        for output in client.step().outputs:
-            found[output.request_id] += output.tokens
-        step += 1
-    assert all(len(tokens) == OUTPUT_TOKENS for tokens in found.values())
-    return list(found.values())
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), WEIGHTS)

@@ -9,13 +9,14 @@ import torch
 
 from common.engine.attention.base import AttentionBackend, KVSpec
 
-AttentionBackendName = Literal["torch", "cpu", "cpu-invariant", "triton"]
+AttentionBackendName = Literal["torch", "cpu", "cpu-invariant", "triton", "triton-invariant"]
 
 _BACKENDS: dict[AttentionBackendName, str] = {
     "torch": "common.engine.attention.torch_backend:TorchAttention",
     "cpu": "common.engine.attention.cpu_backend:CpuAttention",
     "cpu-invariant": "common.engine.attention.cpu_backend:BatchInvariantAttention",
     "triton": "common.engine.attention.triton_backend:TritonAttention",
+    "triton-invariant": "common.engine.attention.triton_backend:BatchInvariantTritonAttention",
 }
 
 

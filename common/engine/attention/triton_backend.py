@@ -154,7 +154,7 @@ class TritonAttention:
                 shape = (num_decodes, kind.num_heads, parts)
                 partial_out = torch.empty((*shape, self._head_dim), dtype=torch.float32, device=self._device)
                 partial_weight = torch.empty(shape, dtype=torch.float32, device=self._device)
-            tile = decode_tile(kind.num_heads // self._num_kv_heads, self._head_dim, query.dtype)
+            tile = self._decode_tile(kind.num_heads // self._num_kv_heads, query.dtype)
             self._launch(layer, query, query_stride, out, kind, tile, None, partial_out, partial_weight, parts)
             if parts > 1:
                 join_parts_kernel[(num_decodes * kind.num_heads,)](
@@ -169,7 +169,7 @@ class TritonAttention:
                 )
         if num_decodes < len(self._batch.seq_lens):
             group = kind.num_heads // self._num_kv_heads
-            tile = chunk_tile(group, self._head_dim, query.dtype)
+            tile = self._chunk_tile(group, query.dtype)
             tiles = self._tiles_of(tile.rows // group)
             self._launch(layer, query, query_stride, out, kind, tile, tiles, out, out, 1)
 
@@ -214,11 +214,17 @@ class TritonAttention:
             WINDOW=kind.window,
             SOFTCAP=kind.softcap,
             HAS_SINKS=kind.sinks is not None,
-            FACTOR_TYPE=_FACTOR_TYPES[torch.float32 if IS_INTERPRETED else query.dtype],
+            FACTOR_TYPE=factor_type(query.dtype),
             IS_DECODE=tiles is None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+
+    def _decode_tile(self, group: int, dtype: torch.dtype) -> Tile:
+        return decode_tile(group, self._head_dim, dtype)
+
+    def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
+        return chunk_tile(group, self._head_dim, dtype)
 
     def _num_parts(self, num_decodes: int) -> int:
         """A power of two, so that few variants are compiled."""
@@ -234,6 +240,25 @@ class TritonAttention:
                 tiles = tiles.pin_memory()
             self._tiles[num_tokens] = tiles.to(self._device, non_blocking=True)
         return self._tiles[num_tokens]
+
+
+class BatchInvariantTritonAttention(TritonAttention):
+    """Attention whose results do not depend on what else is in a batch, nor on how a prompt was cut into chunks:
+    decodes and chunks take the same keys at a time, in tiles of one shape, and decodes are not split."""
+
+    def _decode_tile(self, group: int, dtype: torch.dtype) -> Tile:
+        return batch_invariant_tile(group, self._head_dim, dtype)
+
+    def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
+        return batch_invariant_tile(group, self._head_dim, dtype)
+
+    def _num_parts(self, num_decodes: int) -> int:
+        return 1
+
+
+def factor_type(dtype: torch.dtype) -> Any:
+    """In which kernels multiply numbers of a type."""
+    return _FACTOR_TYPES[torch.float32 if IS_INTERPRETED else dtype]
 
 
 def cut_chunks(batch: AttentionMetadata, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -269,9 +294,24 @@ def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(max(least, 128), 128, 8, 2)
 
 
+def batch_invariant_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """For decodes and chunks alike. The kernel takes as many keys at a time where it masks some, which it does with up
+    to 64."""
+    least = max(_MIN_DOT, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Tile(least, 32 if head_dim <= 64 else 16, 4, 2)
+    return Tile(max(least, 64), 32 if head_dim > 128 else 64, 4, 2)
+
+
 def runs_on(device: torch.device) -> bool:
     """True if the kernels run on the device: a GPU, or the CPU with Triton's interpreter."""
     return device.type == "cuda" or IS_INTERPRETED
+
+
+def compiled_for(device: torch.device) -> str:
+    """Names what kernels are compiled by and for, as far as it decides how they round."""
+    target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "interpreter"
+    return f"triton {triton.__version__}, {target}"
 
 
 def supports(device: torch.device, spec: KVSpec) -> bool:

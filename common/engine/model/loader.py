@@ -90,7 +90,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         kernels=kernels,
         kernels_failed=found.kernels_failed or (compiles and sampler is None),
         sampler=sampler,
-        rounding=instructions() if config.batch_invariant else "",
+        rounding=_rounding(device) if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
@@ -190,9 +190,9 @@ def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) 
     failed = False
     operators = _operators(backend, batch_invariant=config.batch_invariant)
     fuses = wanted and can_fuse(model, operators)
-    if config.batch_invariant and (backend != "cpu" or not fuses):
+    if config.batch_invariant and not fuses:
         raise ConfigError(
-            "batch_invariant: only with compiled kernels, for models of the Llama kind, on a CPU",
+            "batch_invariant: only with compiled kernels, for models of the Llama kind",
             param="batch_invariant",
         )
     if fuses:
@@ -230,14 +230,26 @@ def kernels_of(device: torch.device) -> Literal["cpu", "triton"]:
 def _backend_of(config: ModelConfig, kernels: Kernels, device: torch.device) -> AttentionBackendName:
     if kernels == "torch":
         return "torch"
-    return "cpu-invariant" if config.batch_invariant else kernels_of(device)
+    backend = kernels_of(device)
+    if not config.batch_invariant:
+        return backend
+    return "cpu-invariant" if backend == "cpu" else "triton-invariant"
+
+
+def _rounding(device: torch.device) -> str:
+    """Names what decides how kernels round."""
+    if kernels_of(device) == "cpu":
+        return instructions()
+    from common.engine.attention.triton_backend import compiled_for
+
+    return compiled_for(device)
 
 
 def _operators(backend: Literal["cpu", "triton"], *, batch_invariant: bool) -> Operators:
     if backend == "triton":
         from common.engine.model.triton_operators import TritonOperators
 
-        return TritonOperators()
+        return TritonOperators(batch_invariant=batch_invariant)
     return CpuOperators(batch_invariant=batch_invariant)
 
 

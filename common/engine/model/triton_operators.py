@@ -1,26 +1,36 @@
-"""A fused decoder's operators on GPUs: linear layers by cuBLAS, the rest by Triton kernels."""
+"""A fused decoder's operators on GPUs: linear layers by cuBLAS, or by a kernel of our own where rows may not depend on
+one another; the rest by Triton kernels."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import nn
 from torch.nn import functional
 
-from common.engine.attention.triton_backend import TritonAttention, runs_on
+from common.engine.attention.triton_backend import (
+    BatchInvariantTritonAttention,
+    TritonAttention,
+    factor_type,
+    runs_on,
+)
 from common.engine.model.fused_norm import RMSNorm
 from common.engine.model.operators import AddNorm, Embed, PerToken
 from common.engine.model.quantized_linear import AnyLinear
 from common.engine.triton_kernels.elementwise import add_norm_kernel, silu_mul_kernel
+from common.engine.triton_kernels.linear import linear_kernel
 
 _NUMBERS_PER_PROGRAM = 1024
 
 
 class TritonOperators:
-    """See Operators."""
+    """See Operators. `batch_invariant`: a token's results do not depend on what else is computed beside it."""
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
 
     def supports(self, model: Any) -> bool:
         """See Operators."""
@@ -32,7 +42,7 @@ class TritonOperators:
 
     def attention(self, kv_cache: torch.Tensor) -> TritonAttention:
         """See Operators."""
-        return TritonAttention(kv_cache)
+        return BatchInvariantTritonAttention(kv_cache) if self._batch_invariant else TritonAttention(kv_cache)
 
     def embed(self, table: torch.Tensor) -> Embed:
         """See Operators."""
@@ -41,6 +51,8 @@ class TritonOperators:
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
         assert isinstance(linear, nn.Linear)  # quantisation is refused on GPUs
+        if self._batch_invariant:
+            return BatchInvariantLinear(linear)
         return partial(functional.linear, weight=linear.weight, bias=linear.bias)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
@@ -50,6 +62,54 @@ class TritonOperators:
     def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
         """See Operators."""
         return partial(_silu_mul, size)
+
+
+class LinearTile(NamedTuple):
+    """Shape of one program's work, and how it is compiled."""
+
+    rows: int
+    columns: int
+    depth: int  # inputs that are taken at a time
+    num_warps: int
+    num_stages: int
+
+
+def linear_tile(dtype: torch.dtype) -> LinearTile:
+    """One for any number of rows."""
+    return LinearTile(32, 32, 32, 4, 3) if dtype == torch.float32 else LinearTile(64, 64, 64, 4, 4)
+
+
+class BatchInvariantLinear:
+    """See PerToken. A row's result does not depend on how many rows there are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._weight = linear.weight.detach().contiguous()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._tile = linear_tile(self._weight.dtype)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] -> [rows, out_features]"""
+        (num_rows, _), (out_features, in_features) = inputs.shape, self._weight.shape
+        out = torch.empty((num_rows, out_features), dtype=inputs.dtype, device=inputs.device)
+        tile = self._tile
+        if num_rows:
+            linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(out_features, tile.columns))](
+                inputs.contiguous(),
+                self._weight,
+                self._weight if self._bias is None else self._bias,
+                out,
+                num_rows,
+                IN_FEATURES=in_features,
+                OUT_FEATURES=out_features,
+                HAS_BIAS=self._bias is not None,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                DEPTH=tile.depth,
+                FACTOR_TYPE=factor_type(inputs.dtype),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out
 
 
 def _embed(table: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,7 +67,7 @@ def attend_kernel(
         end = first_position + num_tokens
     begin = end * 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - (WINDOW - 1), 0)
+        begin = tl.maximum(first_position - (WINDOW - 1), 0) // KEYS * KEYS  # the same keys are taken together always
     if PARTS > 1:
         part_size = tl.cdiv(tl.cdiv(end - begin, PARTS), KEYS) * KEYS
         begin += part * part_size

@@ -22,14 +22,24 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.engine.attention.triton_backend import chunk_tile, decode_tile
-from common.engine.triton_kernels import attention, elementwise, sampling, staging
+from common.engine.attention.triton_backend import batch_invariant_tile, chunk_tile, decode_tile
+from common.engine.model.triton_operators import linear_tile
+from common.engine.triton_kernels import attention, elementwise, linear, sampling, staging
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ALIGNED = [["tt.divisibility", 16]]
 UNALIGNED = {"tiles", "seq_lens", "block_tables", "positions", "slots", "input_ids"}  # see the kernels
 
-INTEGERS = {"query_stride", "table_width", "block_stride", "num_numbers", "num_decodes", "width", "to_width"}
+INTEGERS = {
+    "query_stride",
+    "table_width",
+    "block_stride",
+    "num_numbers",
+    "num_decodes",
+    "num_rows",
+    "width",
+    "to_width",
+}
 INTEGERS |= {"key_stride", "key_head_stride", "value_stride", "value_head_stride", "row_stride"}
 FLOATS = {"scale", "epsilon"}
 INT64S = {"tiles", "seq_lens", "block_tables", "positions", "slots", "keys", "part_winner", "tokens"}
@@ -42,18 +52,23 @@ FLOAT64S = {"part_value", "top_mass"}
 def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Name, kernel, constants and options."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        factor = tl.bfloat16 if name == "bf16" else tl.float32
         for head_dim in (64, 128, 256):
-            for is_decode in (True, False):
-                tile = (decode_tile if is_decode else chunk_tile)(4, head_dim, dtype)
+            for kind, find_tile in (("decode", decode_tile), ("chunk", chunk_tile), ("any", batch_invariant_tile)):
+                is_decode, tile = kind == "decode", find_tile(4, head_dim, dtype)
                 constants = {
                     "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PADDED_DIM": head_dim, "BLOCK_SIZE": 16,
                     "ROWS": tile.rows, "KEYS": tile.keys, "PARTS": 8 if is_decode else 1, "WINDOW": 0, "SOFTCAP": 0.0,
-                    "HAS_SINKS": False, "FACTOR_TYPE": tl.bfloat16 if name == "bf16" else tl.float32,
+                    "HAS_SINKS": False, "FACTOR_TYPE": factor,
                     "IS_DECODE": is_decode,
                 }  # fmt: skip
                 options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-                kind = "decode" if is_decode else "chunk"
                 yield f"attend {kind} {name} {head_dim}", attention.attend_kernel, constants, options
+        linear_constants = {"IN_FEATURES": 4096, "OUT_FEATURES": 12288, "HAS_BIAS": False}
+        tile = linear_tile(dtype)
+        linear_constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "FACTOR_TYPE": factor}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        yield f"linear {name}", linear.linear_kernel, linear_constants, options
     parts = {"PARTS": 8, "PADDED_PARTS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128}
     yield "join parts bf16", attention.join_parts_kernel, parts, {"num_warps": 4}
     yield "add norm bf16", elementwise.add_norm_kernel, {"SIZE": 4096, "PADDED_SIZE": 4096}, {"num_warps": 8}

@@ -9,6 +9,8 @@ import pytest
 KERNELS = [
     "attend decode bf16 128",
     "attend chunk bf16 128",
+    "attend any bf16 128",
+    "linear bf16",
     "prepare bf16",
     "add norm bf16",
     "draw bf16",
@@ -23,12 +25,14 @@ def compiled(capability, *kernels):
     return {figures.pop("kernel"): figures for figures in map(json.loads, said.stdout.splitlines())}
 
 
-def test_attention_of_heads_of_128_spills_no_registers_on_hopper():
+def test_products_spill_no_registers_on_hopper():
     figures = compiled(90, *KERNELS)
     assert figures.keys() == set(KERNELS)
-    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith("attend")} == {
+    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "linear"))} == {
         "attend decode bf16 128": 0,
         "attend chunk bf16 128": 0,
+        "attend any bf16 128": 0,
+        "linear bf16": 0,
     }
 
 
