@@ -22,6 +22,7 @@ _TOKENS_HINT = 8  # the layout chosen for this many tokens was the best, or clos
 # A call of the packed kernel costs 10 us more than `linear`. Smaller weights do not win that back ...
 _MIN_WEIGHTS = 1 << 15
 _MIN_WEIGHTS_FOR_ONE_TOKEN = 1 << 19  # ... and up to here not for one token, so that both layouts are kept.
+_MULTIPLE, _MAX_EXACT_ROWS = 32, 128  # of rows; see `missing_rows`
 
 
 class PackedLinear(nn.Module):
@@ -56,10 +57,19 @@ class PackedLinear(nn.Module):
         if inputs.numel() < self._plain_below:
             return functional.linear(inputs, self._weight, self._bias)
         op = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+        num_rows = inputs.shape[-2] if inputs.dim() > 1 else 1
+        if missing := missing_rows(num_rows):
+            inputs = functional.pad(inputs, (0, 0, 0, missing))
         out: torch.Tensor = op(inputs, self._packed, self._bias, "none", [], "")
-        return out
+        return out[..., :num_rows, :] if missing else out
 
     __call__ = forward  # without nn.Module's hooks, which take as long as a small operator
+
+
+def missing_rows(num_rows: int) -> int:
+    """Rows that are added, so that there are few numbers of rows: oneDNN compiles a kernel for each number that it has
+    not met, and prompts are of any length."""
+    return -num_rows % _MULTIPLE if num_rows > _MAX_EXACT_ROWS else 0
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ from torch import nn
 from common.engine.config import ModelConfig
 from common.engine.model import loader, packed_linear
 from common.engine.model.loader import load_model
-from common.engine.model.packed_linear import PackedLinear, pack_linears
+from common.engine.model.packed_linear import PackedLinear, missing_rows, pack_linears
 from common.errors import ModelLoadError
 from tests.tiny_models import tiny_model_dir
 
@@ -16,11 +16,16 @@ def test_computes_the_same(num_outputs, bias):
     torch.manual_seed(0)
     linear = nn.Linear(256, num_outputs, bias=bias)
     packed = PackedLinear(linear)
-    for shape in [(256,), (1, 256), (1, 1, 256), (1, 8, 256), (2, 37, 256), (1, 0, 256)]:
+    for shape in [(256,), (1, 256), (1, 1, 256), (1, 8, 256), (2, 37, 256), (1, 0, 256), (2, 141, 256)]:
         inputs = torch.randn(shape)
         torch.testing.assert_close(packed(inputs), linear(inputs), atol=1e-5, rtol=1e-5)
     assert (packed.weight.shape, packed.weight.dtype) == (linear.weight.shape, torch.float32)
     assert packed.weight.is_meta == (num_outputs == 2048)  # the data of large weights is not kept twice
+
+
+def test_prompts_of_any_length_have_few_numbers_of_rows():
+    assert {num_rows + missing_rows(num_rows) for num_rows in range(129, 513)} == set(range(160, 513, 32))
+    assert [missing_rows(num_rows) for num_rows in range(129)] == [0] * 129
 
 
 def test_replaces_linears_of_types_that_the_processor_has(monkeypatch):
