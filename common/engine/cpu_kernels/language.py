@@ -341,12 +341,12 @@ class Builder:
             self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.at(i).address, to_read, keep, data])
 
     def intrinsic(self, name: str, result: Any, operands: Sequence[Any]) -> Any:
-        """Calls one of LLVM's own functions with nodes; returns a node of type `result`."""
+        """Calls one of LLVM's intrinsics with LLVM values; returns one of type `result`."""
         kind = ir.FunctionType(result, [operand.type for operand in operands])
         return self.ir.call(self._module.globals.get(name) or ir.Function(self._module, kind, name), operands)
 
     def read(self, pointer: Pointer, kind: Any, lanes: int) -> Any:
-        """The node of a number as it lies in memory, or of the next `lanes`."""
+        """A load instruction: one number as memory holds it, or a vector of the next `lanes`."""
         return self.ir.load(pointer.address, typ=like(kind, lanes), align=pointer.element.value)
 
     def _rounded_to_bfloat16(self, value: Value) -> Any:
@@ -512,5 +512,5 @@ def like(kind: Any, lanes: int) -> Any:
 
 
 def constant(kind: Any, value: int, lanes: int) -> Any:
-    """A node: the integer in every lane."""
+    """LLVM's constant with the integer in every lane."""
     return ir.Constant(like(kind, lanes), [value] * lanes if lanes else value)
