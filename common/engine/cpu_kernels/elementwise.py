@@ -66,11 +66,14 @@ def silu_mul_kernel(element: ElementType, size: int) -> Kernel:
         gate, out = a.gate_up.at(token * (2 * size)), a.out.at(token * size)
         up = gate.at(size)
         with b.loop(0, size, lanes) as i:
-            value = gate.at(i).load(lanes)
-            silu = value / (b.exp(b.number(0.0, lanes) - value) + 1.0)
-            out.at(i).store(silu * up.at(i).load(lanes))
+            out.at(i).store(silu(b, gate.at(i).load(lanes)) * up.at(i).load(lanes))
 
     return Kernel("silu_mul", {"gate_up": element, "out": element}, body)
+
+
+def silu(b: Builder, value: Value) -> Value:
+    """value * sigmoid(value)"""
+    return value / (b.exp(b.number(0.0, value.lanes) - value) + 1.0)
 
 
 def inverse_rms(b: Builder, squares: Value, size: int, epsilon: Pointer) -> Value:

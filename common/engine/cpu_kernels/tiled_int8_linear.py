@@ -15,11 +15,11 @@ from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Va
 from common.engine.cpu_kernels.pairs import paired_integers
 from common.engine.cpu_kernels.tiles import (
     INPUTS,
-    MAX_TILE_ROWS,
     SUMS,
     TILE,
     WEIGHTS,
     configure_tiles,
+    each_tile_rows,
     load_tile,
     multiply_tiles,
     release_tiles,
@@ -71,37 +71,26 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
 
 @cache
 def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
-    """As `few_int8_rows_kernel`, for up to MAX_ROWS rows; in_features is a multiple of `piece`. `whole` is the
-    configuration of 32 rows; `rest` that of the rows beyond the last multiple of 32, or of any if there are none."""
+    """As `few_int8_rows_kernel`, for up to MAX_ROWS rows; in_features is a multiple of `piece`, `whole` and `rest` are
+    as `each_tile_rows` says."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * BLOCK)
         widened, totals = b.scratch(piece // _DEPTH * _WIDENED), b.scratch(MAX_ROWS * BLOCK)
         with b.loop(0, a.num_rows * BLOCK, TILE) as place:
             totals.at(place).store(b.number(0.0, TILE))
-        rest = a.num_rows % MAX_TILE_ROWS
-        whole_end = a.num_rows - rest
-        pair_end = b.select(rest < TILE + 1, whole_end, a.num_rows)
         with b.loop(0, a.in_features, piece) as first:
             with b.loop(0, piece // _DEPTH) as depth:
                 _widen(b, weight.at((first + depth * _DEPTH) * BLOCK), widened.at(depth * _WIDENED))
-            start = b.number(0)
-            for end, num_tiles, configuration in (
-                (whole_end, 2, a.whole),
-                (pair_end, 2, a.rest),
-                (a.num_rows, 1, a.rest),
-            ):
-                configure_tiles(configuration)
-                with b.loop(start, end, MAX_TILE_ROWS) as row:
-                    inputs = a.inputs.at(row * a.in_features + first)
-                    for register, sums in _places(totals.at(row * BLOCK), num_tiles):
-                        load_tile(register, sums, BLOCK)
-                    with b.loop(0, piece // _DEPTH) as depth:
-                        part = widened.at(depth * _WIDENED)
-                        _multiply(b, inputs.at(depth * _DEPTH), a.in_features, part, num_tiles)
-                    for register, sums in _places(totals.at(row * BLOCK), num_tiles):
-                        store_tile(register, sums, BLOCK)
-                start = end
+            for row, num_tiles in each_tile_rows(b, a.num_rows, a.whole, a.rest):
+                inputs = a.inputs.at(row * a.in_features + first)
+                for register, sums in _places(totals.at(row * BLOCK), num_tiles):
+                    load_tile(register, sums, BLOCK)
+                with b.loop(0, piece // _DEPTH) as depth:
+                    part = widened.at(depth * _WIDENED)
+                    _multiply(b, inputs.at(depth * _DEPTH), a.in_features, part, num_tiles)
+                for register, sums in _places(totals.at(row * BLOCK), num_tiles):
+                    store_tile(register, sums, BLOCK)
         release_tiles(b)
         write_scaled(b, a, totals, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
 

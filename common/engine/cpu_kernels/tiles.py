@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from llvmlite import binding, ir
 
-from common.engine.cpu_kernels.language import Builder, Operand, Pointer
+from common.engine.cpu_kernels.language import Builder, Operand, Pointer, Value
 
 TILE = 16  # rows of a tile, and its columns: single float32 numbers, or pairs in bfloat16
 MAX_TILE_ROWS = 2 * TILE
@@ -45,6 +45,28 @@ def configuration(num_rows: int) -> torch.Tensor:
         raw[_FIRST_BYTES + 2 * register] = 4 * TILE if count else 0
         raw[_FIRST_ROWS + register] = count
     return torch.tensor(list(raw), dtype=torch.uint8)
+
+
+def rest_configuration(num_rows: int) -> torch.Tensor:
+    """That of the rows beyond the last multiple of MAX_TILE_ROWS; of MAX_TILE_ROWS if there are none."""
+    return configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS)
+
+
+def each_tile_rows(b: Builder, num_rows: Value, whole: Pointer, rest: Pointer) -> Iterator[tuple[Value, int]]:
+    """Loops over MAX_TILE_ROWS rows at a time, for which it gives the first one and the number of tiles, 1 or 2.
+
+    `whole` is the configuration of MAX_TILE_ROWS, `rest` the rest configuration of num_rows.
+    """
+    num_rest = num_rows % MAX_TILE_ROWS
+    whole_end = num_rows - num_rest
+    pair_end = b.select(num_rest < TILE + 1, whole_end, num_rows)
+    start = b.number(0)
+    for end, num_tiles, shapes in ((whole_end, 2, whole), (pair_end, 2, rest), (num_rows, 1, rest)):
+        with b.when(start < end):
+            configure_tiles(shapes)
+            with b.loop(start, end, MAX_TILE_ROWS) as row:
+                yield row, num_tiles
+        start = end
 
 
 def configure_tiles(shapes: Pointer) -> None:

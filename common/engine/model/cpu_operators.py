@@ -55,9 +55,14 @@ class CpuOperators:
         """See Operators."""
         return _AddNorm(norm, dtype)
 
-    def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """See Operators."""
-        return _SiluMul(size, dtype)
+        size, dtype = gate_up.out_features // 2, gate_up.weight.dtype
+        if isinstance(gate_up, QuantizedLinear):
+            return _Gated(compiled(gate_up), size, dtype)
+        linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
+        separate = _Gated(linear, size, dtype)
+        return lambda inputs: gated if (gated := linear.gated(inputs)) is not None else separate(inputs)
 
 
 class _Embed:
@@ -95,12 +100,14 @@ class _AddNorm:
         return out
 
 
-class _SiluMul:
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
+class _Gated:
+    def __init__(self, linear: PerToken, size: int, dtype: torch.dtype) -> None:
+        self._linear = linear
         self._size = size
         self._call = Call(silu_mul_kernel(element_type_of(dtype), size))
 
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        gate_up = self._linear(inputs)
         num_rows = gate_up.shape[0]
         out = result((num_rows, self._size), gate_up.dtype)
         call = self._call

@@ -153,7 +153,6 @@ class _Layer:
     o: PerToken
     post_norm: AddNorm
     gate_up: PerToken
-    silu_mul: PerToken
     down: PerToken
 
     @classmethod
@@ -166,8 +165,7 @@ class _Layer:
             projected=ProjectedArgs(num_heads, args, _head_norms(attention)),
             o=operators.linear(attention.o_proj),
             post_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
-            gate_up=operators.linear(_joined([mlp.gate_proj, mlp.up_proj])),
-            silu_mul=operators.silu_mul(mlp.down_proj.in_features, dtype),
+            gate_up=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj])),
             down=operators.linear(mlp.down_proj),
         )
 
@@ -178,7 +176,7 @@ class _Layer:
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What follows attention; returns what is still to be added to the residual stream."""
         delta = self.o(attended)
-        return self.down(self.silu_mul(self.gate_up(self.post_norm(hidden, delta))))
+        return self.down(self.gate_up(self.post_norm(hidden, delta)))
 
     def advance(self, following: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """From this layer's attention to the projections of the one that follows."""

@@ -45,5 +45,5 @@ class Operators(Protocol):
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """Residual and RMS norm."""
 
-    def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
-        """silu(gate) * up: [tokens, 2 * size] -> [tokens, size]."""
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+        """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`."""

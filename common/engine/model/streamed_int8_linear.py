@@ -20,7 +20,7 @@ from common.engine.cpu_kernels.compiled import (
 from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_int8_linear import can_tile_int8
-from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles
+from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
 from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.quantized_linear import QuantizedLinear
 from common.errors import ModelLoadError
@@ -107,7 +107,7 @@ class _Tiles:
             call.point("configuration", configuration(num_rows))
         else:
             call = self._many
-            call.point("rest", configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS))
+            call.point("rest", rest_configuration(num_rows))
         _run(call, inputs, out, self._num_blocks, self._num_weights)
 
 

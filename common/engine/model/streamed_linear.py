@@ -1,4 +1,6 @@
-"""Packed linear layers with kernels of our own for few rows, which read the weight where oneDNN has packed it.
+"""Packed linear layers with kernels of our own, which read the weight where oneDNN has packed it.
+
+In bfloat16 with matrix instructions they take all the rows that a fused decoder computes at once, otherwise few rows.
 
 oneDNN does not say how it lays weights out. The kernels are used where a packed weight, compared with the weight
 itself, turns out to have the layout that they read.
@@ -7,17 +9,16 @@ itself, turns out to have the layout that they read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result, threads_for
+from common.engine.cpu_kernels.compiled import Call, CannotRecordError, is_recording, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
-from common.engine.cpu_kernels.tiled_linear import can_tile, tiled_linear_kernel
-from common.engine.cpu_kernels.tiles import TILE, configuration, has_tiles
+from common.engine.cpu_kernels.tiled_linear import can_tile, tiled_gated_linear_kernel, tiled_linear_kernel
+from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, configuration, has_tiles, rest_configuration
 from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.packed_linear import PackedLinear
 from common.errors import ConfigError
@@ -26,6 +27,7 @@ _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
 _MAX_ROWS_BFLOAT16 = 8  # that vector instructions multiply while the weight is read
+_MAX_ROWS_TILED = 512  # for more of them oneDNN is a little faster
 
 
 class _Blocks(NamedTuple):
@@ -39,19 +41,19 @@ class StreamedLinear:
     """See PerToken. A linear layer on CPU.
 
     `batch_invariant`: a row's result does not depend on how many rows there are, as only our kernels see to; raises
-    ConfigError if they do not take the layer.
+    ConfigError if they do not take the layer. `gated`: that method will be called.
     """
 
-    def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False, gated: bool = False) -> None:
         self._packed = PackedLinear(linear)
-        self._out_features = linear.out_features
         blocks = blocks_of(linear.weight.detach(), self._packed.packed)
         if blocks is not None:
             use_huge_pages(blocks.address, linear.weight.nbytes)
-        self._few_rows = None if blocks is None else _few_rows(linear, blocks)
-        self._most_numbers = 0 if self._few_rows is None else self._few_rows.most_rows * linear.in_features
-        self._batch_invariant = batch_invariant
-        if batch_invariant and self._few_rows is None:
+        self._streamed = None if blocks is None else _Streamed(linear, blocks, any_rows=batch_invariant)
+        self._gated = None
+        if gated and blocks is not None and _is_tiled(linear, blocks) and not linear.out_features % (2 * blocks.width):
+            self._gated = _Streamed(linear, blocks, any_rows=batch_invariant, gated=True)
+        if batch_invariant and self._streamed is None:
             raise ConfigError(
                 f"batch_invariant: no kernel for a linear layer of {linear.in_features} x {linear.out_features} in "
                 f"{linear.weight.dtype} on this processor",
@@ -60,64 +62,75 @@ class StreamedLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
-        is_few = inputs.numel() <= self._most_numbers
-        if self._few_rows is None or not (is_few or self._batch_invariant) or not inputs.numel():
-            if is_recording():
-                raise CannotRecordError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
-            return self._packed(inputs)
-        out = result((inputs.shape[0], self._out_features), inputs.dtype)
-        inputs = inputs.contiguous()
-        if is_few:
-            self._few_rows(inputs, out)
+        if self._streamed is not None and self._streamed.takes(inputs):
+            return self._streamed(inputs)
+        if is_recording():
+            raise CannotRecordError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
+        return self._packed(inputs)
+
+    def gated(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        """silu(gate) * up [rows, out_features / 2], where gate and up are the halves of the layer's outputs. None if
+        there is no kernel for it."""
+        if self._gated is not None and self._gated.takes(inputs):
+            return self._gated(inputs)
+        return None
+
+
+class _Streamed:
+    """A layer's weight with the kernel that reads it: of matrix instructions where the processor has them."""
+
+    def __init__(self, linear: nn.Linear, blocks: _Blocks, *, any_rows: bool, gated: bool = False) -> None:
+        """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated; tiled only."""
+        dtype, has_bias = linear.weight.dtype, linear.bias is not None
+        self._is_tiled = _is_tiled(linear, blocks)
+        if self._is_tiled:
+            kernel_of = tiled_gated_linear_kernel if gated else tiled_linear_kernel
+            kernel = kernel_of(blocks.width, has_bias=has_bias)
+            self._most_rows = _MAX_ROWS_TILED
         else:
-            most = self._few_rows.most_rows
-            for few, few_out in zip(inputs.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
-                self._few_rows(few, few_out)
-        return out
-
-
-class _FewRows:
-    """A layer's weight with the kernels that read it."""
-
-    def __init__(self, linear: nn.Linear, blocks: _Blocks, kernels: Sequence[Kernel], rows_per_kernel: int) -> None:
-        """`kernels`: for up to `rows_per_kernel` rows, for twice as many, and so on."""
-        self.most_rows = len(kernels) * rows_per_kernel
-        self._rows_per_kernel = rows_per_kernel
-        self._num_blocks = linear.out_features // blocks.width
+            kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
+            self._most_rows = MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16
+        self._any_rows = any_rows
+        self._out_features = linear.out_features // 2 if gated else linear.out_features
+        self._num_blocks = self._out_features // blocks.width
         self._num_weights = linear.weight.numel()
         sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
-        self._calls = [Call(kernel, weight=blocks.address, **sizes) for kernel in kernels]
-        if linear.bias is not None:
-            bias = linear.bias.detach().float()
-            for call in self._calls:
-                call.keep("bias", bias)
+        self._call = Call(kernel, weight=blocks.address, **sizes)
+        if has_bias:
+            self._call.keep("bias", linear.bias.detach().float())
+        if self._is_tiled:
+            self._call.point("whole", configuration(MAX_TILE_ROWS))
 
-    def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+    def takes(self, inputs: torch.Tensor) -> bool:
+        """True if the kernel is for so many rows."""
+        return 0 < inputs.shape[0] <= self._most_rows or (self._any_rows and inputs.shape[0] > 0)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] -> [rows, out_features]"""
+        inputs = inputs.contiguous()
+        out = result((inputs.shape[0], self._out_features), inputs.dtype)
+        if inputs.shape[0] <= self._most_rows:
+            self._multiply(inputs, out)
+        else:
+            most = self._most_rows
+            for few, few_out in zip(inputs.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
+                self._multiply(few, few_out)
+        return out
+
+    def _multiply(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_rows = inputs.shape[0]
-        call = self._calls[(num_rows - 1) // self._rows_per_kernel]
-        call.point("inputs", inputs)
-        call.point("out", out)
-        call.set("num_rows", num_rows)
-        self._shape(call, num_rows)
-        call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
-
-    def _shape(self, call: Call, num_rows: int) -> None:
-        """Sets what else depends on the number of rows."""
+        self._call.point("inputs", inputs)
+        self._call.point("out", out)
+        self._call.set("num_rows", num_rows)
+        if self._is_tiled:
+            self._call.point("rest", rest_configuration(num_rows))
+        self._call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
 
 
-class _FewTiledRows(_FewRows):
-    def _shape(self, call: Call, num_rows: int) -> None:
-        call.point("configuration", configuration(num_rows))
-
-
-def _few_rows(linear: nn.Linear, blocks: _Blocks) -> _FewRows:
-    """With matrix instructions where the processor has them."""
-    dtype, has_bias = linear.weight.dtype, linear.bias is not None
-    if dtype == torch.bfloat16 and has_tiles() and can_tile(linear.in_features, linear.out_features, blocks.width):
-        tiles = (tiled_linear_kernel(blocks.width, num_tiles=tiles, has_bias=has_bias) for tiles in (1, 2))
-        return _FewTiledRows(linear, blocks, list(tiles), TILE)
-    kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
-    return _FewRows(linear, blocks, [kernel], MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16)
+def _is_tiled(linear: nn.Linear, blocks: _Blocks) -> bool:
+    if linear.weight.dtype != torch.bfloat16 or not has_tiles():
+        return False
+    return can_tile(linear.in_features, linear.out_features, blocks.width)
 
 
 def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:

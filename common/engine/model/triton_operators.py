@@ -59,9 +59,10 @@ class TritonOperators:
         """See Operators."""
         return _AddNorm(norm, dtype)
 
-    def silu_mul(self, size: int, dtype: torch.dtype) -> PerToken:
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """See Operators."""
-        return partial(_silu_mul, size)
+        linear, size = self.linear(gate_up), gate_up.out_features // 2
+        return lambda inputs: _silu_mul(size, linear(inputs))
 
 
 class LinearTile(NamedTuple):

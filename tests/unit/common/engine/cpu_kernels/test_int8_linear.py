@@ -13,7 +13,7 @@ from common.engine.cpu_kernels.tiled_int8_linear import (
     few_int8_rows_kernel,
     many_int8_rows_kernel,
 )
-from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles
+from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
 
 IN_FEATURES, OUT_FEATURES = 96, 192
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
@@ -85,8 +85,8 @@ def test_tiles_compute_the_same_and_each_row_whatever_is_beside_it(has_bias, pie
     many = many_int8_rows_kernel(piece, has_bias=has_bias)
 
     def multiply(num_rows):
-        rest = configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS)
-        return layer.multiply(many, BLOCK, num_rows, whole=configuration(MAX_TILE_ROWS), rest=rest)
+        shapes = {"whole": configuration(MAX_TILE_ROWS), "rest": rest_configuration(num_rows)}
+        return layer.multiply(many, BLOCK, num_rows, **shapes)
 
     whole = multiply(MAX_ROWS)
     torch.testing.assert_close(whole.double(), layer.expected, atol=2**-7, rtol=2**-7)

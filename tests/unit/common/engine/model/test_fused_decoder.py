@@ -36,11 +36,11 @@ def test_reference_kernels_leave_the_model_as_it_is():
 
 
 def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
-    class Doubled(cpu_operators._SiluMul):
-        def __call__(self, gate_up):
-            return super().__call__(gate_up) * 2
+    class Doubled(cpu_operators._Gated):
+        def __call__(self, inputs):
+            return super().__call__(inputs) * 2
 
-    monkeypatch.setattr(cpu_operators, "_SiluMul", Doubled)
+    monkeypatch.setattr(cpu_operators, "_Gated", Doubled)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
     assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
     assert len(loaded.attention_modules) == 3  # loaded again, whole

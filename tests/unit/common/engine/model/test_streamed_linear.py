@@ -18,7 +18,7 @@ def linear(request):
     return layer
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 8, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300])
 @pytest.mark.parametrize("tiles", [True, False])
 def test_computes_the_same(linear, num_rows, tiles, monkeypatch):
     if not tiles:
