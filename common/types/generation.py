@@ -200,15 +200,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
-    def is_simple(self) -> bool:
-        """True if, without a grammar, the next token follows from logits, seed and position by temperature, top-k,
-        top-p and min-p alone, and no log probability is asked for."""
+    def is_drawable(self) -> bool:
+        """True if, without a grammar, the next token follows from logits, tokens so far, seed and position by
+        penalties, temperature, top-k, top-p and min-p alone, and no log probability is asked for."""
         return (
             self.num_logprobs is None
             and not (self.min_tokens or self.logit_bias or self.allowed_token_ids or self.bad_word_token_ids)
             and not self.thinking_end_token_ids
-            and not self.is_penalised
         )
+
+    @property
+    def is_simple(self) -> bool:
+        """True if it is drawable without penalties, so that it does not depend on the tokens so far."""
+        return self.is_drawable and not self.is_penalised
 
     @property
     def is_penalised(self) -> bool:

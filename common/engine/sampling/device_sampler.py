@@ -1,4 +1,4 @@
-"""Sampling of simple requests by Triton kernels: the result stays on the device until it is asked for.
+"""Sampling of drawable requests by Triton kernels: the result stays on the device until it is asked for.
 
 The tokens are those of `Sampler` but for rounding: probabilities are summed in another order.
 """
@@ -10,12 +10,14 @@ import numpy.typing as npt
 import torch
 import triton
 
-from common.engine.sampling.draws import Draws
-from common.engine.triton_kernels.sampling import NUMBERS, best_kernel, draw_kernel, settle_kernel
+from common.engine.sampling.draws import Draws, Penalties
+from common.engine.triton_kernels.sampling import NUMBERS, best_kernel, draw_kernel, penalty_kernel, settle_kernel
 
 
-def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def sample_on_device(logits: torch.Tensor, draws: Draws, penalties: Penalties | None) -> torch.Tensor:
     """Token ids [rows] for logits [rows, vocabulary], on their device; -1 where the best logit is not finite."""
+    if penalties is not None:
+        logits = _penalised(logits, penalties)
     num_rows, num_tokens = logits.shape
     device = logits.device
     keys, params = _upload(draws, device)
@@ -51,6 +53,23 @@ def sample_on_device(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     return tokens
 
 
+def _penalised(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+    """A copy, float32."""
+    num_penalised, num_tokens = len(penalties.rows), logits.shape[1]
+    logits = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format).copy_(logits)
+    arrays = np.concatenate([penalties.rows, penalties.places, penalties.weights])
+    uploaded = _on(logits.device, torch.from_numpy(arrays))
+    sizes = [num_penalised, len(penalties.places), len(penalties.weights)]
+    rows, places, weights = torch.split(uploaded, sizes)
+    counts = torch.zeros(num_penalised * num_tokens, dtype=torch.int64, device=logits.device)
+    counts.scatter_add_(0, places, weights)
+    factors = _on(logits.device, torch.from_numpy(penalties.factors))
+    grid = (num_penalised, triton.cdiv(num_tokens, NUMBERS))
+    # Without fused products, whose other rounding would be other logits than the sampler's.
+    penalty_kernel[grid](logits, counts, rows, factors, NUM_TOKENS=num_tokens, SIZE=NUMBERS, enable_fp_fusion=False)
+    return logits
+
+
 def _top_mass(
     logits: torch.Tensor, params: torch.Tensor, draws: Draws, is_wanted: npt.NDArray[np.bool_]
 ) -> torch.Tensor:
@@ -65,7 +84,9 @@ def _top_mass(
 def _upload(draws: Draws, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Both arrays, in one transfer."""
     num_rows = len(draws.keys)
-    packed = torch.from_numpy(np.concatenate([draws.keys, draws.params.reshape(-1).view(np.int64)]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = _on(device, torch.from_numpy(np.concatenate([draws.keys, draws.params.reshape(-1).view(np.int64)])))
     return packed[:num_rows], packed[num_rows:].view(torch.float32).view(num_rows, 4)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""What simple requests draw their tokens by, as arrays; see SamplingParams.is_simple."""
+"""What requests draw their tokens by, as arrays; see SamplingParams.is_drawable."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ class Draws(NamedTuple):
 
     keys: npt.NDArray[np.int64]  # [rows], see noise.stream_keys
     params: npt.NDArray[np.float32]  # [rows, 4]: temperature (0: greedy), top_k (0: all), top_p, log of min_p
+
+
+class Penalties(NamedTuple):
+    """What tokens so far do to the logits of some rows of a batch."""
+
+    rows: npt.NDArray[np.int64]  # [penalised]
+    factors: npt.NDArray[np.float32]  # [penalised, 3]: repetition, frequency, presence
+    places: npt.NDArray[np.int64]  # [tokens]: of each token in [penalised, vocabulary]
+    weights: npt.NDArray[np.int64]  # [tokens]: GENERATED for those of outputs, else PROMPTED
+
+
+GENERATED, PROMPTED = 1, 1 << 32  # weights, whose sums tell how many of either there are
 
 
 def keeps_all(params: SamplingParams) -> bool:

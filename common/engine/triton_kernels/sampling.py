@@ -17,6 +17,34 @@ _GOLDEN = tl.constexpr(-7046029254386353131)  # 0x9E3779B97F4A7C15 as a signed n
 _MIX_1 = tl.constexpr(-4658895280553007687)  # 0xBF58476D1CE4E5B9
 _MIX_2 = tl.constexpr(-7723592293110705685)  # 0x94D049BB133111EB
 _INFINITY = tl.constexpr(float("inf"))
+_MAX_LOGIT = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
+
+
+@triton.jit
+def penalty_kernel(
+    logits,  # [rows, NUM_TOKENS] float32, changed in place
+    counts,  # [penalised, NUM_TOKENS] int64: sums of Penalties.weights
+    rows,  # [penalised] int64
+    factors,  # [penalised, 3] float32: repetition, frequency, presence
+    NUM_TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Penalties over the tokens so far. Grid: (penalised, parts)."""
+    penalised, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + penalised)
+    token_ids = part * SIZE + tl.arange(0, SIZE)
+    is_token = token_ids < NUM_TOKENS
+    weights = tl.load(counts + penalised * NUM_TOKENS + token_ids, mask=is_token, other=0)
+    values = tl.load(logits + row * NUM_TOKENS + token_ids, mask=is_token, other=0.0)
+    repetition = tl.load(factors + penalised * 3)
+    num_generated = (weights & 0xFFFFFFFF).to(tl.float32)
+    penalised_values = tl.where(values > 0, tl.math.div_rn(values, repetition), values * repetition)
+    penalised_values -= tl.load(factors + penalised * 3 + 1) * num_generated
+    penalised_values -= tl.where(num_generated > 0, tl.load(factors + penalised * 3 + 2), 0.0)
+    # The largest finite logit times a penalty may be infinite, which must not look like the model's own infinity.
+    penalised_values = tl.minimum(tl.maximum(penalised_values, -_MAX_LOGIT), _MAX_LOGIT)
+    is_finite = (values > -_INFINITY) & (values < _INFINITY)
+    tl.store(logits + row * NUM_TOKENS + token_ids, penalised_values, mask=is_token & is_finite & (weights > 0))
 
 
 @triton.jit(do_not_specialize=["row_stride"])

@@ -17,7 +17,7 @@ from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.compiled_sampler import CompiledSampler
-from common.engine.sampling.draws import Draws
+from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 
-def device_sampler() -> Callable[[torch.Tensor, Draws], torch.Tensor]:
+def device_sampler() -> Callable[[torch.Tensor, Draws, Penalties | None], torch.Tensor]:
     """See `sample_on_device`, which is imported where Triton is used only."""
     from common.engine.sampling.device_sampler import sample_on_device
 
@@ -100,7 +100,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, num_scheduled_tokens: dict[RequestId, int], phases: PhaseClock) -> RunningStep:
-        """Begins to. The step is over at once unless a GPU computes it and all requests are simple. `phases`: see
+        """Begins to. The step is over at once unless a GPU computes it and all requests are drawable. `phases`: see
         Executor."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens)
@@ -113,7 +113,10 @@ class ModelRunner:
         phases.enter(Phase.SAMPLE)
         if self._samples_on_device(batch):
             assert self._sample_on_device is not None
-            token_ids = self._sample_on_device(logits, self._table.draws(batch.sampled_rows))
+            rows = batch.sampled_rows
+            if before is not None and self._table.is_penalised[rows].any():
+                before.settle()
+            token_ids = self._sample_on_device(logits, self._table.draws(rows), self._table.penalties(rows))
             self._sampling = SamplingStep(token_ids, batch, self._table, phases)
             return self._sampling
         if before is not None:
@@ -126,7 +129,7 @@ class ModelRunner:
             self._sample_on_device is not None
             and bool(batch.sampled_ids)
             and not batch.prompt_runs
-            and bool(self._table.is_simple[rows].all())
+            and bool(self._table.is_drawable[rows].all())
         )
 
     def _finish(self, batch: PackedBatch, logits: torch.Tensor) -> ModelRunnerOutput:

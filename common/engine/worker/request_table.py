@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.sampling.draws import Draws, draw_params, keeps_all
+from common.engine.sampling.draws import GENERATED, PROMPTED, Draws, Penalties, draw_params, keeps_all
 from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
@@ -44,8 +44,9 @@ class RequestTable:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.version = 0  # changes as requests get rows or lose them
-        # Of rows whose requests are simple, see SamplingParams.is_simple; the others draw by their parameters.
-        self.is_simple = np.zeros(max_num_seqs, dtype=np.bool_)
+        # Of rows whose requests are drawable, see SamplingParams.is_drawable; the others draw by their parameters.
+        self.is_drawable = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
         self.keep_all = np.zeros(max_num_seqs, dtype=np.bool_)  # simple ones that draw from the whole vocabulary
         self._draw_params = np.zeros((max_num_seqs, 4), dtype=np.float32)  # see Draws
         self._mixed_seeds = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -98,9 +99,25 @@ class RequestTable:
         self.token_ids[rows, places] = token_ids
 
     def draws(self, rows: npt.NDArray[np.int64]) -> Draws:
-        """How the next tokens of simple rows are drawn."""
+        """How the next tokens of drawable rows are drawn."""
         positions = self.num_tokens[rows] - self._num_prompt_tokens[rows]
         return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
+
+    def penalties(self, rows: npt.NDArray[np.int64]) -> Penalties | None:
+        """What comes before that, if tokens so far change logits of any of the rows."""
+        penalised = np.flatnonzero(self.is_penalised[rows])
+        if not len(penalised):
+            return None
+        params = [self._params[row] for row in rows[penalised].tolist()]
+        factors = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
+        places, weights = [], []
+        for number, row in enumerate(rows[penalised].tolist()):
+            token_ids = self.token_ids[row, : self.num_tokens[row]]
+            places.append(token_ids + number * self._vocab_size)
+            weights.append(np.where(np.arange(len(token_ids)) < self._num_prompt_tokens[row], PROMPTED, GENERATED))
+        return Penalties(
+            penalised, np.array(factors, dtype=np.float32), np.concatenate(places), np.concatenate(weights)
+        )
 
     def are_plain(self, rows: npt.NDArray[np.int64]) -> bool:
         """Whether the next token of each of the rows is the argmax of its logits."""
@@ -134,9 +151,11 @@ class RequestTable:
         if processors or not is_plain(new.sampling):
             self._not_plain.add(row)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self.is_simple[row] = new.sampling.is_simple and not processors and new.grammar is None
+        self.is_drawable[row] = new.sampling.is_drawable and not processors and new.grammar is None
+        self.is_penalised[row] = new.sampling.is_penalised
         self._draw_params[row] = draw_params(new.sampling)
-        self.keep_all[row] = self.is_simple[row] and keeps_all(new.sampling)
+        is_simple = self.is_drawable[row] and not self.is_penalised[row]
+        self.keep_all[row] = is_simple and keeps_all(new.sampling)
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)

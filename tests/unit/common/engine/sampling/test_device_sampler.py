@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.sampling.draws import Draws, draw_params
 from common.engine.sampling.noise import mixed_seed, stream_key, stream_keys
-from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.types import SamplingParams
+from common.engine.sampling.sampler import Sampler
+from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.worker.request_table import RequestTable
+from common.types import RequestId, SamplingParams
 
 VOCAB_SIZE = 5000  # more than one program takes
 POSITION = 3
@@ -22,17 +23,27 @@ def interpreter(monkeypatch, request):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def sampled(logits, params):
-    """By kernels, and by the sampler."""
+def sampled(logits, params, prompt=(), outputs=None):
+    """By kernels, and by the sampler; `outputs` of each row so far."""
     from common.engine.sampling.device_sampler import sample_on_device
 
-    seeds = np.array([mixed_seed(each.settled_seed) for each in params], dtype=np.uint64)
-    keys = stream_keys(seeds, np.full(len(params), POSITION))
-    draws = Draws(keys, np.array([draw_params(each) for each in params], dtype=np.float32))
-    found = sample_on_device(logits, draws).tolist()
-    rows = [SamplingRow(each, np.zeros(POSITION, dtype=np.int64), 0) for each in params]
+    outputs = [[0] * POSITION] * len(params) if outputs is None else outputs
+    table = table_of(params, prompt, outputs)
+    table_rows = table.rows_of([RequestId(f"r{i}") for i in range(len(params))])
+    before = logits.clone()
+    found = sample_on_device(logits, table.draws(table_rows), table.penalties(table_rows)).tolist()
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    rows = [table.sampling_row(row) for row in table_rows.tolist()]
     tokens = Sampler().sample(logits.float().clone(), rows)
     return found, [-1 if token is None else token.token_id for token in tokens]
+
+
+def table_of(params, prompt, outputs):
+    table = RequestTable(len(params), 64, 4, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+    for i, (sampling, output) in enumerate(zip(params, outputs, strict=True)):
+        new = NewRequest(RequestId(f"r{i}"), [*prompt, *output], len(prompt), sampling, [1], 0)
+        table.update(SchedulerOutput(new_requests=[new]))
+    return table
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -53,6 +64,40 @@ def test_takes_the_tokens_of_the_sampler(device, dtype):
     found, expected = sampled((3 * torch.randn(len(params), VOCAB_SIZE, device=device)).to(dtype), params)
     assert found == expected
     assert len(set(found)) > len(params) // 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_so_far_count_as_for_the_sampler(device, dtype):
+    torch.manual_seed(0)
+    kinds = [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "frequency_penalty": 1.3},
+        {"frequency_penalty": -0.9, "presence_penalty": 2.0},
+        {"presence_penalty": -1.5},
+        {},
+    ]
+    draws = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}]
+    params = [SamplingParams(seed=7, **draw, **kind) for draw, kind in itertools.product(draws, kinds)]
+    logits = (3 * torch.randn(1, VOCAB_SIZE, device=device)).to(dtype).expand(len(params), -1)
+    likely = logits[0].float().argsort(descending=True)[:12].tolist()
+    prompt, generated = likely[:6], [*likely[3:9], likely[4], likely[4], 4999]  # what penalties make a difference to
+    found, expected = sampled(logits, params, prompt, [generated[: i % 10] for i in range(len(params))])
+    assert found == expected
+    without, _ = sampled(logits, [SamplingParams(seed=7, **draw) for draw in draws for _ in kinds], prompt)
+    assert sum(map(int.__ne__, found, without)) > len(params) // 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in which the interpreter computes
+def test_penalties_do_not_make_infinities_nor_hide_them(device):
+    logits = torch.zeros(3, VOCAB_SIZE, device=device)
+    logits[0, 5] = logits[1, 5] = torch.finfo(torch.float32).max
+    logits[1, 6] = torch.inf
+    logits[2] = -torch.inf
+    params = SamplingParams(temperature=0.0, repetition_penalty=0.5)
+    found, expected = sampled(logits, [params] * 3, (5, 6))
+    assert found == expected == [5, -1, -1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

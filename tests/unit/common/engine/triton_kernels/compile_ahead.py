@@ -42,10 +42,10 @@ INTEGERS = {
 }
 INTEGERS |= {"key_stride", "key_head_stride", "value_stride", "value_head_stride", "row_stride"}
 FLOATS = {"scale", "epsilon"}
-INT64S = {"tiles", "seq_lens", "block_tables", "positions", "slots", "keys", "part_winner", "tokens"}
+INT64S = {"tiles", "seq_lens", "block_tables", "positions", "slots", "keys", "part_winner", "tokens", "counts", "rows"}
 INT64S |= {"input_ids", "to_input_ids", "to_positions", "to_slots", "to_seq_lens", "to_block_tables"}
 FLOAT32S = {"partial_out", "partial_weight", "hidden", "weight", "query_norm", "key_norm", "cosines", "sines"}
-FLOAT32S |= {"part_best", "draws", "sinks"}
+FLOAT32S |= {"part_best", "draws", "sinks", "factors"}
 FLOAT64S = {"part_value", "top_mass"}
 
 
@@ -81,6 +81,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     yield "store bf16", elementwise.store_kernel, store, {"num_warps": 1}
     sizes = {"NUM_TOKENS": 151936, "SIZE": sampling.NUMBERS}
     parts = {"PARTS": 38, "PADDED_PARTS": 64}
+    yield "penalty fp32", sampling.penalty_kernel, sizes, {"num_warps": 4, "enable_fp_fusion": False}
     yield "best bf16", sampling.best_kernel, sizes, {"num_warps": 4}
     yield "draw bf16", sampling.draw_kernel, sizes | parts, {"num_warps": 4}
     yield "settle bf16", sampling.settle_kernel, sizes | parts, {"num_warps": 8}
