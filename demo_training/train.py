@@ -265,10 +265,13 @@ def train(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Save what `from_pretrained` needs, with the weights in bfloat16."""
+    """Save what `from_pretrained` needs. Weights are stored in bfloat16, but computed with in float32: answers of the
+    demo are the same on every processor."""
     ends = [tokenizer.convert_tokens_to_ids(token) for token in (MESSAGE_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
     model.to(torch.bfloat16).eval().save_pretrained(out)
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 

@@ -29,7 +29,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     revision: Annotated[str | None, Meta(description="Revision on the hub.")] = None
     dtype: Annotated[
-        DType, Meta(description="Compute and KV dtype; auto: float32 on CPU, the model's own on CUDA.")
+        DType,
+        Meta(
+            description="Compute and KV dtype. auto: the model's own; on CPUs bfloat16 if it is that and the processor "
+            "multiplies it (AMX, AVX512-BF16), else float32. Name one where processors of pods differ."
+        ),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,

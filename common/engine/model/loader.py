@@ -23,6 +23,7 @@ from common.engine.attention.registry import AttentionBackendName, can_attend
 from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
 from common.engine.cpu_kernels.compiled import instructions
+from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
@@ -318,9 +319,9 @@ def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.
     if name != "auto":
         return _DTYPES[name]
     own = getattr(model_config.get_text_config(), "dtype", None)
-    if device.type == "cuda" and isinstance(own, torch.dtype) and own in _DTYPES.values():
-        return own
-    return torch.float32
+    if device.type == "cuda":
+        return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32
+    return torch.bfloat16 if own == torch.bfloat16 and MULTIPLIES_PAIRS else torch.float32
 
 
 def _max_model_len(text_config: Any) -> int:

@@ -15,7 +15,7 @@ from transformers import (
 from transformers import utils as transformers_utils
 
 from common.engine.config import ModelConfig
-from common.engine.model import streamed_int8_linear
+from common.engine.model import loader, streamed_int8_linear
 from common.engine.model.loader import load_model
 from common.engine.model.quantized_linear import QuantizedLinear
 from common.errors import ConfigError, ModelLoadError
@@ -65,6 +65,24 @@ def test_what_models_cache(name):
 def test_dtype_is_as_asked(model_dir):
     loaded = load_model(ModelConfig(model=str(model_dir), dtype="bfloat16"))
     assert (loaded.dtype, loaded.kv_spec.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("own", "multiplies", "expected"),
+    [
+        ("bfloat16", True, torch.bfloat16),
+        ("bfloat16", False, torch.float32),
+        ("float16", True, torch.float32),
+        ("float32", True, torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_for_models_in_it_where_the_processor_multiplies_it(
+    model_dir, monkeypatch, own, multiplies, expected
+):
+    edit_config(model_dir, dtype=own)
+    monkeypatch.setattr(loader, "MULTIPLIES_PAIRS", multiplies)
+    loaded = load_model(ModelConfig(model=str(model_dir), device="cpu"))
+    assert (loaded.dtype, loaded.kv_spec.dtype) == (expected, expected)
 
 
 def test_eos_of_generation_config_wins(model_dir):
