@@ -16,10 +16,8 @@ from common.engine.model.quantized_linear import AnyLinear, QuantizedLinear
 from common.engine.model.streamed_int8_linear import compiled
 from common.engine.model.streamed_linear import StreamedLinear
 
-# oneDNN leaves half of the cores idle with some numbers of rows above 400, and activations of more rows would not stay
-# in the cores' caches from one operator to the next.
-_ROWS = 256
-_MAX_ROWS = 384  # rather than a few rows apart, for which weights are read once more
+_ROWS = 512  # activations of more would not stay in the cores' caches from one operator to the next
+_MAX_ROWS = 768  # rather than a few rows apart, for which weights are read once more
 
 
 class CpuOperators:

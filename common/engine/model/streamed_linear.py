@@ -27,7 +27,7 @@ _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
 _MAX_ROWS_BFLOAT16 = 8  # that vector instructions multiply while the weight is read
-_MAX_ROWS_TILED = 512  # for more of them oneDNN is a little faster
+_MAX_ROWS_TILED = 768  # no more are computed at once in a fused decoder
 
 
 class _Blocks(NamedTuple):

@@ -7,12 +7,12 @@ from common.engine.model.loader import load_model
 from tests.tiny_models import tiny_model_dir
 
 
-@pytest.mark.parametrize("num_tokens", [1, 256, 384, 385, 640, 641, 1024, 5000])
+@pytest.mark.parametrize("num_tokens", [1, 512, 768, 769, 1280, 1281, 2048, 5000])
 def test_steps_are_cut_into_parts_of_like_size(num_tokens):
     parts = CpuOperators().split(num_tokens)
     assert sum(parts) == num_tokens
-    assert all(part == 256 for part in parts[:-1])
-    assert len(parts) == 1 or 128 < parts[-1] <= 384
+    assert all(part == 512 for part in parts[:-1])
+    assert len(parts) == 1 or 256 < parts[-1] <= 768
 
 
 def test_a_step_in_parts_computes_the_same(monkeypatch):
