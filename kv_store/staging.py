@@ -11,8 +11,7 @@ into the KV cache, whose memory is cold. A whole handoff is 3 % faster without t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -87,57 +86,30 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class CudaStaging:
-    """For a KV cache in GPU memory: pinned, with a copy stream of its own.
-
-    Blocks are collected in, or spread from, frames in GPU memory too, so that a job is one copy to or from the host
-    however many blocks it has: each call takes the GIL, for which threads compete.
-    """
+    """For a KV cache in GPU memory: pinned, with a copy stream of its own."""
 
     def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
-        self._slabs = as_words(slabs)
+        self._slabs = slabs
         self._stream = torch.cuda.Stream(slabs.device)  # type: ignore[no-untyped-call]
-        self._host = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        self._device = torch.empty(shape, dtype=torch.uint8, device=slabs.device)
-        self._payloads = as_words(self._device[:, HEADER_BYTES:])
-        self.frames: Sequence[Buffer] = [frame.data for frame in self._host.numpy()]
+        frames = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        self._payloads = list(frames[:, HEADER_BYTES:])
+        self.frames: Sequence[Buffer] = [frame.data for frame in frames.numpy()]
 
     def gather(self, block_ids: Sequence[int], fence: Fence) -> None:
         """See Staging."""
-        if not (count := len(block_ids)):
-            return
-        with self._copying(block_ids, fence) as index:
-            collect(self._slabs, index, self._payloads[:count])
-            self._host[:count].copy_(self._device[:count], non_blocking=True)  # with headers, which are written later
+        self._copy(((payload, self._slabs[block_id]) for payload, block_id in self._pairs(block_ids)), fence)
 
     def scatter(self, block_ids: Sequence[int], fence: Fence) -> None:
         """See Staging."""
-        if not (count := len(block_ids)):
-            return
-        with self._copying(block_ids, fence) as index:
-            self._device[:count].copy_(self._host[:count], non_blocking=True)
-            spread(self._payloads[:count], index, self._slabs)
+        self._copy(((self._slabs[block_id], payload) for payload, block_id in self._pairs(block_ids)), fence)
 
-    @contextmanager
-    def _copying(self, block_ids: Sequence[int], fence: Fence) -> Iterator[torch.Tensor]:
+    def _pairs(self, block_ids: Sequence[int]) -> Iterable[tuple[torch.Tensor, int]]:
+        return zip(self._payloads, block_ids, strict=False)
+
+    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], fence: Fence) -> None:
         with torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
-            yield torch.tensor(block_ids, dtype=torch.int64).pin_memory().to(self._slabs.device, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
         self._stream.synchronize()
-
-
-def as_words(payloads: torch.Tensor) -> torch.Tensor:
-    """Bytes [payloads, bytes] as the largest integers that they consist of, which kernels copy in less time."""
-    distance = payloads.stride(0) | payloads.shape[1] | int(payloads.storage_offset())
-    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    return payloads.view(next(word for word in words if distance % word.itemsize == 0))
-
-
-def collect(slabs: torch.Tensor, block_ids: torch.Tensor, payloads: torch.Tensor) -> None:
-    """payloads[i] = slabs[block_ids[i]]"""
-    payloads.copy_(slabs.index_select(0, block_ids))
-
-
-def spread(payloads: torch.Tensor, block_ids: torch.Tensor, slabs: torch.Tensor) -> None:
-    """slabs[block_ids[i]] = payloads[i]; block ids occur once."""
-    slabs.index_copy_(0, block_ids, payloads)

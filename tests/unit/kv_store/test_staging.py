@@ -5,7 +5,7 @@ import torch
 
 from common.errors import ConfigError
 from kv_store.block_format import HEADER_BYTES
-from kv_store.staging import as_words, collect, create_staging, layout_of, spread
+from kv_store.staging import create_staging, layout_of
 
 SHAPE = (6, 3, 2, 2, 4, 8)
 
@@ -39,24 +39,6 @@ def test_blocks_go_out_and_in(device, dtype, sources, targets):
     staging.scatter(targets, None)
 
     assert torch.equal(cache, expected)
-
-
-@pytest.mark.parametrize("size", [64, 60, 58, 57])
-def test_payloads_of_any_size_are_collected_and_spread(size):
-    """What a staging on a GPU does there with all blocks of a job at once."""
-    slabs = torch.randint(256, (6, size), dtype=torch.uint8)
-    expected = slabs.clone()
-    expected[[5, 0]] = slabs[[2, 4]]
-    frames = torch.zeros((3, HEADER_BYTES + size), dtype=torch.uint8)
-    payloads = as_words(frames[:, HEADER_BYTES:])
-
-    collect(as_words(slabs), torch.tensor([2, 4]), payloads[:2])
-    assert torch.equal(frames[:2, HEADER_BYTES:], slabs[[2, 4]])
-    assert not frames[2].any()
-    assert not frames[:, :HEADER_BYTES].any()
-    spread(payloads[:2], torch.tensor([5, 0]), as_words(slabs))
-
-    assert torch.equal(slabs, expected)
 
 
 @pytest.mark.parametrize(("num_bytes", "num_frames"), [(1, 1), (2, 1), (3.5, 3), (100, 6)])
