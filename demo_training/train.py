@@ -266,7 +266,7 @@ def train(
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """Save what `from_pretrained` needs. Weights are stored in bfloat16, but computed with in float32: answers of the
-    demo are the same on every processor."""
+    demo do not depend on whether a processor multiplies bfloat16."""
     ends = [tokenizer.convert_tokens_to_ids(token) for token in (MESSAGE_END, END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1])
     model.to(torch.bfloat16).eval().save_pretrained(out)

@@ -31,8 +31,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         DType,
         Meta(
-            description="Compute and KV dtype. auto: the model's own; on CPUs bfloat16 if it is that and the processor "
-            "multiplies it (AMX, AVX512-BF16), else float32. Name one where processors of pods differ."
+            description="Compute and KV dtype. auto: the model's own; on CPUs bfloat16 for models in it where the "
+            "processor has AVX512-BF16 (not with batch_invariant), else float32. Set it where pods' processors differ."
         ),
     ] = "auto"
     quantization: Annotated[

@@ -200,7 +200,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
-    def is_drawable(self) -> bool:
+    def kernels_can_sample(self) -> bool:
         """True if, without a grammar, the next token follows from logits, tokens so far, seed and position by
         penalties, temperature, top-k, top-p and min-p alone, and no log probability is asked for."""
         return (
@@ -211,8 +211,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_simple(self) -> bool:
-        """True if it is drawable without penalties, so that it does not depend on the tokens so far."""
-        return self.is_drawable and not self.is_penalised
+        """True if the same holds without penalties, so that the next token does not depend on those so far."""
+        return self.kernels_can_sample and not self.is_penalised
 
     @property
     def is_penalised(self) -> bool:

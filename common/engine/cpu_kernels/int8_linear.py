@@ -14,7 +14,7 @@ from typing import Any
 from common.engine.cpu_kernels.compiled import Kernel
 from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 
-MAX_ROWS = 768
+MAX_ROWS = 384
 GRANULE = 16  # sizes of a layer are multiples of it
 
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block

@@ -336,7 +336,7 @@ class Builder:
 
     def prefetch(self, pointer: Pointer, count: int, *, near: bool = True) -> None:
         """Asks for `count` numbers to be brought into the core's first cache, or not `near`, into its second."""
-        to_read, keep, data = ir.Constant(INT32, 0), ir.Constant(INT32, 3 if near else 1), ir.Constant(INT32, 1)
+        to_read, keep, data = ir.Constant(INT32, 0), ir.Constant(INT32, 3 if near else 2), ir.Constant(INT32, 1)
         for i in range(0, count, _CACHE_LINE // pointer.element.value):
             self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.at(i).address, to_read, keep, data])
 

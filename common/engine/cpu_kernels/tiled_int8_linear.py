@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from common.engine.cpu_kernels.compiled import Kernel
-from common.engine.cpu_kernels.int8_linear import MAX_ROWS, arguments_of, write_scaled
+from common.engine.cpu_kernels.int8_linear import arguments_of, write_scaled
 from common.engine.cpu_kernels.language import Builder, ElementType, Pointer, Value
 from common.engine.cpu_kernels.pairs import paired_integers
 from common.engine.cpu_kernels.tiles import (
@@ -27,6 +27,7 @@ from common.engine.cpu_kernels.tiles import (
 )
 
 BLOCK = 2 * TILE  # outputs in a block
+MAX_ROWS = 768
 
 _DEPTH = 2 * TILE  # inputs that a tile has of each row
 _WIDENED = 2 * TILE * TILE  # pairs of weights, each in the place of a float32: two tiles side by side
@@ -82,7 +83,7 @@ def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
         with b.loop(0, a.in_features, piece) as first:
             with b.loop(0, piece // _DEPTH) as depth:
                 _widen(b, weight.at((first + depth * _DEPTH) * BLOCK), widened.at(depth * _WIDENED))
-            for row, num_tiles in each_tile_rows(b, a.num_rows, a.whole, a.rest):
+            for row, num_tiles in each_tile_rows(b, 0, a.num_rows, a.whole, a.rest):
                 inputs = a.inputs.at(row * a.in_features + first)
                 for register, sums in _places(totals.at(row * BLOCK), num_tiles):
                     load_tile(register, sums, BLOCK)

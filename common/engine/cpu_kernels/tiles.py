@@ -52,21 +52,25 @@ def rest_configuration(num_rows: int) -> torch.Tensor:
     return configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS)
 
 
-def each_tile_rows(b: Builder, num_rows: Value, whole: Pointer, rest: Pointer) -> Iterator[tuple[Value, int]]:
-    """Loops over MAX_TILE_ROWS rows at a time, for which it gives the first one and the number of tiles, 1 or 2.
+def each_tile_rows(
+    b: Builder, start: Operand, end: Value, whole: Pointer, rest: Pointer
+) -> Iterator[tuple[Value, int]]:
+    """Loops over rows from `start` to `end`, MAX_TILE_ROWS at a time, for which it gives the first one and the number
+    of tiles, 1 or 2.
 
-    `whole` is the configuration of MAX_TILE_ROWS, `rest` the rest configuration of num_rows.
+    `start` is a multiple of MAX_TILE_ROWS, `whole` the configuration for so many, `rest` the rest configuration for
+    `end`.
     """
-    num_rest = num_rows % MAX_TILE_ROWS
-    whole_end = num_rows - num_rest
-    pair_end = b.select(num_rest < TILE + 1, whole_end, num_rows)
-    start = b.number(0)
-    for end, num_tiles, shapes in ((whole_end, 2, whole), (pair_end, 2, rest), (num_rows, 1, rest)):
-        with b.when(start < end):
+    num_rest = end % MAX_TILE_ROWS
+    whole_end = end - num_rest
+    pair_end = b.select(num_rest < TILE + 1, whole_end, end)
+    first = b.number(start)
+    for last, num_tiles, shapes in ((whole_end, 2, whole), (pair_end, 2, rest), (end, 1, rest)):
+        with b.when(first < last):
             configure_tiles(shapes)
-            with b.loop(start, end, MAX_TILE_ROWS) as row:
+            with b.loop(first, last, MAX_TILE_ROWS) as row:
                 yield row, num_tiles
-        start = end
+        first = last
 
 
 def configure_tiles(shapes: Pointer) -> None:

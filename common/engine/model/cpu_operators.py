@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,7 @@ class CpuOperators:
         if isinstance(gate_up, QuantizedLinear):
             return _Gated(compiled(gate_up), size, dtype)
         linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
-        separate = _Gated(linear, size, dtype)
-        return lambda inputs: gated if (gated := linear.gated(inputs)) is not None else separate(inputs)
+        return partial(_gated, linear, _Gated(linear, size, dtype))
 
 
 class _Embed:
@@ -96,6 +96,12 @@ class _AddNorm:
         call.point("out", out)
         call.run(hidden.shape[0], threads_for(hidden.numel()))
         return out
+
+
+def _gated(linear: StreamedLinear, separate: PerToken, inputs: torch.Tensor) -> torch.Tensor:
+    """At once, if there is a kernel for that."""
+    gated = linear.gated(inputs)
+    return separate(inputs) if gated is None else gated
 
 
 class _Gated:

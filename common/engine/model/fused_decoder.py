@@ -1,6 +1,6 @@
-"""A decoder of the Llama kind with few operators per layer: four linear layers, and a compiled kernel between each two.
+"""A decoder of the Llama kind with few operators per layer: four linear layers, and compiled kernels between them.
 
-    add + norm | q, k, v | norms of heads, rotary, cache, attention | o | add + norm | gate, up | SwiGLU | down
+    add + norm | q, k, v | norms of heads, rotary, cache, attention | o | add + norm | gate, up, SwiGLU | down
 
 It is built from a loaded model's modules by their names and types; anything else in the model, and it is not built.
 Whether the result is the same, `fuse_decoder` finds out by running both. The residual stream is float32 also where
@@ -152,7 +152,7 @@ class _Layer:
     projected: ProjectedArgs
     o: PerToken
     post_norm: AddNorm
-    gate_up: PerToken
+    gated: PerToken  # silu(gate) * up
     down: PerToken
 
     @classmethod
@@ -165,7 +165,7 @@ class _Layer:
             projected=ProjectedArgs(num_heads, args, _head_norms(attention)),
             o=operators.linear(attention.o_proj),
             post_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
-            gate_up=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj])),
+            gated=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj])),
             down=operators.linear(mlp.down_proj),
         )
 
@@ -176,7 +176,7 @@ class _Layer:
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What follows attention; returns what is still to be added to the residual stream."""
         delta = self.o(attended)
-        return self.down(self.gate_up(self.post_norm(hidden, delta)))
+        return self.down(self.gated(self.post_norm(hidden, delta)))
 
     def advance(self, following: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """From this layer's attention to the projections of the one that follows."""

@@ -282,7 +282,7 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device)
         model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if getattr(model_config, "is_encoder_decoder", False):
             raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
-        dtype = _resolve_dtype(config.dtype, model_config, device)
+        dtype = _resolve_dtype(config, model_config, device)
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=model_config,
@@ -315,13 +315,15 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resolve_dtype(name: str, model_config: Any, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return _DTYPES[name]
+def _resolve_dtype(config: ModelConfig, model_config: Any, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
     own = getattr(model_config.get_text_config(), "dtype", None)
     if device.type == "cuda":
         return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32
-    return torch.bfloat16 if own == torch.bfloat16 and MULTIPLIES_PAIRS else torch.float32
+    # What keeps batches apart takes more than that in bfloat16, of processor and model.
+    is_multiplied = MULTIPLIES_PAIRS and not config.batch_invariant
+    return torch.bfloat16 if own == torch.bfloat16 and is_multiplied else torch.float32
 
 
 def _max_model_len(text_config: Any) -> int:

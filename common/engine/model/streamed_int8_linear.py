@@ -17,7 +17,7 @@ from common.engine.cpu_kernels.compiled import (
     result,
     threads_for,
 )
-from common.engine.cpu_kernels.int8_linear import GRANULE, MAX_ROWS, int8_linear_kernel
+from common.engine.cpu_kernels.int8_linear import GRANULE, int8_linear_kernel
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.tiled_int8_linear import can_tile_int8
 from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
@@ -53,7 +53,8 @@ class StreamedInt8Linear(nn.Module):
         rows = inputs.reshape(-1, self.in_features)
         rows = functional.pad(rows, (0, self._in_padding)) if self._in_padding else rows.contiguous()
         out = result((len(rows), self.out_features + self._out_padding), rows.dtype)
-        for few, few_out in zip(rows.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        most = self._kernels.most_rows
+        for few, few_out in zip(rows.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
             if len(few):
                 self._kernels(few, few_out)
         if self._out_padding:
@@ -65,6 +66,8 @@ class StreamedInt8Linear(nn.Module):
 
 class _Vectors:
     """Kernels of vector instructions with the weight that they read."""
+
+    most_rows = int8_linear.MAX_ROWS
 
     def __init__(
         self, integers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
@@ -83,6 +86,8 @@ class _Vectors:
 class _Tiles:
     """Kernels of matrix instructions with the weight that they read."""
 
+    most_rows = tiled_int8_linear.MAX_ROWS
+
     def __init__(
         self, integers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
@@ -93,7 +98,7 @@ class _Tiles:
         many = tiled_int8_linear.many_int8_rows_kernel(tiled_int8_linear.piece_of(in_features), has_bias=has_bias)
         weight = _in_blocks(integers, tiled_int8_linear.BLOCK)
         self._few, self._many = [Call(kernel) for kernel in few], Call(many)
-        self._many.point("whole", configuration(MAX_TILE_ROWS))
+        self._many.keep("whole", configuration(MAX_TILE_ROWS))
         for call in (*self._few, self._many):
             call.set("in_features", in_features)
             call.set("out_features", out_features)

@@ -9,25 +9,32 @@ itself, turns out to have the layout that they read.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from common.engine.cpu_kernels.compiled import Call, CannotRecordError, is_recording, result, threads_for
+from common.engine.cpu_kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result, threads_for
 from common.engine.cpu_kernels.language import element_type_of
 from common.engine.cpu_kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
 from common.engine.cpu_kernels.tiled_linear import can_tile, tiled_gated_linear_kernel, tiled_linear_kernel
 from common.engine.cpu_kernels.tiles import MAX_TILE_ROWS, configuration, has_tiles, rest_configuration
 from common.engine.model.huge_pages import use_huge_pages
 from common.engine.model.packed_linear import PackedLinear
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelLoadError
 
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
 _MAX_ROWS_BFLOAT16 = 8  # that vector instructions multiply while the weight is read
-_MAX_ROWS_TILED = 768  # no more are computed at once in a fused decoder
+_MAX_ROWS_TILED = 768  # that matrix instructions multiply; other parts of a step have no more
+_MAX_CACHED = 1 << 20  # bytes of a block that a core's second cache has room for, beside the next one
+_TASKS_PER_THREAD = 4
+_CHECKED_ROWS = ((1, 32), (31, 32), (67, 96), (67, 32))  # and those of a task
+_MAX_ERROR = 0.02  # of the norm
+_MAX_ROWS_AT_ONCE = 256  # of oneDNN in bfloat16, which leaves cores idle with some numbers of rows above 400
 
 
 class _Blocks(NamedTuple):
@@ -66,7 +73,9 @@ class StreamedLinear:
             return self._streamed(inputs)
         if is_recording():
             raise CannotRecordError(f"{inputs.shape[0]} rows of a linear layer are left to oneDNN")
-        return self._packed(inputs)
+        if inputs.dtype == torch.float32 or len(inputs) <= _MAX_ROWS_AT_ONCE:
+            return self._packed(inputs)
+        return torch.cat([self._packed(part) for part in torch.split(inputs, _MAX_ROWS_AT_ONCE)])
 
     def gated(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """silu(gate) * up [rows, out_features / 2], where gate and up are the halves of the layer's outputs. None if
@@ -80,13 +89,15 @@ class _Streamed:
     """A layer's weight with the kernel that reads it: of matrix instructions where the processor has them."""
 
     def __init__(self, linear: nn.Linear, blocks: _Blocks, *, any_rows: bool, gated: bool = False) -> None:
-        """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated; tiled only."""
+        """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated; tiled only.
+        Raises ModelLoadError if a kernel of matrix instructions computes something else than torch."""
         dtype, has_bias = linear.weight.dtype, linear.bias is not None
         self._is_tiled = _is_tiled(linear, blocks)
         if self._is_tiled:
-            kernel_of = tiled_gated_linear_kernel if gated else tiled_linear_kernel
-            kernel = kernel_of(blocks.width, has_bias=has_bias)
-            self._most_rows = _MAX_ROWS_TILED
+            _check_tiled(linear.in_features, blocks.width, has_bias=has_bias, gated=gated)
+            kernel = _tiled_kernel(blocks.width, has_bias=has_bias, gated=gated)
+            is_cached = linear.in_features * blocks.width * linear.weight.itemsize <= _MAX_CACHED
+            self._most_rows = _MAX_ROWS_TILED if is_cached else MAX_TILE_ROWS
         else:
             kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
             self._most_rows = MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16
@@ -99,7 +110,7 @@ class _Streamed:
         if has_bias:
             self._call.keep("bias", linear.bias.detach().float())
         if self._is_tiled:
-            self._call.point("whole", configuration(MAX_TILE_ROWS))
+            self._call.keep("whole", configuration(MAX_TILE_ROWS))
 
     def takes(self, inputs: torch.Tensor) -> bool:
         """True if the kernel is for so many rows."""
@@ -122,9 +133,58 @@ class _Streamed:
         self._call.point("inputs", inputs)
         self._call.point("out", out)
         self._call.set("num_rows", num_rows)
+        num_threads = threads_for(self._num_weights // _PER_NUMBER)
+        num_parts = 1
         if self._is_tiled:
+            rows_per_task = _rows_per_task(num_rows, self._num_blocks, num_threads)
+            num_parts = -(-num_rows // rows_per_task)
+            self._call.set("rows_per_task", rows_per_task)
             self._call.point("rest", rest_configuration(num_rows))
-        self._call.run(self._num_blocks, threads_for(self._num_weights // _PER_NUMBER))
+        self._call.run(num_parts * self._num_blocks, num_threads)
+
+
+def _rows_per_task(num_rows: int, num_blocks: int, num_threads: int) -> int:
+    """All rows, or fewer where there are too few blocks for the threads."""
+    num_parts = -(-_TASKS_PER_THREAD * num_threads // num_blocks)
+    return -(-num_rows // (num_parts * MAX_TILE_ROWS)) * MAX_TILE_ROWS
+
+
+def _tiled_kernel(width: int, *, has_bias: bool, gated: bool) -> Kernel:
+    return (tiled_gated_linear_kernel if gated else tiled_linear_kernel)(width, has_bias=has_bias)
+
+
+@cache
+def _check_tiled(in_features: int, width: int, *, has_bias: bool, gated: bool) -> None:
+    """Compares a kernel with torch's operators, on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    out_features = 2 * width
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).bfloat16()
+    bias = torch.randn(out_features, generator=generator)
+    packed = weight.view(-1, width, in_features // 2, 2).transpose(1, 2).contiguous()
+    call = Call(
+        _tiled_kernel(width, has_bias=has_bias, gated=gated),
+        weight=packed.data_ptr(),
+        bias=bias.data_ptr(),
+        whole=configuration(MAX_TILE_ROWS).data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+    )
+    for num_rows, rows_per_task in _CHECKED_ROWS:
+        inputs = torch.randn(num_rows, in_features, generator=generator).bfloat16()
+        expected = functional.linear(inputs.float(), weight.float(), bias if has_bias else None)
+        if gated:
+            gate, up = expected.chunk(2, dim=1)
+            expected = functional.silu(gate) * up
+        found = torch.empty(expected.shape, dtype=torch.bfloat16)
+        call.point("inputs", inputs)
+        call.point("out", found)
+        call.point("rest", rest_configuration(num_rows))
+        call.set("num_rows", num_rows)
+        call.set("rows_per_task", rows_per_task)
+        call.run(-(-num_rows // rows_per_task) * (found.shape[1] // width), 1)
+        error = float((found.float() - expected).norm() / expected.norm())
+        if not error <= _MAX_ERROR:
+            raise ModelLoadError(f"the bfloat16 kernels differ from torch (relative error {error:.2g})", param="dtype")
 
 
 def _is_tiled(linear: nn.Linear, blocks: _Blocks) -> bool:

@@ -1,4 +1,4 @@
-"""Sampling of drawable requests by Triton kernels: the result stays on the device until it is asked for.
+"""Sampling by Triton kernels, of requests that they can sample: the result stays on the device until it is asked for.
 
 The tokens are those of `Sampler` but for rounding: probabilities are summed in another order.
 """

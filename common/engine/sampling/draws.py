@@ -1,4 +1,4 @@
-"""What requests draw their tokens by, as arrays; see SamplingParams.is_drawable."""
+"""What kernels draw tokens by, as arrays; see SamplingParams.kernels_can_sample."""
 
 from __future__ import annotations
 

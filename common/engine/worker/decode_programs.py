@@ -18,6 +18,7 @@ from common.engine.worker.decode_inputs import DecodeInputs, FixedInputs, Forwar
 logger = logging.getLogger(__name__)
 
 _SHORTEST = 256  # tokens of a sequence that recorded steps take at least
+_MOST = 64  # sequences: each size is recorded by itself, and what a recording saves is little beside larger steps
 
 
 class DecodePrograms:
@@ -28,7 +29,7 @@ class DecodePrograms:
         self._max_model_len = max_model_len
         self._fixed = FixedInputs(max_num_seqs, max_model_len, block_size, torch.device("cpu"))
         self._workspace = Workspace(max_num_seqs)
-        self._most = max_num_seqs  # decodes of a step that is recorded
+        self._most = min(_MOST, max_num_seqs)  # decodes of a step that is recorded
         self._longest = min(_SHORTEST, max_model_len)  # sequence that the recorded steps take
         self._steps: dict[int, tuple[Program, torch.Tensor]] = {}  # by batch size, with the place of the logits
 

@@ -32,6 +32,7 @@ from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_DRAWN = SamplingParams(temperature=1.0)
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 
@@ -100,8 +101,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, num_scheduled_tokens: dict[RequestId, int], phases: PhaseClock) -> RunningStep:
-        """Begins to. The step is over at once unless a GPU computes it and all requests are drawable. `phases`: see
-        Executor."""
+        """Begins to. The step is over at once unless a GPU computes it and kernels can sample all requests.
+        `phases`: see Executor."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
@@ -129,7 +130,7 @@ class ModelRunner:
             self._sample_on_device is not None
             and bool(batch.sampled_ids)
             and not batch.prompt_runs
-            and bool(self._table.is_drawable[rows].all())
+            and bool(self._table.kernels_can_sample[rows].all())
         )
 
     def _finish(self, batch: PackedBatch, logits: torch.Tensor) -> ModelRunnerOutput:
@@ -282,11 +283,12 @@ class ModelRunner:
         survive the mask."""
         self._kv_cache[torch.tensor(block_ids, device=self._kv_cache.device)] = 0
 
-    def profile(self, num_tokens: int) -> None:
-        """Runs a step of one prompt of `num_tokens` tokens, to measure time or memory. Writes to the first blocks."""
+    def profile(self, num_tokens: int, sampling: SamplingParams = _DRAWN) -> None:
+        """Runs a step of one prompt of `num_tokens` tokens, to measure time or memory, or so that kernels are compiled.
+        Writes to the first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, SamplingParams(temperature=1.0), blocks, 0)
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, blocks, 0)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))

@@ -44,8 +44,8 @@ class RequestTable:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.version = 0  # changes as requests get rows or lose them
-        # Of rows whose requests are drawable, see SamplingParams.is_drawable; the others draw by their parameters.
-        self.is_drawable = np.zeros(max_num_seqs, dtype=np.bool_)
+        # Of rows that kernels can sample, see SamplingParams.kernels_can_sample; the others draw by their parameters.
+        self.kernels_can_sample = np.zeros(max_num_seqs, dtype=np.bool_)
         self.is_penalised = np.zeros(max_num_seqs, dtype=np.bool_)
         self.keep_all = np.zeros(max_num_seqs, dtype=np.bool_)  # simple ones that draw from the whole vocabulary
         self._draw_params = np.zeros((max_num_seqs, 4), dtype=np.float32)  # see Draws
@@ -99,7 +99,7 @@ class RequestTable:
         self.token_ids[rows, places] = token_ids
 
     def draws(self, rows: npt.NDArray[np.int64]) -> Draws:
-        """How the next tokens of drawable rows are drawn."""
+        """How the next tokens of rows that kernels can sample are drawn."""
         positions = self.num_tokens[rows] - self._num_prompt_tokens[rows]
         return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
 
@@ -151,10 +151,10 @@ class RequestTable:
         if processors or not is_plain(new.sampling):
             self._not_plain.add(row)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self.is_drawable[row] = new.sampling.is_drawable and not processors and new.grammar is None
+        self.kernels_can_sample[row] = new.sampling.kernels_can_sample and not processors and new.grammar is None
         self.is_penalised[row] = new.sampling.is_penalised
         self._draw_params[row] = draw_params(new.sampling)
-        is_simple = self.is_drawable[row] and not self.is_penalised[row]
+        is_simple = self.kernels_can_sample[row] and not self.is_penalised[row]
         self.keep_all[row] = is_simple and keeps_all(new.sampling)
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._params[row] = new.sampling

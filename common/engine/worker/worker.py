@@ -26,6 +26,7 @@ from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
+from common.types import SamplingParams
 
 
 class _FencedStep(NamedTuple):
@@ -108,6 +109,9 @@ class Worker:
         assert self._loaded is not None
         assert self._runner is not None
         most = min(self._config.scheduler.max_num_batched_tokens, self._runner.max_model_len)
+        if self.runs_ahead:
+            # Triton compiles other kernels for such requests, which the first of them must not wait for.
+            self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0))
         return measure_steps(self._runner.profile, most)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:

@@ -25,11 +25,13 @@ def test_computes_the_same_and_each_row_whatever_is_beside_it(block, has_bias, g
         expected = functional.silu(gate) * up
     whole = multiply(inputs, weight, bias, block, gated=gated)
     torch.testing.assert_close(whole.double(), expected, atol=2**-7, rtol=2**-7)
-    for num_rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64):
-        assert torch.equal(multiply(inputs[:num_rows].clone(), weight, bias, block, gated=gated), whole[:num_rows])
+    for num_rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, len(inputs)):
+        for rows_per_task in (MAX_TILE_ROWS, 2 * MAX_TILE_ROWS):
+            found = multiply(inputs[:num_rows].clone(), weight, bias, block, gated=gated, rows_per_task=rows_per_task)
+            assert torch.equal(found, whole[:num_rows])
 
 
-def multiply(inputs, weight, bias, block, *, gated):
+def multiply(inputs, weight, bias, block, *, gated, rows_per_task=4 * MAX_TILE_ROWS):
     packed = weight.view(-1, block, IN_FEATURES // 2, 2).transpose(1, 2).contiguous()
     num_rows, out_features = len(inputs), OUT_FEATURES // 2 if gated else OUT_FEATURES
     out = torch.full((num_rows, out_features), torch.nan, dtype=torch.bfloat16)
@@ -43,10 +45,11 @@ def multiply(inputs, weight, bias, block, *, gated):
         whole=configuration(MAX_TILE_ROWS).data_ptr(),
         rest=rest_configuration(num_rows).data_ptr(),
         num_rows=num_rows,
+        rows_per_task=rows_per_task,
         in_features=IN_FEATURES,
         out_features=OUT_FEATURES,
     )
-    call.run(out_features // block, 2)
+    call.run(-(-num_rows // rows_per_task) * (out_features // block), 2)
     return out
 
 

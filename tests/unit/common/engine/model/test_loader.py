@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers import utils as transformers_utils
 
+from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
 from common.engine.model import loader, streamed_int8_linear
 from common.engine.model.loader import load_model
@@ -83,6 +84,13 @@ def test_auto_is_bfloat16_for_models_in_it_where_the_processor_multiplies_it(
     monkeypatch.setattr(loader, "MULTIPLIES_PAIRS", multiplies)
     loaded = load_model(ModelConfig(model=str(model_dir), device="cpu"))
     assert (loaded.dtype, loaded.kv_spec.dtype) == (expected, expected)
+
+
+def test_auto_is_float32_where_batches_must_not_matter(tmp_path, monkeypatch):
+    demo = shutil.copytree(demo_model_path(), tmp_path / "model")
+    edit_config(demo, dtype="bfloat16")
+    monkeypatch.setattr(loader, "MULTIPLIES_PAIRS", True)
+    assert load_model(ModelConfig(model=str(demo), device="cpu", batch_invariant=True)).dtype == torch.float32
 
 
 def test_eos_of_generation_config_wins(model_dir):

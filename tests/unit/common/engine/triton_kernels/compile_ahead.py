@@ -82,9 +82,10 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     sizes = {"NUM_TOKENS": 151936, "SIZE": sampling.NUMBERS}
     parts = {"PARTS": 38, "PADDED_PARTS": 64}
     yield "penalty fp32", sampling.penalty_kernel, sizes, {"num_warps": 4, "enable_fp_fusion": False}
-    yield "best bf16", sampling.best_kernel, sizes, {"num_warps": 4}
-    yield "draw bf16", sampling.draw_kernel, sizes | parts, {"num_warps": 4}
-    yield "settle bf16", sampling.settle_kernel, sizes | parts, {"num_warps": 8}
+    for name in ("bf16", "fp32"):
+        yield f"best {name}", sampling.best_kernel, sizes, {"num_warps": 4}
+        yield f"draw {name}", sampling.draw_kernel, sizes | parts, {"num_warps": 4}
+        yield f"settle {name}", sampling.settle_kernel, sizes | parts, {"num_warps": 8}
     yield "stage decodes", staging.stage_decodes_kernel, {"BLOCKS": 128}, {"num_warps": 4}
 
 
