@@ -45,7 +45,7 @@ from benchmarks.engine import describe_machine, make_random_model
 from benchmarks.grammar import write_tokenizer
 from common.demo_model import demo_model_path
 
-_QUICK_REPEATS, _REPEATS = 2, 5
+_QUICK_REPEATS, _REPEATS = 1, 5
 _MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
 _DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8"]
 
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="small models, two repeats, no servers: under 10 minutes")
+    parser.add_argument("--quick", action="store_true", help="small models, one repeat, no servers: under 10 minutes")
     parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
     parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all; with --quick all but invariant")
