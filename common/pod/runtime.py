@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 POD_SERVICE = "baton.v1.Pod"
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # An engine answers between two steps. No step takes minutes, so an engine that is silent for so long has hung; routers
 # notice much earlier, this ends the process.
 _ENGINE_TIMEOUT_S = 300.0
@@ -297,16 +298,21 @@ def run_pod(runtime: PodRuntime) -> int:
 async def _run(runtime: PodRuntime) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    if not await _start_unless(stop, runtime):
-        return EXIT_OK
     try:
-        sys.stdout.write(runtime.ready_line + "\n")
-        sys.stdout.flush()
-        return await runtime.serve(stop)
+        if not await _start_unless(stop, runtime):
+            return EXIT_OK
+        try:
+            sys.stdout.write(runtime.ready_line + "\n")
+            sys.stdout.flush()
+            return await runtime.serve(stop)
+        finally:
+            await runtime.stop()
     finally:
-        await runtime.stop()
+        # It ends by itself now. asyncio closes what a signal would be written to before it removes the handlers.
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _start_unless(stop: asyncio.Event, runtime: PodRuntime) -> bool:

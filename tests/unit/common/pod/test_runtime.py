@@ -1,4 +1,6 @@
 import asyncio
+import os
+import signal
 import urllib.request
 from typing import Any
 
@@ -163,3 +165,16 @@ async def _is(status: Any, expected: int) -> bool:
         return bool(await status == expected)
     except grpc.aio.AioRpcError:
         return False
+
+
+def test_a_signal_while_the_process_ends_by_itself_says_nothing(monkeypatch, capfd):
+    """As `baton up` sends one to the pods beside one that did not start."""
+    close = asyncio.BaseEventLoop.close
+
+    def close_and_stop(loop):  # what signals are written to is closed, their handlers are still there
+        close(loop)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "close", close_and_stop)
+    assert prefill_main(["--model", "no/such/directory"]) == 2
+    assert "signal" not in capfd.readouterr().err
