@@ -41,11 +41,12 @@ logger = logging.getLogger(__name__)
 
 KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
+MAX_BACKOFF_S = 2.0
+
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 5.0  # of an operator's call
 _FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
 
 _Response = TypeVar("_Response")
 
@@ -339,7 +340,7 @@ class Pod:
                 self._lose(BatonError(f"internal error: {error!r}"))
             finally:
                 self._disconnect()
-            backoff_s = _FIRST_BACKOFF_S if connected else min(2 * backoff_s, _MAX_BACKOFF_S)
+            backoff_s = _FIRST_BACKOFF_S if connected else min(2 * backoff_s, MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # jitter: routers must not come back in step
 
     async def _open(self, channel: grpc.aio.Channel) -> None:

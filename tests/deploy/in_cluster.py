@@ -1,8 +1,9 @@
 """Runs `baton` as in a pod of a cluster: the names of its services resolve to the addresses in a file.
 
-    python -m tests.deploy.in_cluster NAMES INTERVAL serve router ...
+    python -m tests.deploy.in_cluster NAMES INTERVAL SPEED serve router ...
 
-NAMES is a JSON file {name: [address, ...]}, looked up every INTERVAL seconds.
+NAMES is a JSON file {name: [address, ...]}, looked up every INTERVAL seconds. Routers try pods again SPEED times as
+often as usual.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from pathlib import Path
 
 from cli.main import main
 from router.discovery.dns import DnsDiscovery
+from router.pods import pod
 
 
 def run() -> int:
-    names, interval_s, *arguments = sys.argv[1:]
+    names, interval_s, speed, *arguments = sys.argv[1:]
 
     def look_up(name: str) -> list[str] | None:
         return json.loads(Path(names).read_text()).get(name)
@@ -31,6 +33,7 @@ def run() -> int:
     assert defaults is not None
     DnsDiscovery.__init__.__defaults__ = (resolve,)
     defaults["interval_s"] = float(interval_s)
+    pod.MAX_BACKOFF_S /= float(speed)
     return main(arguments)
 
 

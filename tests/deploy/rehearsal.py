@@ -2,7 +2,7 @@
 
 Each pod has an address of its own in 127.0.0.0/8, so that all keep the ports of the chart. Volumes are directories,
 which replace mount paths in arguments, environment and config files. What the rules leave to time (minReadySeconds, the
-preStop sleep, DNS) passes SPEED times as fast; grace periods do not.
+preStop sleep, DNS, how often routers try a pod again) passes SPEED times as fast; grace periods do not.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ class Rehearsal:
         if command == "redis-server":
             return [redis_binary()]
         assert command == "baton"
-        return [sys.executable, "-m", "tests.deploy.in_cluster", str(self._names), str(_DNS_INTERVAL_S / SPEED)]
+        arguments = [str(self._names), str(_DNS_INTERVAL_S / SPEED), str(SPEED)]
+        return [sys.executable, "-m", "tests.deploy.in_cluster", *arguments]
 
     def _mount(self, spec: Manifest, container: Manifest, directory: Path, address: str) -> dict[str, str]:
         """Fills a directory for each volume. Returns directories by mount path."""

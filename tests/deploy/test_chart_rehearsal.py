@@ -18,9 +18,10 @@ from common.demo_model import demo_model_path
 from tests.deploy.chart import ROOT, nested, render
 from tests.deploy.load import PROMPTS, Load, complete
 from tests.deploy.promql import queries, selectors_of
-from tests.deploy.rehearsal import Rehearsal
+from tests.deploy.rehearsal import START_DEADLINE_S, Rehearsal
 from tests.deploy.values import EVERYTHING, values_of
 from tests.e2e.fake_hub import MODEL, running_hub
+from tests.e2e.faults.fleet import eventually
 
 MAX_TOKENS = 40
 
@@ -48,6 +49,7 @@ def test_streams_outlive_the_pod_that_drains(release: Rehearsal) -> None:
     url = f"http://{address}"
     expected = {prompt: complete(url, prompt, MAX_TOKENS) for prompt in PROMPTS}
     leaving, staying = release.of("demo-baton-decode")
+    eventually(lambda: num_ready(url, "decode") == 2, START_DEADLINE_S, lambda: f"{num_ready(url, 'decode')} are ready")
     with Load(lambda: [url], expected, MAX_TOKENS, num_threads=3) as load:
         load.wait_answers(3)
         ending = release.terminate(leaving)
@@ -57,6 +59,12 @@ def test_streams_outlive_the_pod_that_drains(release: Rehearsal) -> None:
     assert not load.failures
     assert leaving.process.returncode == 0, leaving.said
     assert release.of("demo-baton-decode") == [staying]
+
+
+def num_ready(url: str, role: str) -> int:
+    """Number of pods of a role to which the router at `url` would send requests."""
+    text = httpx.get(f"{url}/metrics").text
+    return len(re.findall(rf'^baton_router_pod_ready\{{[^}}]*role="{role}"[^}}]*\}} 1', text, re.MULTILINE))
 
 
 def test_autoscaling_asks_for_what_a_scrape_has(release: Rehearsal) -> None:

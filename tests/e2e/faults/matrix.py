@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tests.e2e.faults.faults import ClockJump, Cut, Fault, Hang, Kill, Restart, Slow
 from tests.e2e.faults.fleet import SETTLE_DEADLINE_S, Fleet, eventually
 from tests.e2e.faults.server_process import ServerProcess
-from tests.e2e.faults.stages import Stage, reached, watched
+from tests.e2e.faults.stages import PodWatch, Stage, reached, watched
 from tests.e2e.faults.traffic import Job, Stream, Wave
 
 MAX_TRIES = 40  # to reach a stage before all is over
@@ -110,14 +110,13 @@ async def _attempt(fleet: Fleet, case: Case, jobs: Sequence[Job]) -> Outcome | N
     """None: all was over before the stage was seen."""
     victim = fleet.server(case.victim)
     fault = _fault(fleet, case.fault, victim)
-    seen_on = victim if victim in fleet.pods else fleet.pods[-1]
-    decodes = seen_on.name.startswith("decode")
+    watched_pods = [victim] if victim in fleet.pods else fleet.pods
     hits_peer = victim is fleet.peer
     main = Wave(fleet.target(fleet.router), jobs[: len(jobs) // 2] if hits_peer else jobs, f"salt {next(_salts)}")
     other = Wave(fleet.target(fleet.peer), jobs[len(jobs) // 2 :] if hits_peer else [], f"salt {next(_salts)}")
-    async with watched(fleet.target(seen_on)) as pod, asyncio.TaskGroup() as group:
+    async with watched([fleet.target(pod) for pod in watched_pods]) as watches, asyncio.TaskGroup() as group:
         running, other_running = group.create_task(main.run()), group.create_task(other.run())
-        at_stage = group.create_task(reached(case.stage, other if hits_peer else main, pod, decodes=decodes))
+        at_stage = group.create_task(_reached_on_any(case.stage, other if hits_peer else main, watched_pods, watches))
         await asyncio.wait([at_stage, running], return_when=asyncio.FIRST_COMPLETED)
         if not at_stage.done():
             at_stage.cancel()
@@ -131,6 +130,21 @@ async def _attempt(fleet: Fleet, case: Case, jobs: Sequence[Job]) -> Outcome | N
         await other_running
     _check_answers(fleet, case, main, other)
     return _outcome(fleet, case, strike, [*main.streams, *other.streams])
+
+
+async def _reached_on_any(stage: Stage, wave: Wave, pods: Sequence[ServerProcess], watches: Sequence[PodWatch]) -> None:
+    """Returns when the wave has come to the stage on one of the pods."""
+    tasks = [
+        asyncio.create_task(reached(stage, wave, watch, decodes=pod.name.startswith("decode")))
+        for pod, watch in zip(pods, watches, strict=True)
+    ]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await next(iter(done))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _fault(fleet: Fleet, name: str, victim: ServerProcess) -> Fault:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -54,12 +54,16 @@ class PodWatch:
 
 
 @contextlib.asynccontextmanager
-async def watched(target: str) -> AsyncIterator[PodWatch]:
-    """Reports of the pod at `target`, from one that was made before the context is entered."""
-    async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        watch = PodWatch(channel)
-        await watch.until(lambda _: True)
-        yield watch
+async def watched(targets: Sequence[str]) -> AsyncIterator[list[PodWatch]]:
+    """Reports of the pods at `targets`, from ones that were made before the context is entered."""
+    async with contextlib.AsyncExitStack() as stack:
+        watches = []
+        for target in targets:
+            channel = grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+            watches.append(PodWatch(await stack.enter_async_context(channel)))
+        for watch in watches:
+            await watch.until(lambda _: True)
+        yield watches
 
 
 async def reached(stage: Stage, wave: Wave, pod: PodWatch, *, decodes: bool) -> None:
