@@ -12,6 +12,7 @@ from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, 
 
 _MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
 _MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
+_TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
 _HIDDEN = -1e30  # score of a token that is not attended to
 
 
@@ -218,29 +219,33 @@ def _attend(
     group, dim, tile = shape.group, shape.head_dim, shape.tile
     state = _State(b, shape)
     seq_len = a.seq_lens.at(sequence).load()
+    cache: Pointer = a.cache
     table = a.block_tables.at(sequence * a.table_width)
     first_token = (
         b.number(0) if scores.window is None else b.select(seq_len < scores.window, 0, seq_len - scores.window)
     )
-    with b.loop(first_token - first_token % tile, seq_len, tile) as token:
+
+    def keys_at(token: Value) -> Pointer:
         block = table.at(token // shape.block_size).load()
-        keys = a.cache.at(block * shape.block_numbers + kv_head * shape.head_numbers + (token % shape.block_size) * dim)
+        in_block = kv_head * shape.head_numbers + (token % shape.block_size) * dim
+        return cache.at(block * shape.block_numbers + in_block)
+
+    with b.loop(first_token - first_token % tile, seq_len, tile) as token:
+        keys = keys_at(token)
         values = keys.at(shape.num_kv_heads * shape.head_numbers)
-        following = b.select(token + tile < seq_len, token + tile, token)
-        next_keys = a.cache.at(
-            table.at(following // shape.block_size).load() * shape.block_numbers
-            + kv_head * shape.head_numbers
-            + (following % shape.block_size) * dim
-        )
-        for each in (next_keys, next_keys.at(shape.num_kv_heads * shape.head_numbers)):
-            b.prefetch(each, tile * dim)
+        ahead = token + _TILES_AHEAD * tile
+        next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
+        next_values = next_keys.at(shape.num_kv_heads * shape.head_numbers)
         if shape.element is not ElementType.FLOAT32 and group > 1:
             keys, values = (_widened(b, each, tile * dim) for each in (keys, values))
         lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token
         visible = lane_tokens < seq_len
         if scores.window is not None:
             visible = visible & (lane_tokens >= first_token)
+        share = -(-tile * dim // group)  # asked for between products: more at once would wait for each other
         with b.loop(0, group) as head:
+            for each in (next_keys, next_values):
+                b.prefetch(each.at(head * share), share, near=False)
             dots = _dots(b, queries.at(head * dim), keys, dim, tile)
             if scores.softcap is not None:
                 dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
