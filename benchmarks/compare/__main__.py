@@ -10,17 +10,18 @@ rounded to other tokens, in bfloat16 often.
 With int8 the sides compute less of the same. Baton (`--quantization int8`) has int8 weights in all linear layers, and
 activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
 with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
-bfloat16: other tokens are to be expected. transformers takes no part.
+bfloat16: other tokens are to be expected. Sides of transformers take no part.
 
-    baton         the engine in its process, as `baton.LLM` runs it
-    vllm          vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
-    invariant     Baton with `batch_invariant`
-    transformers  `generate` with its default cache and `sdpa` attention
+    baton           the engine in its process, as `baton.LLM` runs it
+    vllm            vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
+    invariant       Baton with `batch_invariant`
+    transformers    `generate` with its default cache and `sdpa` attention
+    generate_batch  transformers' own continuous batching over a paged cache
 
-    decode        milliseconds between two tokens of a batch whose prompts have 128 tokens
-    prefill       prompt tokens per second of one prompt of 1,024 tokens
-    offline       output tokens per second of 32 prompts of 256 tokens with 64 tokens each, prefill included
-    serving       `baton up` and `vllm serve` over HTTP, with `baton bench serve` as the client
+    decode          milliseconds between two tokens of a batch whose prompts have 128 tokens
+    prefill         prompt tokens per second of one prompt of 1,024 tokens
+    offline         output tokens per second of 32 prompts of 256 tokens with 64 tokens each, prefill included
+    serving         `baton up` and `vllm serve` over HTTP, with `baton bench serve` as the client
 
 What the machine could do at most is measured in the same run: its memory's speed, and that of packed matrix products.
 """
@@ -38,7 +39,7 @@ from pathlib import Path
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
 from benchmarks.compare.offline import Row, measure_model
-from benchmarks.compare.peers import NAMES, SideError, python_of
+from benchmarks.compare.peers import MAIN_NAMES, NAMES, SideError, python_of
 from benchmarks.compare.report import format_page, format_row, format_serving, plot
 from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
 from benchmarks.engine import describe_machine, make_random_model
@@ -54,7 +55,7 @@ def main() -> int:
     """Measures and prints."""
     args = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that sides and servers are stopped
-    sides = args.sides or (NAMES[:-1] if args.quick or ON_GPU else NAMES)
+    sides = args.sides or (MAIN_NAMES if args.quick or ON_GPU else NAMES)
     names = [name for name in sides if python_of(name)]
     if missing := set(sides) - set(names):
         print(f"not installed: {', '.join(missing)}; `make peers` installs vLLM", file=sys.stderr)
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="small models, one repeat, no servers: under 10 minutes")
     parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
-    parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all; with --quick all but invariant")
+    parser.add_argument("--sides", nargs="+", choices=NAMES, help=f"default: all; with --quick {MAIN_NAMES}")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
     parser.add_argument("--serving-repeats", type=int, default=3)

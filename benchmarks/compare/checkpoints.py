@@ -58,7 +58,7 @@ class Precision(NamedTuple):
 
     def suits(self, side: str) -> bool:
         """Whether a side can compute in it."""
-        return side != "transformers" or self.quantization is None
+        return side not in ("transformers", "generate_batch") or self.quantization is None
 
 
 PRECISIONS = {

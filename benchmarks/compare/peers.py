@@ -17,7 +17,8 @@ from benchmarks.compare.side import Generation
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS = CHECKOUT / ".venv-peers"  # of `make peers`
-NAMES = ("baton", "vllm", "transformers", "invariant")
+NAMES = ("baton", "vllm", "transformers", "generate_batch", "invariant")
+MAIN_NAMES = NAMES[:3]  # what --quick measures
 _END_S = 60.0
 _SHOWN_LINES = 20  # of what a side that failed has written
 

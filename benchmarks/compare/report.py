@@ -9,9 +9,21 @@ from benchmarks.compare.limits import Limits
 from benchmarks.compare.offline import Row
 from benchmarks.compare.serving import ServingRow
 
-PEERS = ("vllm", "transformers", "invariant")
-_TITLES = {"baton": "Baton", "vllm": "vLLM", "transformers": "transformers", "invariant": "batch-invariant"}
-_COLOURS = {"baton": "#2f6fde", "vllm": "#d9822b", "transformers": "#7a8594", "invariant": "#8fb3f0"}
+PEERS = ("vllm", "transformers", "generate_batch", "invariant")
+_TITLES = {
+    "baton": "Baton",
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "generate_batch": "generate_batch",
+    "invariant": "batch-invariant",
+}
+_COLOURS = {
+    "baton": "#2f6fde",
+    "vllm": "#d9822b",
+    "transformers": "#7a8594",
+    "generate_batch": "#b3bac2",
+    "invariant": "#8fb3f0",
+}
 _SERVING = {
     "output_throughput": ("throughput", "tokens/s", True),
     "median_ttft_ms": ("TTFT p50", "ms", False),
