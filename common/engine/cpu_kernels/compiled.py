@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding, ir
 from torch.profiler import record_function
 
+from common.engine.cpu_kernels.code_cache import cached_code
 from common.engine.cpu_kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.cpu_kernels.tiles import has_tiles
@@ -25,6 +27,8 @@ _SHARES = 2
 _FIRST_ARGUMENT = 3
 _SHARES_PER_THREAD = 4
 _NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
+_OPTIMIZATION = 3  # of LLVM
+_PIPELINE = f"level {_OPTIMIZATION}, vectors as written"  # what _machine_code does
 
 Body = Callable[[Builder, Value, Any], None]
 """(builder, number of the task, arguments by name): appends the instructions of one task."""
@@ -205,26 +209,47 @@ def _compile(module: ir.Module) -> Any:
     for function in module.functions:
         if not function.is_declaration:
             function.attributes.add("nounwind")
-    parsed = binding.parse_assembly(str(module))
+    text = str(module)
+    code = cached_code([*_compiler(), text], lambda: _machine_code(text))
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+def _machine_code(text: str) -> bytes:
+    """Of a module, as an object file."""
+    parsed = binding.parse_assembly(text)
     parsed.verify()
     target = _target_machine()
-    tuning = binding.create_pipeline_tuning_options(speed_level=3)
+    tuning = binding.create_pipeline_tuning_options(speed_level=_OPTIMIZATION)
     tuning.slp_vectorization = tuning.loop_vectorization = False  # the kernels say themselves what is a vector
     passes = binding.create_pass_builder(target, tuning)
     passes.getModulePassManager().run(parsed, passes)
-    engine = binding.create_mcjit_compiler(parsed, target)  # which owns the target from here on
-    engine.finalize_object()
-    return engine
+    code: bytes = target.emit_object(parsed)
+    return code
+
+
+@cache
+def _compiler() -> list[str]:
+    """What machine code depends on beside the module."""
+    llvm = ".".join(map(str, binding.llvm_version_info))
+    return [f"llvmlite {llvmlite_version}, LLVM {llvm}", _PIPELINE, binding.get_host_cpu_name(), _features()]
+
+
+def _features() -> str:
+    """Of the processor, as far as kernels use them."""
+    features = binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        features["prefer-256-bit"] = False  # LLVM's default for some processors halves the vectors
+    return str(features.flatten())
 
 
 def _target_machine() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    features = binding.get_host_cpu_features()
-    if features.get("avx512f"):
-        features["prefer-256-bit"] = False  # LLVM's default for some processors halves the vectors
     return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
+        cpu=binding.get_host_cpu_name(), features=_features(), opt=_OPTIMIZATION, jit=True
     )
 
 

@@ -1,0 +1,103 @@
+"""Machine code that is kept for the next process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.engine.cpu_kernels import code_cache, compiled
+from common.engine.cpu_kernels.code_cache import cached_code
+from common.engine.cpu_kernels.compiled import Call, Kernel
+from common.engine.cpu_kernels.language import ElementType
+
+
+class Compiler:
+    """Counts what it compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> bytes:
+        self.count += 1
+        return b"code"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "baton" / "kernels"
+
+
+def test_code_is_compiled_once_for_what_it_depends_on(directory: Path) -> None:
+    compiler = Compiler()
+    assert [cached_code(["LLVM 1", "module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert compiler.count == 1
+    cached_code(["LLVM 2", "module"], compiler)
+    assert compiler.count == 2
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("size", [0, 10, 18])
+def test_a_file_that_is_cut_off_is_written_again(directory: Path, size: int) -> None:
+    compiler = Compiler()
+    cached_code(["module"], compiler)
+    (file,) = directory.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:size])
+    assert cached_code(["module"], compiler) == b"code"
+    assert (compiler.count, file.read_bytes()) == (2, whole)
+
+
+def test_a_directory_that_others_can_write_to_is_not_used(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    compiler = Compiler()
+    with caplog.at_level(logging.WARNING):
+        cached_code(["module"], compiler)
+        cached_code(["module"], compiler)
+    assert (compiler.count, list(directory.iterdir())) == (2, [])
+    assert "mode 0700" in caplog.text
+
+
+def test_without_a_place_each_process_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler = Compiler()
+    assert [cached_code(["module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert compiler.count == 2
+
+
+def test_the_oldest_files_are_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_cache, "_MAX_FILES", 2)
+    compiler = Compiler()
+    for age, name in ((30, "old"), (20, "newer"), (10, "newest")):
+        before = set(directory.iterdir()) if directory.exists() else set()
+        cached_code([name], compiler)
+        (written,) = set(directory.iterdir()) - before
+        os.utime(written, (written.stat().st_mtime - age,) * 2)
+    assert len(list(directory.iterdir())) == 2
+    cached_code(["newer"], compiler)
+    assert compiler.count == 3
+    cached_code(["old"], compiler)
+    assert compiler.count == 4
+
+
+def test_a_kernel_from_the_cache_computes_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def added() -> list[int]:
+        kernel = Kernel(
+            "added", {"numbers": ElementType.INT64}, lambda _, task, a: a.numbers.at(task).add_shared(21) and None
+        )
+        numbers = (ctypes.c_int64 * 4)(0, 1, 2, 3)
+        call = Call(kernel, numbers=ctypes.addressof(numbers))
+        call.run(4, 1)
+        return list(numbers)
+
+    first = added()
+    assert len(list(directory.iterdir())) == 1
+    monkeypatch.setattr(compiled, "_machine_code", lambda text: pytest.fail("compiled again"))
+    assert added() == first == [21, 22, 23, 24]
