@@ -30,9 +30,9 @@ test-slow: $(DEV)
 test-deploy: $(DEV)
 	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
-## The CPU kernels in every shape of heads and blocks. Three minutes.
+## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks. Six minutes.
 test-kernels: $(DEV)
-	$(BIN)/pytest -m "kernels or not kernels" tests/unit/common/engine/cpu_kernels $(ARGS)
+	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/cpu_kernels tests/unit/common/engine/triton_kernels $(ARGS)
 
 ## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png, and top-*.svg
 ## of `baton top`. A minute.
