@@ -76,6 +76,7 @@ _CONNECTORS = """\
 | `BATON_API_KEYS` | router | API keys, see [security.md](security.md#api-keys) |
 | `BATON_URL`, `BATON_API_KEY` | `baton complete`, `chat`, `bench`, `run-batch` | address and key of the router |
 | `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT` | router, pods | cache, offline mode and mirror of the model hub |
+| `XDG_CACHE_HOME` | pods on a CPU | where compiled kernels are kept, in `baton/kernels`; default `~/.cache` |
 | `XDG_STATE_HOME` | `baton up -d` | where logs and state are kept; default `~/.local/state` |
 | `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` | pods on a CPU | see [Threads on a CPU](architecture.md#threads-on-a-cpu) |
 | `UCX_TLS`, `UCX_NET_DEVICES`, `UCX_LOG_LEVEL` | pods with `nixl` | see [kv.md](kv.md#nixl) |
