@@ -41,8 +41,12 @@ class GenerateBatch:
                 raise RuntimeError("no result" if output is None else output.error)
             tokens[output.request_id] = list(output.generated_tokens)
             if min(map(len, tokens.values())) > complete:
-                on_step(complete + 1)
+                on_step(min(map(len, tokens.values())))
         return list(tokens.values())
+
+    def close(self) -> None:
+        """Ends its thread, for which the process would wait."""
+        self._manager.stop(block=True)
 
 
 def load(directory: str, dtype: str) -> GenerateBatch:
@@ -52,4 +56,4 @@ def load(directory: str, dtype: str) -> GenerateBatch:
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(load).close()

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 
 class Generation(NamedTuple):
@@ -33,9 +33,12 @@ class Generator(Protocol):
         step with the number of tokens that every prompt has by then."""
 
 
-def serve(load: Callable[..., Generator]) -> None:
-    """Runs a side until its input ends; `load` gets the command's arguments: directory, dtype and, if the side is to
-    quantise the model, how."""
+_Side = TypeVar("_Side", bound=Generator)
+
+
+def serve(load: Callable[..., _Side]) -> _Side:
+    """Runs a side until its input ends, and returns it; `load` gets the command's arguments: directory, dtype and, if
+    the side is to quantise the model, how."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     side = load(*sys.argv[1:])
@@ -43,6 +46,7 @@ def serve(load: Callable[..., Generator]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
+    return side
 
 
 def timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:

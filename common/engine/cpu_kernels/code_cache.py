@@ -11,26 +11,27 @@ import contextlib
 import hashlib
 import logging
 import os
-import stat
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _DIGEST_SIZE = 16  # bytes
-_MAX_FILES = 1024  # of some kilobytes each; the oldest are removed
+_MAX_FILES = 1024  # of some kilobytes each; those that were not used for the longest time are removed
 
 
 def cached_code(parts: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
     """The code that depends on `parts`, from the cache or else from `compile_`."""
-    directory = _private_directory()
+    path = _path()
+    directory = None if path is None else _open(path)
     if directory is None:
         return compile_()
-    path = directory / _digest("\0".join(parts).encode()).hex()
-    code = _read(path)
+    name = _digest("\0".join(parts).encode()).hex()
+    code = _read(directory, name)
     if code is None:
         code = compile_()
-        _write(path, code)
+        _write(directory, name, code)
     return code
 
 
@@ -38,45 +39,64 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()
 
 
-def _private_directory() -> Path | None:
-    """Made if need be; None if this user cannot have one."""
+def _path() -> Path | None:
+    """None if this user has no home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-        directory = home / "baton" / "kernels"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except (OSError, RuntimeError) as error:
-        logger.debug("compiled kernels are not kept: %s", error)
+    except RuntimeError:
         return None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        logger.warning("compiled kernels are not kept: %s must be a directory of this user's with mode 0700", directory)
+    return home / "baton" / "kernels" if home.is_absolute() else None
+
+
+@cache
+def _open(path: Path) -> int | None:
+    """A descriptor of the directory, which is made if need be: whatever happens to its path, files are those of the
+    directory that was checked. None if it cannot be used."""
+    try:
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, path):
+            each.mkdir(mode=0o700, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        logger.info("compiled kernels are not kept: %s", error)
+        return None
+    status = os.fstat(directory)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        os.close(directory)
+        logger.warning("compiled kernels are not kept: %s must be a directory of this user's with mode 0700", path)
         return None
     return directory
 
 
-def _read(path: Path) -> bytes | None:
+def _read(directory: int, name: str) -> bytes | None:
     try:
-        content = path.read_bytes()
+        with open(name, "rb", opener=partial(os.open, dir_fd=directory)) as file:
+            content = file.read()
+        os.utime(name, dir_fd=directory)
     except OSError:
         return None
     digest, code = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
     return code if digest == _digest(code) else None  # a machine may have stopped before all was written
 
 
-def _write(path: Path, code: bytes) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+def _write(directory: int, name: str, code: bytes) -> None:
+    draft = f"{name}.{os.getpid()}"
     try:
-        draft.write_bytes(_digest(code) + code)
-        draft.replace(path)
-        _remove_oldest(path.parent)
+        with open(draft, "wb", opener=partial(os.open, mode=0o600, dir_fd=directory)) as file:
+            file.write(_digest(code) + code)
+        os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError as error:
-        logger.debug("a compiled kernel is not kept: %s", error)
+        logger.info("a compiled kernel is not kept: %s", error)
         with contextlib.suppress(OSError):
-            draft.unlink()
+            os.unlink(draft, dir_fd=directory)
+        return
+    with contextlib.suppress(OSError):  # another process removes them as well
+        _remove_oldest(directory)
 
 
-def _remove_oldest(directory: Path) -> None:
-    files = sorted((entry.stat().st_mtime, entry.path) for entry in os.scandir(directory))
-    for _, path in files[:-_MAX_FILES]:
-        os.unlink(path)
+def _remove_oldest(directory: int) -> None:
+    with os.scandir(directory) as entries:
+        files = sorted((entry.stat().st_mtime, entry.name) for entry in entries)
+    for _, name in files[:-_MAX_FILES]:
+        os.unlink(name, dir_fd=directory)

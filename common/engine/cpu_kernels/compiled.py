@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ _FIRST_ARGUMENT = 3
 _SHARES_PER_THREAD = 4
 _NUMBERS_PER_THREAD = 1 << 14  # a thread starts in the time that so many take
 _OPTIMIZATION = 3  # of LLVM
-_PIPELINE = f"level {_OPTIMIZATION}, vectors as written"  # what _machine_code does
 
 Body = Callable[[Builder, Value, Any], None]
 """(builder, number of the task, arguments by name): appends the instructions of one task."""
@@ -234,7 +234,9 @@ def _machine_code(text: str) -> bytes:
 def _compiler() -> list[str]:
     """What machine code depends on beside the module."""
     llvm = ".".join(map(str, binding.llvm_version_info))
-    return [f"llvmlite {llvmlite_version}, LLVM {llvm}", _PIPELINE, binding.get_host_cpu_name(), _features()]
+    steps = [inspect.getsource(_machine_code), inspect.getsource(_target_machine)]
+    processor = [binding.get_host_cpu_name(), _features()]
+    return [f"llvmlite {llvmlite_version}, LLVM {llvm}, level {_OPTIMIZATION}", *steps, *processor]
 
 
 def _features() -> str:

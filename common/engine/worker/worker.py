@@ -214,9 +214,9 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: to
 
 
 def _set_num_threads(num_threads: int) -> None:
-    num_cores = os.cpu_count() or num_threads
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or num_threads
     if num_threads > num_cores:
-        raise ConfigError(f"num_threads: {num_threads}, but this machine has {num_cores} cores", param="num_threads")
+        raise ConfigError(f"num_threads: {num_threads}, but this process has {num_cores} cores", param="num_threads")
     torch.set_num_threads(num_threads)
 
 
