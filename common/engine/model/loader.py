@@ -108,7 +108,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def _resolve_device(device: str) -> torch.device:
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError("device is cuda but this machine has no usable CUDA device", param="device")
+        raise ConfigError("device: cuda, but there is no usable CUDA device; auto and cpu need none", param="device")
     return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
 
 
