@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from common.config import to_arguments
+from common.cores import num_usable_cores
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
 from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
@@ -244,7 +245,7 @@ _BRIEF_SPIN = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "100000"}
 
 def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]:
     """`base` with the cores shared out among the engines, unless it says otherwise, and this code importable."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_usable_cores()
     threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_cores // num_engines))
     env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if threads.isdecimal() and int(threads) * num_engines <= num_cores:  # else they would spin on each other's cores

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common import __version__
+from common.cores import num_usable_cores
 from common.engine.config import MAX_SOCKET_PATH
 from common.errors import ConfigError
 from deploy.doctor import Check, DoctorConfig, Finding, Status
@@ -110,7 +111,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_cpu(_: DoctorConfig) -> Finding:
     """Looks at the cores that this process may use, at vector instructions and at OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_usable_cores()
     quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
     model, features = _cpu_model(Path("/proc/cpuinfo"))
     detail = f"{cores} cores" + (f", limited to {quota:g} by the cgroup" if quota else "") + (model and f", {model}")

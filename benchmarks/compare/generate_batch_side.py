@@ -56,4 +56,4 @@ def load(directory: str, dtype: str) -> GenerateBatch:
 
 
 if __name__ == "__main__":
-    serve(load).close()
+    serve(load, GenerateBatch.close)

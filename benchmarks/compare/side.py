@@ -36,17 +36,19 @@ class Generator(Protocol):
 _Side = TypeVar("_Side", bound=Generator)
 
 
-def serve(load: Callable[..., _Side]) -> _Side:
-    """Runs a side until its input ends, and returns it; `load` gets the command's arguments: directory, dtype and, if
-    the side is to quantise the model, how."""
+def serve(load: Callable[..., _Side], close: Callable[[_Side], None] = lambda _: None) -> None:
+    """Runs a side until its input ends, or it fails, and closes it; `load` gets the command's arguments: directory,
+    dtype and, if the side is to quantise the model, how."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     side = load(*sys.argv[1:])
     print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
-        order = json.loads(line)
-        print(json.dumps(timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
-    return side
+    try:
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
+    finally:
+        close(side)
 
 
 def timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:

@@ -1,8 +1,8 @@
 """Machine code of kernels that earlier processes have compiled, in the user's cache directory.
 
-A file is named after a digest of all that its code depends on, so that none is ever out of date. Whoever can write
-there can have this process run code of theirs: a directory that is not this user's alone is not used. Without a
-directory every process compiles what it needs.
+A file's name is a digest of everything that its code depends on, so entries never become stale. Whoever can write to
+the directory can make this process run code, so it is used only if this user owns it and nobody else can access it.
+Without such a directory every process compiles what it needs.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def _read(directory: int, name: str) -> bytes | None:
     try:
         with open(name, "rb", opener=partial(os.open, dir_fd=directory)) as file:
             content = file.read()
-        os.utime(name, dir_fd=directory)
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # on a file system that is read-only, where nothing is removed either
+        os.utime(name, dir_fd=directory)
     digest, code = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
     return code if digest == _digest(code) else None  # a machine may have stopped before all was written
 

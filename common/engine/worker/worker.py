@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -11,6 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from common.cores import num_usable_cores
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
@@ -214,7 +214,7 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: to
 
 
 def _set_num_threads(num_threads: int) -> None:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or num_threads
+    num_cores = num_usable_cores()
     if num_threads > num_cores:
         raise ConfigError(f"num_threads: {num_threads}, but this process has {num_cores} cores", param="num_threads")
     torch.set_num_threads(num_threads)

@@ -72,6 +72,17 @@ def test_without_a_place_each_process_compiles(monkeypatch: pytest.MonkeyPatch, 
     assert compiler.count == 2
 
 
+def test_a_file_system_that_is_read_only_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("read-only file system")
+
+    compiler = Compiler()
+    cached_code(["module"], compiler)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cached_code(["module"], compiler) == b"code"
+    assert compiler.count == 1
+
+
 def test_what_was_not_used_for_the_longest_time_is_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_cache, "_MAX_FILES", 2)
     compiler = Compiler()
