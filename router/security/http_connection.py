@@ -14,6 +14,8 @@ a client that goes over a bound gets an error object, and its connection is clos
 5. After a refusal, what still comes is read and dropped for as long as a head may take: closing at once could take the
    answer from a client that is still sending. A body that its endpoint refused has as long to end.
 6. A client that does not read its answer is cut off after a while. Closing alone would wait for it for ever.
+7. HTTP/1.0 has no chunks: a request with Transfer-Encoding is refused, as its end would be a guess, and an answer of
+   unknown length ends with the connection.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from router.security.refusals import Refusals
 
 _RESERVED_FILES = 128  # for pods, gRPC clients and files, of those that the process may open
 _MAX_HEADERS = 256
+_HEAD_END = b"\r\n\r\n"
 _FRAMING_PER_BYTE = 8  # bytes of framing that each byte of a chunked body allows for; a chunk of one byte needs 5
 
 
@@ -182,10 +185,17 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.headers) > _MAX_HEADERS:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _RefusedError("header_size", status, f"there are more than {_MAX_HEADERS} headers")
+        is_old = self.parser.get_http_version() < "1.1"
+        if is_old:
+            if any(name == b"transfer-encoding" for name, _ in self.headers):
+                message = "a request of HTTP/1.0 must have a Content-Length and no Transfer-Encoding"
+                raise _RefusedError("malformed", HTTPStatus.BAD_REQUEST, message)
+            self.expect_100_continue = False
         self._stop_waiting()
         super().on_headers_complete()
         if self.scope["method"] != "HEAD":  # whose responses have no body
-            self.cycle.transport = _HeadHolder(self.cycle, self.transport)  # type: ignore[assignment]  # all it needs
+            transport = _Unchunked(self.cycle, self.transport) if is_old else self.transport
+            self.cycle.transport = _HeadHolder(self.cycle, transport)  # type: ignore[assignment]  # all it needs
         self._in_head, self._in_body = False, True
 
     def on_body(self, body: bytes) -> None:
@@ -335,7 +345,7 @@ class _HeadHolder:
 
     __slots__ = ("_cycle", "_head", "_transport", "is_closing")
 
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport | _Unchunked) -> None:
         self._cycle = cycle
         self._transport = transport
         self._head = b""
@@ -347,13 +357,38 @@ class _HeadHolder:
             self._head = data
             return
         if self._head:
-            self._cycle.transport = self._transport
+            self._cycle.transport = self._transport  # type: ignore[assignment]  # all it needs
         self._transport.write(self._head + data)
 
     def close(self) -> None:
         """The application has ended early."""
         self._transport.write(self._head)
         self._transport.close()
+
+
+class _Unchunked:
+    """The transport of a response in HTTP/1.0, which has no chunks: takes away what uvicorn puts around them."""
+
+    __slots__ = ("_cycle", "_in_body", "_transport", "close", "is_closing")
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._in_body = False
+        self.close = transport.close
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        """The head with the first chunk or without any, then at most one chunk each time, perhaps with the last one."""
+        if self._cycle.chunked_encoding:
+            head = b""
+            if not self._in_body:
+                head, end, data = data.partition(_HEAD_END)
+                head = head.removesuffix(b"\r\ntransfer-encoding: chunked") + end
+                self._in_body = True
+            size, _, chunk = data.partition(b"\r\n")
+            data = head + chunk[: int(size or b"0", 16)]
+        self._transport.write(data)
 
 
 def _response(status: HTTPStatus, error: BatonError) -> bytes:

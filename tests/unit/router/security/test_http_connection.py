@@ -213,20 +213,78 @@ async def test_a_client_that_does_not_read_is_cut_off(start_cluster):
     assert cluster.router._http.server_state.connections == set()
 
 
+# --- HTTP/1.0 ---
+
+
+async def exchange_1_0(port, request):
+    """What is sent until the connection ends, by a client that knows no more: head and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    assert separator
+    return head.lower().split(b"\r\n"), body
+
+
+@pytest.mark.parametrize("headers", [b"", b"connection: keep-alive\r\n"])
+async def test_a_stream_over_http_1_0_ends_with_the_connection(cluster, headers):
+    length = b"content-length: %d\r\n\r\n" % len(STREAM)
+    request = b"POST /v1/completions HTTP/1.0\r\n" + headers + length + STREAM
+    head, body = await exchange_1_0(cluster.router.port, request)
+    assert head[0].endswith(b" 200 ok")
+    assert b"connection: close" in head
+    assert not [line for line in head if line.startswith((b"transfer-encoding", b"content-length"))]
+    events = body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+async def test_an_answer_over_http_1_0_has_its_length(cluster):
+    head, body = await exchange_1_0(cluster.router.port, post(BODY).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert b"content-length: %d" % len(body) in head
+    assert b"connection: close" in head
+    assert json.loads(body)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"gzip, chunked", b"identity"])
+async def test_a_chunked_request_over_http_1_0_is_refused(cluster, coding):
+    request = b"POST /v1/completions HTTP/1.0\r\ntransfer-encoding: " + coding + b"\r\n\r\n"
+    head, body = await exchange_1_0(cluster.router.port, request + chunk(BODY) + b"0\r\n\r\n")
+    assert (head[0], b"connection: close" in head) == (b"http/1.1 400 bad request", True)
+    assert "HTTP/1.0" in json.loads(body)["error"]["message"]
+    assert cluster.metric("baton_router_http_refused_total", reason="malformed") == 1
+    assert cluster.decode[0].submits == []
+
+
+async def test_a_client_of_http_1_0_is_not_asked_to_go_on(cluster):
+    request = post(BODY).replace(b"HTTP/1.1", b"HTTP/1.0\r\nexpect: 100-continue")
+    head, _ = await exchange_1_0(cluster.router.port, request)
+    assert head[0].endswith(b" 200 ok")
+
+
 START = {"type": "http.response.start", "status": 200, "headers": []}
+PART_A = {"body": b"a", "more_body": True}
+NOTHING_YET = {"more_body": True}
 
 
 @pytest.mark.parametrize(
-    ("method", "messages", "writes"),
+    ("request_line", "messages", "writes"),
     [
-        (b"GET", [{"body": b"ok"}], [b"2\r\nok\r\n0\r\n\r\n"]),
-        (b"GET", [{"body": b"a", "more_body": True}, {"body": b"b"}], [b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n"]),
-        (b"GET", [{"more_body": True}, {"body": b"a"}], [b"", b"1\r\na\r\n0\r\n\r\n"]),
-        (b"GET", [], [b""]),  # the application has ended early
-        (b"HEAD", [{"body": b"ok"}], [b""]),
+        (b"GET / HTTP/1.1", [{"body": b"ok"}], [b"2\r\nok\r\n0\r\n\r\n"]),
+        (b"GET / HTTP/1.1", [PART_A, {"body": b"b"}], [b"1\r\na\r\n", b"1\r\nb\r\n0\r\n\r\n"]),
+        (b"GET / HTTP/1.1", [NOTHING_YET, {"body": b"a"}], [b"", b"1\r\na\r\n0\r\n\r\n"]),
+        (b"GET / HTTP/1.1", [], [b""]),  # the application has ended early
+        (b"HEAD / HTTP/1.1", [{"body": b"ok"}], [b""]),
+        (b"GET / HTTP/1.0", [{"body": b"ok"}], [b"ok"]),
+        (b"GET / HTTP/1.0", [PART_A, NOTHING_YET, {"body": b"0\r\n\r\n"}], [b"a", b"", b"0\r\n\r\n"]),
+        (b"GET / HTTP/1.0", [NOTHING_YET, PART_A, {}], [b"", b"a", b""]),
+        (b"GET / HTTP/1.0", [], [b""]),
+        (b"HEAD / HTTP/1.0", [{"body": b"ok"}], [b""]),
     ],
 )
-async def test_the_head_of_a_response_goes_with_the_first_part_of_its_body(method, messages, writes):
+async def test_the_head_of_a_response_goes_with_the_first_part_of_its_body(request_line, messages, writes):
     ended = asyncio.Event()
 
     async def answer(scope, receive, send):
@@ -241,7 +299,7 @@ async def test_the_head_of_a_response_goes_with_the_first_part_of_its_body(metho
     connection = bounded_connections(LimitsConfig(), BodyBudget(1, 1), refusals)(config, ServerState(), {})
     transport = RecordingTransport()
     connection.connection_made(transport)
-    connection.data_received(method + b" / HTTP/1.1\r\n\r\n")
+    connection.data_received(request_line + b"\r\n\r\n")
     await ended.wait()
     connection.connection_lost(None)
     first, *rest = transport.written
