@@ -43,26 +43,25 @@ class Account:
         """Limits from now on; what runs goes on."""
         now, row = self._clock(), self._row
         self.quota = quota
-        with row.locked:
-            requests, tokens = quota.requests_per_minute, quota.tokens_per_minute
-            self._requests = TokenBucket(requests, now, row.requests) if requests else None
-            self._tokens = TokenBucket(tokens, now, row.tokens) if tokens else None
+        requests, tokens = quota.requests_per_minute, quota.tokens_per_minute
+        self._requests = TokenBucket(requests, now, row.requests) if requests else None
+        self._tokens = TokenBucket(tokens, now, row.tokens) if tokens else None
 
     @contextmanager
     def admit(self, num_generations: int) -> Iterator[None]:
         """Holds the place of one request for the time of the context. Raises OverloadedError if a limit is reached."""
-        row = self._row
-        with row.locked:
-            self._check(num_generations)
-            started = self._clock()
-            if self._requests is not None:
-                self._requests.take(1, started)
-            row.add_running(num_generations)
+        started = self._clock()
+        self._check(num_generations, started)
+        self._count(num_generations, 1, started)
+        try:
+            self._check(num_generations, started, is_counted=True)  # another worker may have had the same room
+        except OverloadedError:
+            self._count(-num_generations, -1, started)
+            raise
         try:
             yield
         finally:
-            with row.locked:
-                row.add_running(-num_generations)
+            self._row.add_running(-num_generations)
             duration_s = self._clock() - started
             self._mean_duration_s += _WEIGHT_OF_LATEST * (duration_s - self._mean_duration_s)
 
@@ -70,8 +69,7 @@ class Account:
         """Counts tokens of a prompt or an output. Overdrawn, the tenant waits until it has paid back."""
         self._metrics.tokens.labels(self._name).inc(num_tokens)
         if self._tokens is not None:
-            with self._row.locked:
-                self._tokens.take(num_tokens, self._clock())
+            self._tokens.take(num_tokens, self._clock())
 
     @contextmanager
     def spending(self, generations: Sequence[Generated]) -> Iterator[None]:
@@ -82,14 +80,22 @@ class Account:
         finally:
             self.spend(sum(generation.num_tokens for generation in generations) - before)
 
-    def _check(self, num_generations: int) -> None:
-        now, quota = self._clock(), self.quota
+    def _count(self, num_generations: int, num_requests: int, now: float) -> None:
+        if self._requests is not None:
+            self._requests.take(num_requests, now)
+        self._row.add_running(num_generations)
+
+    def _check(self, num_generations: int, now: float, *, is_counted: bool = False) -> None:
+        """Whether there is room for these, which may be counted. Raises InvalidRequestError or OverloadedError."""
+        quota = self.quota
         limit = quota.max_concurrent
         if limit is not None and num_generations > limit:
             raise InvalidRequestError(f"n: this key may run {limit} generations at once", param="n")
-        if limit is not None and (num_running := self._row.num_running) + num_generations > limit:
-            self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / num_running)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+        if limit is not None:
+            num_running = self._row.num_running - is_counted * num_generations
+            if num_running + num_generations > limit:
+                self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / num_running)
+        if self._requests is not None and (wait_s := self._requests.wait_s(1, now, is_counted)) > 0:
             self._refuse("requests", f"{quota.requests_per_minute:g} requests per minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)) > 0:
             self._refuse("tokens", f"{quota.tokens_per_minute:g} tokens per minute", wait_s)

@@ -1,57 +1,68 @@
 """Where it is counted what tenants use of their quotas: in this process, or in memory that several workers share.
 
-Shared, each name has a row, which the first worker that needs it appends:
+Shared, each worker has a region that it alone writes and all read, so nothing is locked: a worker that is stopped or
+killed at any moment holds up no other. A region is the number of its rows and a row for each name that the worker has
+needed, in the order in which they came:
 
     name       64 bytes, padded with zeros
-    buckets    of requests and of tokens, see TokenBucket
-    running    generations of each worker; those of a worker that died are set to 0 by the parent
+    running    generations; set to 0 by the parent once the worker has ended
+    requests   see TokenBucket
+    tokens     see TokenBucket
 
-A row is locked while it is read and changed, for microseconds. The lock is the kernel's, so it ends with a process that
-dies. Workers read the same clock: CLOCK_MONOTONIC is the machine's.
+A worker that is started again goes on with the region of its predecessor. Cells are written and read whole, being of 8
+bytes and aligned. Workers read the same clock: CLOCK_MONOTONIC is the machine's.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-from collections.abc import MutableSequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
 
 from common.errors import ConfigError
-from router.security.buckets import NUM_CELLS
+from router.security.buckets import NUM_CELLS, BucketCells, Cells
 
 _NAME_BYTES = 64
 _CELL_BYTES = 8
-_NUM_FIXED_CELLS = 2 * NUM_CELLS
+_SHARE_BYTES = _CELL_BYTES * (1 + 2 * NUM_CELLS)
+_ROW_BYTES = _NAME_BYTES + _SHARE_BYTES
 _MAX_ROWS = 65_536  # memory is taken only by rows that are in use
+_REGION_BYTES = _CELL_BYTES + _MAX_ROWS * _ROW_BYTES
 
-_UNLOCKED = nullcontext()
+
+class Share(NamedTuple):
+    """What one worker has counted of a tenant's use."""
+
+    running: Cells  # one
+    requests: Cells
+    tokens: Cells
+
+    @classmethod
+    def of(cls, memory: memoryview) -> Share:
+        """The one that is kept in this memory."""
+        cells = _cells(memory)
+        return cls(cells[:1], cells[1 : 1 + NUM_CELLS], cells[1 + NUM_CELLS :])  # parts, not copies
 
 
 class UsageRow:
-    """What one tenant uses. Only to be touched within `locked`."""
+    """What one tenant uses."""
 
-    def __init__(
-        self, cells: MutableSequence[float], own: int, locked: AbstractContextManager[None] = _UNLOCKED
-    ) -> None:
-        """`cells` is memory of which slices are parts, not copies; `own`: the worker's number."""
-        self.locked = locked  # no other process changes it within
-        self.requests = cells[:NUM_CELLS]
-        self.tokens = cells[NUM_CELLS:_NUM_FIXED_CELLS]
-        self._running = cells[_NUM_FIXED_CELLS:]
-        self._own = own
+    def __init__(self, own: Share, read_all: Callable[[], Sequence[Share]]) -> None:
+        """`own` is this worker's; `read_all` gives those of all workers."""
+        self.requests = BucketCells(own.requests, lambda: [share.requests for share in read_all()])
+        self.tokens = BucketCells(own.tokens, lambda: [share.tokens for share in read_all()])
+        self._running = own.running
+        self._read_all = read_all
 
     @property
     def num_running(self) -> int:
         """Generations of all workers."""
-        return int(sum(self._running))
+        return int(sum(share.running[0] for share in self._read_all()))
 
     def add_running(self, num_generations: int) -> None:
         """Counts generations of this process; a negative number: they have ended."""
-        self._running[self._own] += num_generations
+        self._running[0] += num_generations
 
 
 class Usage(Protocol):
@@ -66,87 +77,79 @@ class LocalUsage:
 
     def row(self, name: str) -> UsageRow:
         """A fresh one."""
-        return UsageRow(_floats(memoryview(bytearray(_CELL_BYTES * (_NUM_FIXED_CELLS + 1)))), own=0)
+        share = Share.of(memoryview(bytearray(_SHARE_BYTES)))
+        return UsageRow(share, lambda: (share,))
 
 
 class SharedUsage:
     """One worker's view of the memory that all share."""
 
     def __init__(self, descriptor: int, num_workers: int, own: int) -> None:
-        """`descriptor`: of the file that `create` made, which this takes over."""
-        self._descriptor = descriptor
-        self._own = own
-        self._row_bytes = _NAME_BYTES + _CELL_BYTES * (_NUM_FIXED_CELLS + num_workers)
-        self._memory = mmap.mmap(descriptor, _MAX_ROWS * self._row_bytes)
-        self._rows: dict[str, int] = {}  # those that this process has read
+        """`descriptor`: what `create` gave; it may be closed afterwards."""
+        memory = memoryview(mmap.mmap(descriptor, num_workers * _REGION_BYTES))
+        starts = range(0, len(memory), _REGION_BYTES)
+        self._regions = [_Region(memory[start : start + _REGION_BYTES]) for start in starts]
+        self._own = self._regions[own]
 
     @staticmethod
     def create(num_workers: int) -> int:
         """A descriptor of fresh memory, for each of these workers to inherit."""
         descriptor = os.memfd_create("baton-quotas")
-        os.ftruncate(descriptor, _MAX_ROWS * (_NAME_BYTES + _CELL_BYTES * (_NUM_FIXED_CELLS + num_workers)))
+        os.ftruncate(descriptor, num_workers * _REGION_BYTES)
         return descriptor
 
     def row(self, name: str) -> UsageRow:
         """See Usage."""
-        with self._lock(0):  # under which rows are appended
-            number = self._find(name)
-        return UsageRow(self._cells(number), self._own, self._lock(number))
+        own = self._own.find(name) or self._own.append(name)
+        return UsageRow(own, lambda: [share for region in self._regions if (share := region.find(name)) is not None])
 
     def forget_worker(self, number: int) -> None:
         """Nothing runs any more of a worker that has ended."""
-        with self._lock(0):
-            self._find(None)
-        for row in self._rows.values():
-            with self._lock(row):
-                self._cells(row)[_NUM_FIXED_CELLS + number] = 0.0
+        self._regions[number].stop_running()
 
-    def _lock(self, row: int) -> _RangeLock:
-        return _RangeLock(self._descriptor, row * self._row_bytes, self._row_bytes)
 
-    def _find(self, name: str | None) -> int:
-        """Reads the rows that others have appended. Appends one for a `name` that has none. Returns its number."""
-        number = len(self._rows)
-        while number < _MAX_ROWS and (found := self._name(number)):
-            self._rows[found] = number
-            number += 1
-        if name is None or name in self._rows:
-            return self._rows.get(name or "", -1)
-        if number == _MAX_ROWS:
+class _Region:
+    """What one worker has counted."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._num_rows = _cells(memory[:_CELL_BYTES])
+        self._num_read = 0
+        self._shares: dict[str, Share] = {}  # of the rows that this process has read
+
+    def find(self, name: str) -> Share | None:
+        """None: the worker has not needed it yet."""
+        self._read()
+        return self._shares.get(name)
+
+    def append(self, name: str) -> Share:
+        """Makes a row. Only for the worker whose region it is."""
+        if self._num_read == _MAX_ROWS:
             raise ConfigError(
                 f"--api-keys-file: {_MAX_ROWS} names of keys have been in use; restart the router",
                 param="api_keys_file",
             )
-        start = number * self._row_bytes
-        self._memory[start : start + _NAME_BYTES] = name.encode().ljust(_NAME_BYTES, b"\0")
-        self._rows[name] = number
-        return number
+        self._row(self._num_read)[:_NAME_BYTES] = name.encode().ljust(_NAME_BYTES, b"\0")
+        self._num_rows[0] += 1  # after the name: others read it from now on
+        self._read()
+        return self._shares[name]
 
-    def _name(self, row: int) -> str:
-        start = row * self._row_bytes
-        return self._memory[start : start + _NAME_BYTES].rstrip(b"\0").decode()
+    def stop_running(self) -> None:
+        """Counts no generations. Only once the worker has ended."""
+        self._read()
+        for share in self._shares.values():
+            share.running[0] = 0.0
 
-    def _cells(self, row: int) -> MutableSequence[float]:
-        start = row * self._row_bytes
-        return _floats(memoryview(self._memory)[start + _NAME_BYTES : start + self._row_bytes])
+    def _read(self) -> None:
+        while self._num_read < self._num_rows[0]:
+            row = self._row(self._num_read)
+            self._shares[bytes(row[:_NAME_BYTES]).rstrip(b"\0").decode()] = Share.of(row[_NAME_BYTES:])
+            self._num_read += 1
+
+    def _row(self, number: int) -> memoryview:
+        start = _CELL_BYTES + number * _ROW_BYTES
+        return self._memory[start : start + _ROW_BYTES]
 
 
-def _floats(memory: memoryview) -> MutableSequence[float]:
-    return cast("MutableSequence[float]", memory.cast("d"))  # which it is, though typeshed does not say so
-
-
-class _RangeLock:
-    """Locks a part of a file for this process. Not reentrant, and no lock between threads of one process."""
-
-    def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
-        self._descriptor = descriptor
-        self._start = start
-        self._num_bytes = num_bytes
-
-    def __enter__(self) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, self._num_bytes, self._start)
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, self._num_bytes, self._start)
+def _cells(memory: memoryview) -> Cells:
+    return cast("Cells", memory.cast("d"))  # which it is, though typeshed does not say so
