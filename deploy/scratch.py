@@ -22,10 +22,11 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
     """
     parent = parent if parent is not None else shared_memory()
     sweep(parent)
-    path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=parent))
+    path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getuid()}-", dir=parent))  # under a name that is not swept
     try:
         with (path / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path = path.rename(parent / path.name.removeprefix("."))
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -34,7 +35,7 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
 def sweep(parent: Path) -> None:
     """Removes the directories of this user in `parent` whose owner is gone."""
     for path in parent.glob(f"{_PREFIX}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), (path / _LOCK).open("r+") as lock:  # no lock file: just being made
+        with contextlib.suppress(OSError), (path / _LOCK).open("r+") as lock:  # no lock file: just being removed
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
 
