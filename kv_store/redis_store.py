@@ -25,8 +25,6 @@ is computed again.
 from __future__ import annotations
 
 import logging
-import re
-import socket
 import ssl
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -48,13 +46,14 @@ from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
 from kv_store.base import Buffer, StoreConnectorOptions
 from kv_store.guard import DEFAULT_BACKOFF, READ_ONLY, UNAVAILABLE, Backoff, Guard
+from kv_store.redis_exchange import Activity, Command, Exchange, FrameReader
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 _DEFAULT_PORT = 6379
-_SOCKET_TIMEOUT_S = 5.0  # of one connect, send or receive; a hung server must not hold a thread for a whole timeout_s
+_MIN_SILENCE_S = 0.5  # after which a server counts as hung, however short lookups may take
 _PROBE_KEY = b"baton:probe"  # never exists
 _FAILURES = (redis.RedisError, OSError)  # the client does not wrap all errors of the socket
 
@@ -124,15 +123,17 @@ def _node_of(url: SplitResult) -> RedisNode:
     )
 
 
-_Command = tuple[bytes | memoryview, ...]
-
-
 class _Server:
     """A client of one server, and the breakers of that server. Threads take connections from its pool."""
 
-    def __init__(self, node: RedisNode, options: RedisOptions, frame_bytes: int, backoff: Backoff) -> None:
+    def __init__(
+        self, node: RedisNode, options: RedisOptions, frame_bytes: int, backoff: Backoff, clock: Callable[[], float]
+    ) -> None:
         self.name = node.name
+        self._options = options
         self._frame_bytes = frame_bytes
+        self._clock = clock
+        self._activity = Activity()
         self._client = _create_client(node, options)
         self._seed = xxhash.xxh3_64_intdigest(node.name.encode())
         medium = f"Redis at {node.name}"
@@ -192,101 +193,26 @@ class _Server:
     def _ask_for_nothing(self, is_write: bool) -> None:
         """Probes reads or writes without effect. The value to write is as long as a block, because a server that is
         almost full accepts shorter ones."""
-        command: _Command = (b"EXPIRE", _PROBE_KEY, b"1")
+        command: Command = (b"EXPIRE", _PROBE_KEY, b"1")
         if is_write:
             command = (b"SET", _PROBE_KEY, memoryview(bytes(self._frame_bytes)), b"XX")
-        with self.send([command]) as connection:
-            connection.read_response()
+        with self.send([command], _silence_s(self._options)) as exchange:
+            exchange.reply()
 
     @contextmanager
-    def send(self, commands: Sequence[_Command]) -> Iterator[redis.Connection]:
-        """Sends commands in one go; inside the context, all their replies must be read from the connection."""
+    def send(self, commands: Sequence[Command], silence_s: float) -> Iterator[Exchange]:
+        """Sends commands in one go; inside the context, all their replies must be read from the exchange."""
         pool = self._client.connection_pool
-        connection = pool.get_connection()
+        timeout_s = self._options.timeout_s
+        exchange = Exchange(pool, self._activity, silence_s=silence_s, timeout_s=timeout_s, clock=self._clock)
         try:
-            # Not through a pipeline of the client, which copies each frame three times.
-            connection.send_packed_command(list(_pack(commands)))
-            yield connection
+            exchange.send(commands)
+            yield exchange
         except BaseException:
-            connection.disconnect()  # replies that have not arrived yet would be taken for those of the next operation
+            exchange.connection.disconnect()  # replies that are still to come would be taken for the next operation's
             raise
         finally:
-            pool.release(connection)
-
-
-def _pack(commands: Sequence[_Command]) -> Iterator[bytes | memoryview]:
-    """Serialises commands for Redis in pieces, with the frames as pieces of their own, uncopied."""
-    text = b""
-    for command in commands:
-        text += b"*%d\r\n" % len(command)
-        for word in command:
-            text += b"$%d\r\n" % len(word)
-            if isinstance(word, memoryview):
-                yield text
-                yield word
-                text = b"\r\n"
-            else:
-                text += word + b"\r\n"
-    yield text
-
-
-class _FrameReader:
-    """Reads replies that are strings from a connection straight into buffers, where hiredis would copy them twice."""
-
-    _LOOK_AHEAD = 32  # bytes read to find the length; what they have of a frame is copied
-    _MAX_LINE = 1 << 12  # bytes of an error
-
-    def __init__(self, connection: redis.Connection) -> None:
-        self._socket: socket.socket = connection._sock  # noqa: SLF001 - the client offers no other way to a string
-        self._ahead = b""  # received and not yet taken
-
-    def read_into(self, buffer: Buffer) -> int | None:
-        """Copies the next reply into `buffer`, as far as it fits. Returns its size in bytes; None: there is no
-        value."""
-        line = self._take_line()
-        if line.startswith(b"-"):
-            raise _reply_error(line[1:].decode(errors="replace"))
-        if not re.fullmatch(rb"\$(-1|\d+)", line):
-            raise redis.InvalidResponse(f"invalid string length: {line!r}")
-        if (size := int(line[1:])) < 0:
-            return None
-        fitting = buffer[:size]
-        self._take_into(fitting)
-        left_out = size - len(fitting)
-        while left_out:
-            left_out -= self._take_into(memoryview(bytearray(min(left_out, 1 << 16))))
-        self._take_into(memoryview(bytearray(2)))  # the end of the line
-        return size
-
-    def _take_line(self) -> bytes:
-        while b"\r\n" not in self._ahead:
-            if len(self._ahead) > self._MAX_LINE:
-                raise redis.InvalidResponse("unterminated line")
-            self._look_ahead()
-        line, _, self._ahead = self._ahead.partition(b"\r\n")
-        return line
-
-    def _take_into(self, buffer: memoryview) -> int:
-        """Fills `buffer` and returns its size."""
-        if len(buffer) <= self._LOOK_AHEAD:  # the read may include the next length
-            while len(self._ahead) < len(buffer):
-                self._look_ahead()
-        filled = min(len(buffer), len(self._ahead))
-        buffer[:filled], self._ahead = self._ahead[:filled], self._ahead[filled:]
-        while filled < len(buffer):
-            filled += self._received(self._socket.recv_into(buffer[filled:]))
-        return filled
-
-    def _look_ahead(self) -> None:
-        received = self._socket.recv(self._LOOK_AHEAD)
-        self._received(len(received))
-        self._ahead += received
-
-    @staticmethod
-    def _received(num_bytes: int) -> int:
-        if not num_bytes:
-            raise redis.ConnectionError("the server closed the connection")
-        return num_bytes
+            pool.release(exchange.connection)
 
 
 class RedisStore:
@@ -306,7 +232,7 @@ class RedisStore:
         """See BlockStore. Succeeds if a server is down, but not if one rejects the settings."""
         nodes = _checked_nodes(self._options)
         self._prefix = _prefix_of(namespace)
-        self._servers = [_Server(node, self._options, frame_bytes, self._backoff) for node in nodes]
+        self._servers = [_Server(node, self._options, frame_bytes, self._backoff, self._clock) for node in nodes]
         try:
             with ThreadPoolExecutor(len(nodes)) as pool:  # so that the time-outs of hung servers overlap
                 list(pool.map(_Server.try_out, self._servers))
@@ -321,7 +247,7 @@ class RedisStore:
             return not is_there and not server.writes.is_closed
 
         commands = [(b"EXPIRE", self._name_of(key), self._ttl_s) for key in keys]
-        return self._ask(keys, commands, _flag_reader, may_be_on_the_next)
+        return self._ask(keys, commands, lambda exchange: lambda _: exchange.reply() == 1, may_be_on_the_next)
 
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore."""
@@ -332,8 +258,8 @@ class RedisStore:
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore."""
 
-        def reader(connection: redis.Connection) -> Callable[[int], int | None]:
-            frames = _FrameReader(connection)
+        def reader(exchange: Exchange) -> Callable[[int], int | None]:
+            frames = FrameReader(exchange)
             return lambda index: frames.read_into(buffers[index])
 
         commands = [(b"GETEX", self._name_of(key), b"EX", self._ttl_s) for key in keys]
@@ -356,26 +282,28 @@ class RedisStore:
     def _ask(
         self,
         keys: Sequence[BlockHash],
-        commands: Sequence[_Command],
-        reader: Callable[[redis.Connection], Callable[[int], _T]],
+        commands: Sequence[Command],
+        reader: Callable[[Exchange], Callable[[int], _T]],
         goes_on: Callable[[_Server, _T], bool] = lambda *_: False,
         *,
         is_write: bool = False,
     ) -> list[_T]:
         """Sends each key's command to its server, and on to the next one if there is no reply or if `goes_on` is true
-        for the reply. `reader` turns a connection into a function that takes the next reply from it, given the key's
-        index. Raises StoreError if no server answers."""
+        for the reply. `reader` turns an exchange into a function that takes the next reply from it, given the key's
+        index. After a server that hangs the next one is waited for half as long, so that all together, once connected,
+        take less than twice the time of one. Raises StoreError if no server answers."""
         routes = [self._route_of(key) for key in keys]
         replies: dict[int, _T] = {}
         left: Sequence[int] = range(len(keys))
         give_up_at = self._clock() + self._options.timeout_s
+        silence_s = _silence_s(self._options)
         while shares := self._shares_of(left, routes, replies, is_write):
             left = []
             for server, indices in shares.items():
                 num_answered = 0
                 try:
-                    with server.send([commands[index] for index in indices]) as connection:
-                        take = reader(connection)
+                    with server.send([commands[index] for index in indices], silence_s) as exchange:
+                        take = reader(exchange)
                         for index in indices:
                             reply = replies[index] = take(index)
                             num_answered += 1
@@ -387,6 +315,8 @@ class RedisStore:
                         raise StoreError(problem) from error
                     if self._clock() >= give_up_at:
                         raise StoreUnavailableError(problem) from error
+                    if isinstance(error, redis.TimeoutError):
+                        silence_s /= 2
                     left += indices[num_answered:]
         return [replies[index] for index in range(len(keys))]
 
@@ -420,12 +350,8 @@ class RedisStore:
         return self._prefix + key.hex().encode()
 
 
-def _flag_reader(connection: redis.Connection) -> Callable[[int], bool]:
-    return lambda _: connection.read_response() == 1
-
-
-def _reply_reader(connection: redis.Connection) -> Callable[[int], object]:
-    return lambda _: connection.read_response()
+def _reply_reader(exchange: Exchange) -> Callable[[int], object]:
+    return lambda _: exchange.reply()
 
 
 def _prefix_of(namespace: str) -> bytes:
@@ -445,7 +371,7 @@ def check_servers(options: RedisOptions) -> None:
 
 
 def _create_client(node: RedisNode, options: RedisOptions) -> redis.Redis:
-    timeout_s = min(_SOCKET_TIMEOUT_S, options.timeout_s)
+    timeout_s = _silence_s(options)  # of a connect, and of each reply when logging in
     tls = {"ssl": True, "ssl_ca_certs": options.tls_ca_file or None} if node.tls else {}
     return redis.Redis(
         host=node.host,
@@ -460,6 +386,12 @@ def _create_client(node: RedisNode, options: RedisOptions) -> redis.Redis:
         protocol=2,
         **tls,
     )
+
+
+def _silence_s(options: RedisOptions) -> float:
+    """Seconds without a sign of life after which a server hangs: so few that a lookup opens its breaker before the
+    request goes on and saves."""
+    return min(options.timeout_s, max(_MIN_SILENCE_S, options.lookup_timeout_s / 2))
 
 
 def _checked_nodes(options: RedisOptions) -> list[RedisNode]:
@@ -489,12 +421,6 @@ def _unusable(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"url: cannot use Redis at {name}: {_one_line(error)}", param="url")
 
 
-def _reply_error(line: str) -> redis.RedisError:
-    """Converts an error reply to the client's exception, as far as it matters here."""
-    return _REPLY_ERRORS.get(line.partition(" ")[0], redis.ResponseError)(line)
-
-
-_REPLY_ERRORS = {"LOADING": redis.BusyLoadingError, "READONLY": redis.ReadOnlyError}
 _REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # for which the client has no classes
 
 

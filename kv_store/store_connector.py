@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-_STALL_S = 10.0  # for a batch, which takes milliseconds; a Redis server times out within half of it
+_STALL_S = 10.0  # for a batch, which takes milliseconds; a Redis server that hangs is noticed long before
 
 
 JobKind = Literal["load", "save", "lookup"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from common.engine.kv_connector import TransferResult
+from common.errors import StoreUnavailableError
 from common.types import BlockHash, hash_prompt, root_hash
-from kv_store import redis_store
 from kv_store.base import BlockStore, StoreConnectorOptions
 from kv_store.faulty_store import FaultyStore
 from kv_store.guard import Backoff
@@ -122,7 +122,6 @@ def test_one_thread_that_hangs_leaves_the_others_at_work(create_rig, request):
 
 def test_a_hung_redis_costs_one_batch_of_transfers_a_time_out(create_rig, monkeypatch, caplog):
     """The sole server stops in the middle of work; it is used again when it goes on."""
-    monkeypatch.setattr(redis_store, "_SOCKET_TIMEOUT_S", 1.0)
     operations: list[object] = []
     send = _Server.send
     with running_redis() as server:
@@ -132,9 +131,9 @@ def test_a_hung_redis_costs_one_batch_of_transfers_a_time_out(create_rig, monkey
         monkeypatch.setattr(
             _Server,
             "send",
-            lambda server, commands: (
+            lambda server, commands, silence_s: (
                 operations.append(commands) if commands[0][1] != b"baton:probe" else None,
-                send(server, commands),
+                send(server, commands, silence_s),
             )[1],
         )
         with server.hung():
@@ -153,6 +152,16 @@ def test_a_hung_redis_costs_one_batch_of_transfers_a_time_out(create_rig, monkey
         assert rig.bits([5, 6, 7, 8]) == rig.bits([1, 2, 3, 4])
         assert ok(rig.save([9], HASHES[4:5]), 1)
         assert len(warnings(caplog)) == 2
+
+
+def test_a_request_waits_for_a_hung_redis_once(create_rig):
+    """What it waits for is its lookup, which opens the breaker before its time is over: its save is refused at once."""
+    with running_redis() as server:
+        rig = create_rig(RedisStore(RedisOptions(url=server.url, lookup_timeout_s=4.0)), lookup_timeout_s=4.0)
+        with server.hung():
+            assert rig.look_up(HASHES).error == "store_failed"
+            with pytest.raises(StoreUnavailableError):
+                rig.connector._store.touch(HASHES)
 
 
 @pytest.mark.parametrize(("name", "path"), [("redis", ""), ("nixl", "store.")])

@@ -2,25 +2,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import redis
 
 from common.errors import ConfigError, StoreError, StoreUnavailableError
 from common.types import BlockHash
-from kv_store import redis_store
 from kv_store.guard import Backoff
 from kv_store.redis_store import (
     RedisOptions,
     RedisStore,
     _create_client,
-    _FrameReader,
     _Server,
     check_servers,
     parse_nodes,
@@ -82,12 +79,6 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "kv_store.guard"]
 
 
-@pytest.fixture
-def short_timeout(monkeypatch) -> None:
-    """Of a server, not of a whole transfer."""
-    monkeypatch.setattr(redis_store, "_SOCKET_TIMEOUT_S", 1.0)
-
-
 def is_usable(store: RedisStore) -> bool:
     """No breaker of its servers is open."""
     return all(server.is_usable(is_write=True) for server in store._servers)
@@ -116,7 +107,9 @@ class Sent:
 def sent(monkeypatch) -> Sent:
     sent = Sent()
     send = _Server.send
-    monkeypatch.setattr(_Server, "send", lambda server, commands: (sent.note(commands), send(server, commands))[1])
+    monkeypatch.setattr(
+        _Server, "send", lambda server, commands, *how: sent.note(commands) or send(server, commands, *how)
+    )
     return sent
 
 
@@ -194,7 +187,6 @@ def test_a_server_that_dies_fails_transfers_until_it_is_back_empty(server, open_
 
 
 @pytest.mark.parametrize("first", range(3), ids=["touch", "write", "read"])
-@pytest.mark.usefixtures("short_timeout")
 def test_of_a_hung_server_one_operation_takes_the_time_out(server, open_store, sent, caplog, first):
     store = open_store(server.url, backoff=NEVER)
     store.write([key(1)], [frame(1)])
@@ -210,12 +202,11 @@ def test_of_a_hung_server_one_operation_takes_the_time_out(server, open_store, s
     assert f"Redis at {server.address}/0 is unavailable, requests proceed without it: " in line
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_idle_connections_to_a_server_that_failed_are_closed(server, open_store):
     """They may be as broken as the one that failed, and each would cost an operation its time-out."""
     store = open_store(server.url, backoff=NEVER)
     (only,) = store._servers
-    with only.send([]), only.send([]):
+    with only.send([], 1.0), only.send([], 1.0):
         pass
     pool = only._client.connection_pool
     assert [connection._sock is None for connection in pool._available_connections] == [False, False]
@@ -232,7 +223,6 @@ def test_a_probe_writes_as_much_as_a_block(open_store, sent):
     assert set(sent.probe_bytes) == {FRAME_BYTES}
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_a_hung_server_is_probed_and_used_again_when_it_goes_on(server, open_store, sent):
     store = open_store(server.url)
     store.write([key(1)], [frame(1)])
@@ -250,7 +240,6 @@ def test_a_hung_server_is_probed_and_used_again_when_it_goes_on(server, open_sto
     assert read(store, 2) == frame(2)
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_threads_at_work_when_a_server_hangs_fail_once_each(server, open_store, sent):
     """Each thread takes the time-out of one operation at most, all at the same time."""
     store = open_store(server.url, backoff=NEVER)
@@ -391,7 +380,6 @@ def test_a_refused_login_is_named_and_the_password_is_not(open_store, login):
 
 
 @pytest.mark.parametrize("state", ["dead", "hung"])
-@pytest.mark.usefixtures("short_timeout")
 def test_a_store_opens_while_its_server_is_down_and_uses_it_later(server, open_store, caplog, state):
     server.kill() if state == "dead" else None
     with server.hung() if state == "hung" else contextlib.nullcontext():
@@ -587,7 +575,6 @@ def test_a_server_that_dies_costs_its_blocks_and_no_more(two_servers, pair, firs
     assert num_blocks_on(two_servers[1]) == lost + kept
 
 
-@pytest.mark.usefixtures("short_timeout")
 def test_a_server_that_hangs_costs_its_blocks_and_no_more(two_servers, open_pair, sent, caplog):
     pair = open_pair()
     write_many(pair)
@@ -682,8 +669,7 @@ def test_a_pod_starts_with_one_of_its_servers_down(two_servers, open_pair, caplo
 
 def test_a_call_that_has_taken_its_time_asks_no_other_server(two_servers, pair, monkeypatch):
     two_servers[0].kill()
-    times = itertools.count(0, 60)
-    monkeypatch.setattr(pair, "_clock", lambda: next(times))
+    monkeypatch.setattr(pair, "_clock", lambda: 0.0 if pair._servers[0].is_usable(is_write=True) else 60.0)
     with pytest.raises(StoreError, match=two_servers[0].address):
         write_many(pair)
 
@@ -699,66 +685,82 @@ def test_closed_it_fails_transfers(server, open_store, caplog):
     assert "closed" in caplog.text
 
 
-class DrippingSocket:
-    """Gives a few bytes at a time, then the end."""
-
-    def __init__(self, received: bytes, step: int) -> None:
-        self._left = received
-        self._step = step
-
-    def recv(self, size: int) -> bytes:
-        taken, self._left = self._left[: min(size, self._step)], self._left[min(size, self._step) :]
-        return taken
-
-    def recv_into(self, buffer: memoryview) -> int:
-        taken = self.recv(len(buffer))
-        buffer[: len(taken)] = taken
-        return len(taken)
-
-
-def frame_reader(received: bytes, step: int) -> _FrameReader:
-    return _FrameReader(SimpleNamespace(_sock=DrippingSocket(received, step)))
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 32, 33, 1000])
-@pytest.mark.parametrize("room", [0, 1, 40, 100])
-def test_frames_are_read_however_they_arrive(step, room):
-    strings = [b"", b"a", b"\r\n" * 20, bytes(range(100)), None, b"$5\r\n"]
-    encoded = (b"$-1\r\n" if text is None else b"$%d\r\n%b\r\n" % (len(text), text) for text in strings)
-    reader = frame_reader(b"".join(encoded), step)
-    for text in strings:
-        buffer = bytearray(b"x" * room)
-        assert reader.read_into(memoryview(buffer)) == (None if text is None else len(text))
-        assert buffer == ((text or b"")[:room]).ljust(room, b"x")
-
-
 @pytest.mark.parametrize(
-    ("received", "error"),
-    [
-        (b"-ERR no\r\n", redis.ResponseError),
-        (b"-LOADING Redis is loading\r\n", redis.BusyLoadingError),
-        (b"+OK\r\n", redis.InvalidResponse),
-        (b"$-2\r\n", redis.InvalidResponse),
-        (b"$ 1\r\n", redis.InvalidResponse),
-        (b"$" + b"9" * 10000, redis.InvalidResponse),
-        (b"$4\r\nabc", redis.ConnectionError),
-        (b"$3\r\nabc", redis.ConnectionError),
-        (b"$3", redis.ConnectionError),
-        (b"", redis.ConnectionError),
-    ],
+    ("timeout_s", "lookup_timeout_s", "expected"),
+    [(30.0, 1.0, 0.5), (30.0, 0.1, 0.5), (30.0, 8.0, 4.0), (0.2, 1.0, 0.2)],
 )
-@pytest.mark.parametrize("step", [1, 1000])
-def test_what_is_no_frame_is_an_error(received, error, step):
-    reader = frame_reader(received, step)
-    with pytest.raises(error):
-        reader.read_into(memoryview(bytearray(10)))
-
-
-@pytest.mark.parametrize(("timeout_s", "expected"), [(2.5, 2.5), (60.0, 5.0)])
-def test_neither_a_connect_nor_a_call_waits_for_ever(timeout_s, expected):
-    client = _create_client(parse_nodes("redis://127.0.0.1")[0], RedisOptions(timeout_s=timeout_s))
-    settings = client.connection_pool.connection_kwargs
+def test_neither_a_connect_nor_a_call_waits_for_ever(timeout_s, lookup_timeout_s, expected):
+    options = RedisOptions(timeout_s=timeout_s, lookup_timeout_s=lookup_timeout_s)
+    settings = _create_client(parse_nodes("redis://127.0.0.1")[0], options).connection_pool.connection_kwargs
     assert settings["socket_timeout"] == settings["socket_connect_timeout"] == expected
+
+
+def test_of_several_hung_servers_each_is_waited_for_half_as_long(servers, open_store, monkeypatch):
+    store = open_store(",".join(server.url for server in servers), backoff=NEVER)
+    waits = []
+    send = _Server.send
+    monkeypatch.setattr(
+        _Server,
+        "send",
+        lambda server, commands, silence_s: waits.append(silence_s) or send(server, commands, silence_s),
+    )
+    with contextlib.ExitStack() as hung:
+        for server in servers:
+            hung.enter_context(server.hung())
+        with pytest.raises(StoreUnavailableError):
+            store.touch(MANY)
+    assert waits == [0.5, 0.25, 0.125]
+
+
+@contextlib.contextmanager
+def slow_link(port: int, pause_s: float) -> Iterator[int]:
+    """A port that leads to `port` of this machine, 16 KiB after each pause."""
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 14):
+                time.sleep(pause_s)
+                target.sendall(piece)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                sockets.extend([near, far])
+                for ends in ((near, far), (far, near)):
+                    start(pump, *ends)
+
+    def start(target: Callable[..., None], *arguments: socket.socket) -> None:
+        threads.append(threading.Thread(target=target, args=arguments))
+        threads[-1].start()
+
+    threads: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = [listener]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)  # of what it accepts
+        start(accept)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for each in sockets:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(DEADLINE_S)
+            for each in sockets:
+                each.close()
+
+
+def test_a_block_passes_a_slow_link_in_more_time_than_a_server_may_be_silent(server, open_store):
+    written = memoryview(bytes([1]) * 8 * FRAME_BYTES)
+    loaded = memoryview(bytearray(len(written)))
+    with slow_link(server.port, pause_s=0.02) as port:
+        store = open_store(f"redis://127.0.0.1:{port}", backoff=NEVER)
+        began = time.monotonic()
+        store.write([key(1)], [written])
+        assert time.monotonic() - began > 0.5
+        assert store.read_into([key(1)], [loaded]) == [len(written)]
+    assert loaded == written
 
 
 def test_each_server_is_checked_and_the_one_that_fails_named_with_the_reason(server):
