@@ -65,6 +65,7 @@ TESTS = {
         f"{KV}/test_registry.py",
         f"{CONTRACT}/test_direct_connector_contract.py",
     ],
+    "kv_store/redis_exchange.py": [f"{KV}/test_redis_exchange.py"],
     "kv_store/redis_store.py": [f"{KV}/test_redis_store.py"],
     "kv_store/shared_storage.py": [f"{KV}/test_shared_storage.py"],
     "kv_store/*tier*": [f"{KV}/test_tiered_store.py", f"{KV}/test_host_pool.py", f"{CONTRACT}/test_tiers.py"],

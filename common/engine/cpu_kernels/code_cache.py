@@ -1,42 +1,38 @@
 """Machine code of kernels that earlier processes have compiled, in the user's cache directory.
 
-A file's name is a digest of everything that its code depends on, so entries never become stale. Whoever can write to
-the directory can make this process run code, so it is used only if this user owns it and nobody else can access it.
-Without such a directory every process compiles what it needs.
+Whoever can write to the directory can make this process run code, so it is used only if this user owns it and nobody
+else can access it. Files may have been planted before that was so: a file is used only if it is this user's alone and
+begins with a digest of its name and its code, whose key only this user can read. The key is a file beside the others.
+
+A file's name is a digest of everything that its code depends on, so entries never become stale. Without such a
+directory every process compiles what it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
+import hmac
 import logging
 import os
+import secrets
+import stat
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_DIGEST_SIZE = 16  # bytes
+_KEY_NAME = "key"
+_KEY_SIZE = _DIGEST_SIZE = 32  # bytes
 _MAX_FILES = 1024  # of some kilobytes each; those that were not used for the longest time are removed
 
 
 def cached_code(parts: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
     """The code that depends on `parts`, from the cache or else from `compile_`."""
     path = _path()
-    directory = None if path is None else _open(path)
-    if directory is None:
-        return compile_()
-    name = _digest("\0".join(parts).encode()).hex()
-    code = _read(directory, name)
-    if code is None:
-        code = compile_()
-        _write(directory, name, code)
-    return code
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()
+    directory = None if path is None else _open_directory(path)
+    return compile_() if directory is None else directory.code(parts, compile_)
 
 
 def _path() -> Path | None:
@@ -50,54 +46,118 @@ def _path() -> Path | None:
 
 
 @cache
-def _open(path: Path) -> int | None:
-    """A descriptor of the directory, which is made if need be: whatever happens to its path, files are those of the
-    directory that was checked. None if it cannot be used."""
+def _open_directory(path: Path) -> _Directory | None:
+    """The directory, which is made if need be. None if it cannot be used."""
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         for each in (path.parent, path):
             each.mkdir(mode=0o700, exist_ok=True)
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         logger.info("compiled kernels are not kept: %s", error)
         return None
-    status = os.fstat(directory)
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        os.close(directory)
+    if not _is_private(os.fstat(descriptor)):
+        os.close(descriptor)
         logger.warning("compiled kernels are not kept: %s must be a directory of this user's with mode 0700", path)
         return None
-    return directory
+    return _Directory(path, descriptor)
 
 
-def _read(directory: int, name: str) -> bytes | None:
-    try:
-        with open(name, "rb", opener=partial(os.open, dir_fd=directory)) as file:
-            content = file.read()
-    except OSError:
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+class _Directory:
+    """A directory that was checked: whatever happens to its path, files are those of that directory."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._reported: set[str] = set()  # names of files that were not used
+
+    def code(self, parts: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
+        """See `cached_code`."""
+        key = self._key()
+        if key is None:
+            return compile_()
+        name = _digest(key, "\0".join(parts).encode()).hex()
+        content = self._read(name)
+        if content is not None:
+            digest, code = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
+            if hmac.compare_digest(digest, _digest(key, name.encode() + code)):
+                return code
+            self._report(name, "another process has changed it, or the machine stopped before all was written")
+        code = compile_()
+        self._replace(name, _digest(key, name.encode() + code) + code)
+        self._remove_oldest()
+        return code
+
+    def _key(self) -> bytes | None:
+        """The key of the digests, made if need be. None if it cannot be kept. It is read each time, as another process
+        may have made one at the same time, and the later one stays."""
+        key = self._read_key()
+        if key is None:
+            self._replace(_KEY_NAME, secrets.token_bytes(_KEY_SIZE))
+            key = self._read_key()
+        return key
+
+    def _read_key(self) -> bytes | None:
+        key = self._read(_KEY_NAME)
+        if key is None or len(key) == _KEY_SIZE:
+            return key
+        self._report(_KEY_NAME, f"it has {len(key)} bytes instead of {_KEY_SIZE}")
         return None
-    with contextlib.suppress(OSError):  # on a file system that is read-only, where nothing is removed either
-        os.utime(name, dir_fd=directory)
-    digest, code = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
-    return code if digest == _digest(code) else None  # a machine may have stopped before all was written
 
+    def _read(self, name: str) -> bytes | None:
+        """The content of a file. None if there is none, or if it may be another user's."""
+        try:
+            with open(name, "rb", opener=self._open) as file:
+                with contextlib.suppress(OSError):  # on a read-only file system, where nothing is removed either
+                    os.utime(file.fileno())
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._report(name, error.strerror or str(error))
+            return None
 
-def _write(directory: int, name: str, code: bytes) -> None:
-    draft = f"{name}.{os.getpid()}"
-    try:
-        with open(draft, "wb", opener=partial(os.open, mode=0o600, dir_fd=directory)) as file:
-            file.write(_digest(code) + code)
-        os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError as error:
-        logger.info("a compiled kernel is not kept: %s", error)
+    def _open(self, name: str, flags: int) -> int:
+        """Opens a file of this user's alone, without waiting for the other end of a pipe. Raises OSError."""
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(name, flags, mode=0o600, dir_fd=self._descriptor)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and _is_private(status) and status.st_nlink == 1:
+            return descriptor
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it must be a regular file of this user's with mode 0600 and one link")
+
+    def _report(self, name: str, problem: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            logger.warning("%s is ignored and replaced: %s", self._path / name, problem)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        draft = f"draft-{secrets.token_hex(8)}"
+        try:
+            with open(draft, "xb", opener=self._open) as file:
+                file.write(content)
+            os.replace(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except OSError as error:
+            logger.info("a compiled kernel is not kept: %s", error)
+            self._unlink(draft)
+
+    def _remove_oldest(self) -> None:
+        # Another process removes files as well.
+        with contextlib.suppress(OSError), os.scandir(self._descriptor) as entries:
+            files = [entry for entry in entries if entry.name != _KEY_NAME]
+            files.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
+            for entry in files[:-_MAX_FILES]:
+                self._unlink(entry.name)
+
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(draft, dir_fd=directory)
-        return
-    with contextlib.suppress(OSError):  # another process removes them as well
-        _remove_oldest(directory)
+            os.unlink(name, dir_fd=self._descriptor)
 
 
-def _remove_oldest(directory: int) -> None:
-    with os.scandir(directory) as entries:
-        files = sorted((entry.stat().st_mtime, entry.name) for entry in entries)
-    for _, name in files[:-_MAX_FILES]:
-        os.unlink(name, dir_fd=directory)
+def _digest(key: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, content, "sha256")
