@@ -4,7 +4,8 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |-- ConfigError                 a setting is wrong; the process exits with code 2
 |   `-- ModelLoadError          the model directory is unusable or its architecture unsupported
 |-- InvalidRequestError         400; `param` names the field
-|   `-- PromptTooLongError      400 on HTTP as OpenAI does it
+|   |-- PromptTooLongError      400 on HTTP as OpenAI does it
+|   `-- GrammarTooSlowError     400; following the grammar takes too long
 |-- UnknownModelError           404
 |-- UnknownPodError             404
 |-- UnknownRequestError         404
@@ -59,6 +60,7 @@ class ErrorCode(enum.Enum):
     INTERNAL = CodeSpec(11, 500, "INTERNAL", "server_error")
     PERMISSION_DENIED = CodeSpec(12, 403, "PERMISSION_DENIED", "permission_error")
     NON_FINITE = CodeSpec(13, 500, "INTERNAL", "server_error")
+    GRAMMAR_TOO_SLOW = CodeSpec(14, 400, "INVALID_ARGUMENT", "invalid_request_error")
 
     @property
     def label(self) -> str:
@@ -73,6 +75,7 @@ class ErrorCode(enum.Enum):
 
 MAX_MESSAGE_CHARS = 500  # of an error, whose text clients and peers influence
 MAX_QUOTED_CHARS = 200  # of a value in it
+JSON_DEPTH = 512  # levels of JSON that are always read; how many more depends on the interpreter's stack
 
 _BY_NUMBER = {code.value.number: code for code in ErrorCode}
 
@@ -90,6 +93,11 @@ def quoted(value: object) -> str:
     if isinstance(value, str) and len(value) > 2 * MAX_QUOTED_CHARS:
         value = value[:MAX_QUOTED_CHARS] + value[-MAX_QUOTED_CHARS:]
     return shortened(repr(value), MAX_QUOTED_CHARS)
+
+
+def json_problem(error: Exception) -> str:
+    """Says what is wrong with JSON that could not be decoded."""
+    return f"it is nested more than {JSON_DEPTH} levels deep" if isinstance(error, RecursionError) else str(error)
 
 
 class BatonError(Exception):
@@ -126,6 +134,12 @@ class InvalidRequestError(BatonError):
 
 class PromptTooLongError(InvalidRequestError):
     """Prompt plus answer do not fit the model's context."""
+
+
+class GrammarTooSlowError(InvalidRequestError):
+    """Following the request's grammar takes more time or memory than it may."""
+
+    code = ErrorCode.GRAMMAR_TOO_SLOW
 
 
 class UnknownModelError(BatonError):

@@ -99,6 +99,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of equal prompt prefixes.")] = True
 
 
+DEFAULT_TARGET_ITL_MS = 50.0
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scheduler: what fits in a step."""
 
@@ -109,7 +112,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Target for the milliseconds between tokens of running streams: a step beside them takes only "
             "as many prompt tokens as keep it that short. none: up to max_num_batched_tokens."
         ),
-    ] = 50.0
+    ] = DEFAULT_TARGET_ITL_MS
     max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests running at once.")] = 256
     max_num_waiting: Annotated[int, Meta(ge=1, description="Most requests queued; more are refused.")] = 4096
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
@@ -135,14 +138,31 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 20
     grammar_timeout_s: Annotated[
-        float, Meta(gt=0, le=60, description="CPU seconds that compiling one grammar may take; else it is refused.")
+        float,
+        Meta(
+            gt=0,
+            le=60,
+            description="CPU seconds that compiling one grammar may take, else it is refused; and following it beyond "
+            "grammar_step_ms, else its request ends.",
+        ),
     ] = 1.0
+    grammar_step_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Milliseconds that a step waits for grammars at most, and CPU time for it of all requests "
+            "together; a request whose grammar is late waits for another step. Default: a tenth of target_itl_ms."
+        ),
+    ] = None
     grammar_memory: Annotated[
         int, Meta(ge=2**20, description="Bytes that compiling one grammar may take; else it is refused.")
     ] = 2**30
-    grammar_threads: Annotated[int, Meta(ge=1, le=64, description="Grammars compiled at once, off the step.")] = 2
-    grammar_cache_entries: Annotated[int, Meta(ge=0, description="Most compiled grammars that are kept.")] = 256
-    grammar_cache_bytes: Annotated[int, Meta(ge=0, description="Most bytes of compiled grammars that are kept.")] = (
+    grammar_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Grammars of one tenant compiled at once; one more for all others.")
+    ] = 2
+    grammar_cache_entries: Annotated[
+        int, Meta(ge=1, description="Most compiled grammars that are kept, each in a process of its own.")
+    ] = 32
+    grammar_cache_bytes: Annotated[int, Meta(ge=0, description="Most memory of the processes that are kept.")] = (
         256 * 2**20
     )
 
@@ -169,3 +189,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
+
+    @property
+    def grammar_step_s(self) -> float:
+        """Seconds of a step that grammars may take; see GrammarConfig.grammar_step_ms."""
+        if self.grammar.grammar_step_ms is not None:
+            return self.grammar.grammar_step_ms / 1000
+        return (self.scheduler.target_itl_ms or DEFAULT_TARGET_ITL_MS) / 10_000

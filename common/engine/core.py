@@ -115,7 +115,7 @@ class EngineCore:
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 transfers=self._port,
-                grammars=self._open_grammars(config, facts, on_wakeup),
+                grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
                 measured_steps=executor.measure_steps(),
             )
         except BaseException:
@@ -123,13 +123,17 @@ class EngineCore:
             raise
 
     def _open_grammars(
-        self, config: EngineConfig, facts: ModelFacts, on_wakeup: Callable[[], None]
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        on_wakeup: Callable[[], None],
+        on_failure: Callable[[Exception], None],
     ) -> GrammarCompiler | None:
         """Nothing is loaded before the first request that needs it."""
         if facts.tokenizer_directory is None:
             return None
         source = TokenizerSource(facts.tokenizer_directory, facts.vocab_size, facts.eos_token_ids)
-        self._grammars = GrammarCompiler(config.grammar, source, on_wakeup)
+        self._grammars = GrammarCompiler(config.grammar, source, on_wakeup, on_failure)
         return self._grammars
 
     def _open_connector(self, kv: KVCacheManager) -> None:
@@ -302,9 +306,9 @@ class EngineCore:
     def close(self) -> None:
         """Ends the threads and releases the executor. Idempotent."""
         self._actor.stop()
+        self._executor.close()
         if self._grammars is not None:
             self._grammars.close()
-        self._executor.close()
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:

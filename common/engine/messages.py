@@ -39,6 +39,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: str = ""
     priority: int = 0  # lower runs first under the priority policy
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
+    tenant: str = ""  # whose it is; tenants share in turn what compiles grammars
     transfer: KVTransferParams | None = None
 
 
@@ -211,6 +212,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_offload_failures: int = 0  # blocks that were offered and not saved
     num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
     num_failed_recordings: int = 0  # see Executor
+    num_late_masks: int = 0  # samples that waited for a step because the grammar's mask was not there
+    num_slow_grammars: int = 0  # requests that ended because of that
     prefill_steps: StepFigures = StepFigures()  # that computed prompts only
     decode_steps: StepFigures = StepFigures()  # that computed no prompt
     mixed_steps: StepFigures = StepFigures()

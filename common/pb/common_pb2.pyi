@@ -143,6 +143,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 12
     ERROR_CODE_NON_FINITE: _ErrorCode.ValueType  # 13
     """The model computed infinities or NaN for this request."""
+    ERROR_CODE_GRAMMAR_TOO_SLOW: _ErrorCode.ValueType  # 14
+    """Following the request's grammar takes more time or memory than it may."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Class of a failure; each maps to one HTTP status, one gRPC status and one metric label (common/errors.py)."""
@@ -161,6 +163,8 @@ ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 11
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 12
 ERROR_CODE_NON_FINITE: ErrorCode.ValueType  # 13
 """The model computed infinities or NaN for this request."""
+ERROR_CODE_GRAMMAR_TOO_SLOW: ErrorCode.ValueType  # 14
+"""Following the request's grammar takes more time or memory than it may."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
@@ -544,6 +548,7 @@ class EngineRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     block_hashes: _builtins.bytes
@@ -554,6 +559,8 @@ class EngineRequest(_message.Message):
     """Lower runs first under the priority policy; 0 is normal."""
     target_itl_ms: _builtins.float
     """Milliseconds between its tokens that prompts beside it must not exceed; 0: the pod's."""
+    tenant: _builtins.str
+    """Whose request it is: tenants share in turn what compiles grammars. May be empty."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, tokenised once by the router; at least one token."""
@@ -577,10 +584,11 @@ class EngineRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         target_itl_ms: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

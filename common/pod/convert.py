@@ -53,6 +53,7 @@ def add_request_from_pb(
         cache_salt=message.cache_salt,
         priority=message.priority,
         target_itl_s=_target_itl_s(message.target_itl_ms),
+        tenant=message.tenant,
         transfer=transfer,
     )
 

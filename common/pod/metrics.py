@@ -178,6 +178,16 @@ class _EngineFigures(Collector):
             ("baton_pod_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
             ("baton_pod_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
             ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
+            (
+                "baton_pod_num_late_masks",
+                "Tokens that waited for another step because the mask of the request's grammar was not there.",
+                stats.num_late_masks,
+            ),
+            (
+                "baton_pod_num_slow_grammars",
+                "Requests that ended because following their grammar takes too long.",
+                stats.num_slow_grammars,
+            ),
         )
         for name, documentation, value in figures:
             family = CounterMetricFamily(name, documentation, labels=[MODEL_LABEL])

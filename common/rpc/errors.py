@@ -25,6 +25,7 @@ from common.errors import (
     BatonError,
     DeadlineExceededError,
     ErrorCode,
+    GrammarTooSlowError,
     IncompatiblePeerError,
     InvalidRequestError,
     NonFiniteError,
@@ -56,6 +57,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.CANCELLED: RequestCancelledError,
     ErrorCode.NON_FINITE: NonFiniteError,
+    ErrorCode.GRAMMAR_TOO_SLOW: GrammarTooSlowError,
     ErrorCode.INCOMPATIBLE: IncompatiblePeerError,
 }
 

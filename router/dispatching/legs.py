@@ -103,6 +103,7 @@ def open_legs(
         cache_salt=request.cache_salt,
         priority=request.priority,
         target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),
+        tenant=request.terms.tenant.name,
     )
     session = route.decode.session
     try:

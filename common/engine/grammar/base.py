@@ -1,12 +1,14 @@
-"""The interface to a library that constrains output."""
+"""The interfaces to a library that constrains output, and to the processes that use it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from common.engine.grammar.processes import GrammarProcess
 from common.types import Constraint
 
 BITS = 32  # tokens in a word of a mask; token t is bit t % 32 of word t // 32
@@ -30,29 +32,53 @@ class Vocabulary(NamedTuple):
 
 
 class Matcher(Protocol):
-    """Follows one answer. Used by the step loop's thread, once per token."""
+    """Follows one answer, in the grammar's process."""
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token. False: the grammar does not allow it, and the matcher is of no more use."""
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Writes the tokens that may come next into `mask` [words]. End-of-sequence tokens are among them where the
-        answer may end; after one of these, no token is."""
+        answer may end; after one of these, no token is. Raises RuntimeError if the library gives up."""
 
 
 class CompiledGrammar(Protocol):
     """A grammar over one vocabulary. Immutable; shared by the requests of the same constraint."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes, roughly."""
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer."""
 
 
 class GrammarBackend(Protocol):
-    """A library over one vocabulary. May be called from several threads; compiling does not hold the GIL."""
+    """A library over one vocabulary."""
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Raises InvalidRequestError that says what is wrong with the constraint, and where."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """The grammar of one request. Used on the step loop's thread."""
+
+    constraint: Constraint
+    tenant: str
+    source: ProcessSource
+
+    def process(self) -> GrammarProcess | None:
+        """Returns a process that has the grammar, which is the request's until `release`. None: not yet; ask again.
+        Raises GrammarTooSlowError or InvalidRequestError if it cannot be compiled."""
+        return self.source.acquire(self)
+
+    def release(self) -> None:
+        """The request needs no process any more. Idempotent."""
+        self.source.release(self)
+
+
+class ProcessSource(Protocol):
+    """Keeps the processes of grammars."""
+
+    def acquire(self, grammar: Grammar) -> GrammarProcess | None:
+        """See Grammar.process."""
+
+    def release(self, grammar: Grammar) -> None:
+        """See Grammar.release."""

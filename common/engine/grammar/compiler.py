@@ -1,34 +1,35 @@
-"""Compiles the grammars of requests beside the step loop, and keeps those that were used last."""
+"""Compiles the grammars of requests beside the step loop, and keeps the processes of those that were used last."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-import queue
-import sys
+import selectors
+import signal
+import socket
 import threading
-from collections import OrderedDict, deque
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.engine.config import GrammarConfig
-from common.engine.grammar.base import CompiledGrammar, GrammarBackend, Vocabulary
-from common.engine.grammar.registry import create_backend
-from common.engine.grammar.trial import NICENESS, Settings
-from common.engine.grammar.trial_process import TrialProcess
-from common.engine.grammar.vocabulary import load_vocabulary
+from common.engine.grammar.base import Grammar
+from common.engine.grammar.cache import Kept, ProblemCache, ProcessCache
+from common.engine.grammar.compile_queue import CompileQueue, Job
+from common.engine.grammar.processes import ForkServer, GrammarProcess
+from common.engine.grammar.protocol import Compiled, Ready, Settings
 from common.engine.scheduler.grammars import GrammarAnswer
 from common.engine.scheduler.request import Request
-from common.errors import BatonError, InvalidRequestError, OverloadedError
-from common.types import Constraint
+from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
 PARAM = "structured_outputs"
-_MAX_PENDING = 256  # constraints that wait for a thread
-_ERROR_BYTES = 1024  # of a constraint's error that is kept
+_MATCH_BYTES = 256 * 2**20  # memory that the matchers of one grammar may take
+_WALL_FACTOR = 10.0  # a machine may be so busy; a process that sleeps takes no CPU time
+_PROBLEM_BYTES = 16 * 2**20  # of all refused constraints that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,94 +42,69 @@ class TokenizerSource:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A constraint under way, and who waits for it."""
+class _Compiling:
+    """A job under way."""
 
-    constraint: Constraint
-    requests: list[Request] = field(default_factory=list)
-
-
-_Result = CompiledGrammar | BatonError
+    job: Job
+    due: float  # when it is given up, in monotonic seconds
+    is_compiled: bool = False
 
 
-class GrammarCache:
-    """The grammars, and the errors, of the constraints used last."""
-
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
-        self._results: OrderedDict[Constraint, tuple[_Result, int]] = OrderedDict()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def get(self, constraint: Constraint) -> _Result | None:
-        """Returns what is known of it, if anything."""
-        entry = self._results.get(constraint)
-        if entry is None:
-            return None
-        self._results.move_to_end(constraint)
-        return entry[0]
-
-    def put(self, constraint: Constraint, result: _Result) -> None:
-        """Keeps it, and drops those not used for longest. What alone exceeds the bound is not kept."""
-        num_bytes = len(constraint.text) + (_ERROR_BYTES if isinstance(result, BatonError) else result.num_bytes)
-        if constraint in self._results or num_bytes > self._max_bytes:
-            return
-        self._results[constraint] = (result, num_bytes)
-        self.num_bytes += num_bytes
-        while len(self._results) > self._max_entries or self.num_bytes > self._max_bytes:
-            _, (_, dropped_bytes) = self._results.popitem(last=False)
-            self.num_bytes -= dropped_bytes
-
-
-def _yield_to_steps() -> None:
-    """Lowers the priority of this thread, where threads have one of their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+_Result = GrammarProcess | BatonError
 
 
 class GrammarCompiler:
-    """See common.engine.scheduler.grammars.Grammars. All but `_compile` runs on the step loop's thread."""
+    """See common.engine.scheduler.grammars.Grammars and ProcessSource, which the step loop's thread calls. A thread of
+    its own starts a process for each constraint, and follows it until the grammar is ready."""
 
-    def __init__(self, config: GrammarConfig, source: TokenizerSource, on_notes: Callable[[], None]) -> None:
-        """`on_notes` is called on any thread when `collect` has something."""
+    def __init__(
+        self,
+        config: GrammarConfig,
+        source: TokenizerSource,
+        on_notes: Callable[[], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """`on_notes` is called on any thread when `collect` has something, `on_failure` if the thread has died."""
         self._config = config
-        self._source = source
         self._on_notes = on_notes
-        self._cache = GrammarCache(config.grammar_cache_entries, config.grammar_cache_bytes)
-        self._jobs: dict[Constraint, _Job] = {}
-        self._settled: deque[tuple[_Job, _Result]] = deque()
-        self._threads = ThreadPoolExecutor(
-            config.grammar_threads, thread_name_prefix="grammar", initializer=_yield_to_steps
-        )
-        self._trials: queue.SimpleQueue[TrialProcess] = queue.SimpleQueue()  # that no thread uses
-        self._all_trials: list[TrialProcess] = []
-        self._lock = threading.Lock()  # of the next three
-        self._vocabulary: Vocabulary | None = None
-        self._backend: GrammarBackend | None = None
+        self._on_failure = on_failure
+        self._lock = threading.Lock()  # of the next seven
+        self._asking: dict[Request, Grammar] = {}
+        self._queue = CompileQueue(config.grammar_threads)
+        self._processes = ProcessCache(config.grammar_cache_entries, config.grammar_cache_bytes)
+        self._problems = ProblemCache(config.grammar_cache_entries, _PROBLEM_BYTES)
+        self._settled: deque[tuple[Grammar, BatonError | None]] = deque()
+        self._to_end: list[GrammarProcess] = []
         self._is_closed = False
+        self._wakeup, self._waker = socket.socketpair()
+        self._thread: threading.Thread | None = None  # started by the first constraint
+        # Used by the thread alone.
+        self._server = ForkServer(_settings(config, source))
+        self._compiling: dict[GrammarProcess, _Compiling] = {}
+        self._selector = selectors.DefaultSelector()
 
-    def ask(self, request: Request) -> CompiledGrammar | None:
+    # -- on the step loop's thread ----------------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> Grammar | None:
         """See Grammars."""
         constraint = request.sampling.structured_outputs
         assert constraint is not None
-        known = self._cache.get(constraint)
-        if isinstance(known, BatonError):
-            raise InvalidRequestError(known.message, param=PARAM)
-        if known is None:
-            self._await(request, constraint)
-        return known
+        grammar = Grammar(constraint, request.tenant, self)
+        with self._lock:
+            self._raise_problem(grammar)
+            if self._processes.find(constraint) is not None:
+                return grammar
+            self._queue.add(grammar)
+            self._asking[request] = grammar
+        self._wake()
+        return None
 
-    def _await(self, request: Request, constraint: Constraint) -> None:
-        job = self._jobs.get(constraint)
-        if job is None:
-            if len(self._jobs) >= _MAX_PENDING:
-                raise OverloadedError(f"{len(self._jobs)} grammars are being compiled already")
-            job = self._jobs[constraint] = _Job(constraint)
-            self._threads.submit(self._run, job)
-        job.requests.append(request)
+    def withdraw(self, request: Request) -> None:
+        """See Grammars."""
+        with self._lock:
+            grammar = self._asking.pop(request, None)
+        if grammar is not None:
+            self.release(grammar)
 
     @property
     def has_notes(self) -> bool:
@@ -138,78 +114,194 @@ class GrammarCompiler:
     def collect(self) -> Sequence[GrammarAnswer]:
         """See Grammars."""
         answers: list[GrammarAnswer] = []
-        while self._settled:
-            job, result = self._settled.popleft()
-            del self._jobs[job.constraint]
-            if not isinstance(result, BatonError) or isinstance(result, InvalidRequestError):
-                self._cache.put(job.constraint, result)
-            answers += [GrammarAnswer(request, result) for request in job.requests if not request.is_finished]
+        with self._lock:
+            asking = {grammar: request for request, grammar in self._asking.items()}
+            while self._settled:
+                grammar, problem = self._settled.popleft()
+                request = asking.get(grammar)
+                if request is not None:
+                    del self._asking[request]
+                    answers.append(GrammarAnswer(request, problem or grammar))
         return answers
 
+    def acquire(self, grammar: Grammar) -> GrammarProcess | None:
+        """See ProcessSource. A process may have been dropped since its grammar was compiled, or have ended."""
+        with self._lock:
+            self._raise_problem(grammar)
+            kept = self._processes.find(grammar.constraint)
+            if kept is not None and not kept.process.is_gone:
+                kept.users.add(grammar)
+                return kept.process
+            with contextlib.suppress(OverloadedError):  # it asks again
+                self._queue.add(grammar)
+        self._wake()
+        return None
+
+    def release(self, grammar: Grammar) -> None:
+        """See ProcessSource."""
+        with self._lock:
+            self._queue.remove(grammar)
+            self._to_end += self._processes.release(grammar)
+        self._wake()
+
+    def _raise_problem(self, grammar: Grammar) -> None:
+        problem = self._problems.get(grammar.constraint)
+        if problem is not None:
+            raise type(problem)(problem.message, param=PARAM)
+
     def close(self) -> None:
-        """Ends threads and processes. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            trials = list(self._all_trials)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for trial in trials:
-            trial.stop()
-        self._threads.shutdown(wait=True)
-        for trial in trials:
-            trial.close()
-
-    # -- on a thread of the pool ------------------------------------------------------------------------------------
-
-    def _run(self, job: _Job) -> None:
-        try:
-            result: _Result = self._compile(job.constraint)
-        except InvalidRequestError as error:
-            result = InvalidRequestError(f"the answer cannot be constrained: {error.message}", param=PARAM)
-        except BatonError as error:
-            result = error
-        except Exception as error:
-            logger.exception("a grammar could not be compiled")
-            result = BatonError(f"the grammar could not be compiled: {type(error).__name__}")
-        self._settled.append((job, result))
-        self._on_notes()
-
-    def _compile(self, constraint: Constraint) -> CompiledGrammar:
-        try:
-            trial = self._trials.get_nowait()
-        except queue.Empty:
-            trial = self._new_trial()
-        try:
-            trial.check(constraint)
-        finally:
-            self._trials.put(trial)
-        with self._lock:
-            if self._backend is None:
-                self._backend = create_backend(
-                    self._config.grammar_backend, self._load_vocabulary(), self._config.max_whitespace
-                )
-        return self._backend.compile(constraint)
-
-    def _new_trial(self) -> TrialProcess:
-        source, config = self._source, self._config
-        settings = Settings(
-            backend=config.grammar_backend,
-            directory=str(source.directory),
-            vocab_size=source.vocab_size,
-            eos_token_ids=sorted(source.eos_token_ids),
-            max_whitespace=config.max_whitespace,
-            cpu_s=config.grammar_timeout_s,
-            max_bytes=config.grammar_memory,
-        )
+        """Ends the thread and all processes. Idempotent."""
         with self._lock:
             if self._is_closed:
-                raise BatonError("the engine is closing")
-            self._load_vocabulary()  # raises what the process could not say
-            trial = TrialProcess(settings)
-            self._all_trials.append(trial)
-        return trial
+                return
+            self._is_closed = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        self._waker.close()
+        self._wakeup.close()
 
-    def _load_vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:
-            source = self._source
-            self._vocabulary = load_vocabulary(source.directory, source.vocab_size, source.eos_token_ids)
-        return self._vocabulary
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+        with contextlib.suppress(BlockingIOError):  # then it has been woken
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+
+    # -- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        try:
+            while not self._is_closed:
+                self._start_jobs()
+                for key, _ in self._selector.select(self._wait_s()):
+                    if key.fileobj is self._wakeup:
+                        self._wakeup.recv(4096)
+                    else:
+                        self._follow(key.data)
+                self._give_up()
+        except Exception as error:
+            logger.exception("the thread that compiles grammars failed")
+            self._on_failure(error)
+        finally:
+            self._end_all()
+
+    def _start_jobs(self) -> None:
+        while True:
+            with self._lock:
+                to_end, self._to_end = self._to_end, []
+                job = self._queue.next()
+            for process in to_end:
+                self._server.reap(process)
+            if job is None:
+                return
+            try:
+                process = self._server.start(job.constraint)
+            except InvalidRequestError as error:
+                self._settle(job, _impossible(error))
+                continue
+            except BatonError as error:
+                self._settle(job, error)
+                continue
+            self._selector.register(process, selectors.EVENT_READ, process)
+            self._compiling[process] = _Compiling(job, time.monotonic() + _WALL_FACTOR * self._config.grammar_timeout_s)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until the next process is given up."""
+        due = min((each.due for each in self._compiling.values()), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def _follow(self, process: GrammarProcess) -> None:
+        for message in process.receive():
+            match message:
+                case Compiled(""):
+                    self._compiling[process].is_compiled = True
+                case Ready("", num_bytes):
+                    self._selector.unregister(process)
+                    self._settle(self._compiling.pop(process).job, process, num_bytes)
+                case Compiled(problem):
+                    self._refuse(process, InvalidRequestError(problem))
+                case Ready(problem):
+                    self._refuse(process, GrammarTooSlowError(problem))
+        if process.is_gone and process in self._compiling:
+            self._refuse(process)
+
+    def _give_up(self) -> None:
+        """Ends the processes for which no request waits, and those that take too long."""
+        now = time.monotonic()
+        for process, compiling in list(self._compiling.items()):
+            if compiling.due <= now:
+                self._refuse(process, self._too_slow(compiling))
+            elif not compiling.job.waiting:
+                self._end(process)
+                with self._lock:
+                    self._queue.settle(compiling.job)
+
+    def _refuse(self, process: GrammarProcess, problem: InvalidRequestError | None = None) -> None:
+        """Ends a process; its constraint is impossible. None: it died, and its exit code tells of what."""
+        compiling = self._compiling[process]
+        exit_code = self._end(process)
+        if problem is None and (compiling.is_compiled or exit_code == -signal.SIGPROF):
+            problem = self._too_slow(compiling)
+        elif problem is None:
+            name = _exit_name(exit_code)
+            problem = InvalidRequestError(f"it takes too much memory to compile, or is nested too deep ({name})")
+        self._settle(compiling.job, _impossible(problem))
+
+    def _too_slow(self, compiling: _Compiling) -> InvalidRequestError:
+        if compiling.is_compiled:
+            return GrammarTooSlowError("matching it takes too much time or memory")
+        return InvalidRequestError(f"it takes more than {self._config.grammar_timeout_s:g} s to compile")
+
+    def _end(self, process: GrammarProcess) -> int | None:
+        self._selector.unregister(process)
+        del self._compiling[process]
+        return self._server.reap(process)
+
+    def _settle(self, job: Job, result: _Result, num_bytes: int = 0) -> None:
+        with self._lock:
+            grammars = self._queue.settle(job)
+            if isinstance(result, GrammarProcess):
+                users = {grammar for grammar in grammars if grammar not in self._asking.values()}
+                self._to_end += self._processes.put(job.constraint, Kept(result, num_bytes, users))
+            elif isinstance(result, InvalidRequestError):
+                self._problems.put(job.constraint, result)
+            problem = result if isinstance(result, BatonError) else None
+            self._settled.extend((grammar, problem) for grammar in grammars)
+        self._on_notes()
+
+    def _end_all(self) -> None:
+        with self._lock:
+            processes = [*self._compiling, *self._processes.drop_all(), *self._to_end]
+        self._selector.close()
+        for process in processes:
+            self._server.reap(process)
+        self._server.close()
+
+
+def _impossible(problem: InvalidRequestError) -> InvalidRequestError:
+    return type(problem)(f"the answer cannot be constrained: {problem.message}", param=PARAM)
+
+
+def _settings(config: GrammarConfig, source: TokenizerSource) -> Settings:
+    return Settings(
+        backend=config.grammar_backend,
+        directory=str(source.directory),
+        vocab_size=source.vocab_size,
+        eos_token_ids=sorted(source.eos_token_ids),
+        max_whitespace=config.max_whitespace,
+        compile_s=config.grammar_timeout_s,
+        compile_bytes=config.grammar_memory,
+        match_s=config.grammar_timeout_s,
+        match_bytes=_MATCH_BYTES,
+    )
+
+
+def _exit_name(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

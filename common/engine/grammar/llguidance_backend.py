@@ -13,9 +13,6 @@ from common.engine.grammar.base import BITS, CompiledGrammar, Matcher, Vocabular
 from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
 
-_BYTES_PER_CHAR = 64  # of a grammar's text; its states are made as they are needed
-_LEAST_BYTES = 64 * 2**10
-
 # Keywords of JSON schemas: of schemas by name, of schemas, of objects in parts, and of further properties.
 _NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties"})
 _WITHIN = frozenset({"items", "prefixItems", "additionalProperties"})
@@ -47,7 +44,7 @@ class LlguidanceBackend:
         first = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if first.is_error():
             raise InvalidRequestError(first.get_error())
-        return _Grammar(first, len(grammar), self._eos_token_ids, self._num_words)
+        return _Grammar(first, self._eos_token_ids, self._num_words)
 
 
 class _Tokens:
@@ -77,13 +74,10 @@ class _Tokens:
 
 
 class _Grammar:
-    def __init__(
-        self, first: llguidance.LLMatcher, num_chars: int, eos_token_ids: frozenset[int], num_words: int
-    ) -> None:
+    def __init__(self, first: llguidance.LLMatcher, eos_token_ids: frozenset[int], num_words: int) -> None:
         self._first = first
         self._num_words = num_words
         self._eos_token_ids = eos_token_ids
-        self.num_bytes = _LEAST_BYTES + _BYTES_PER_CHAR * num_chars
 
     def matcher(self) -> Matcher:
         return _Matcher(self._first.deep_copy(), self._eos_token_ids, self._num_words)
@@ -97,10 +91,15 @@ class _Matcher:
         self._has_ended = False  # an end-of-sequence token has come, after which the library allows another one
 
     def accept(self, token_id: int) -> bool:
-        if self._has_ended or not self._matcher.consume_token(token_id):
+        if self._has_ended:
             return False
-        self._has_ended = token_id in self._eos_token_ids
-        return True
+        if token_id in self._eos_token_ids:
+            self._has_ended = bool(self._matcher.is_accepting())
+            return self._has_ended
+        is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_error():  # it has bounds of its own
+            raise RuntimeError(self._matcher.get_error())
+        return is_accepted
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         if self._has_ended:

@@ -74,7 +74,6 @@ class XgrammarBackend:
 class _Grammar:
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
-        self.num_bytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> Matcher:
         return _Matcher(xgrammar.GrammarMatcher(self._compiled))

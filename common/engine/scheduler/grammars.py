@@ -10,22 +10,25 @@ from common.engine.scheduler.request import Request
 from common.errors import BatonError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from common.engine.grammar.base import CompiledGrammar
+    from common.engine.grammar.base import Grammar
 
 
 class GrammarAnswer(NamedTuple):
     """Answer to `ask`, for a request that has not ended."""
 
     request: Request
-    result: CompiledGrammar | BatonError
+    result: Grammar | BatonError
 
 
 class Grammars(Protocol):
     """Called on the scheduler's thread; every call returns at once."""
 
-    def ask(self, request: Request) -> CompiledGrammar | None:
+    def ask(self, request: Request) -> Grammar | None:
         """Returns the grammar of a request that has a constraint. None: it is being compiled, and `collect` answers.
         Raises InvalidRequestError if it is known to be impossible, OverloadedError if too many are being compiled."""
+
+    def withdraw(self, request: Request) -> None:
+        """The request has ended: it no longer waits for its grammar."""
 
     def collect(self) -> Sequence[GrammarAnswer]:
         """Returns what was compiled, or not, since the last call."""
@@ -40,9 +43,12 @@ class NoGrammars:
 
     has_notes = False
 
-    def ask(self, request: Request) -> CompiledGrammar | None:
+    def ask(self, request: Request) -> Grammar | None:
         """See Grammars."""
         raise InvalidRequestError("this engine cannot constrain output", param="structured_outputs")
+
+    def withdraw(self, request: Request) -> None:
+        """See Grammars."""
 
     def collect(self) -> Sequence[GrammarAnswer]:
         """See Grammars."""

@@ -25,7 +25,7 @@ from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, PromptLog
 from common.engine.scheduler.places import Places
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.totals import Totals
-from common.errors import BatonError, InvalidRequestError, NonFiniteError
+from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, NonFiniteError
 from common.types import FinishReason, RequestId, SampledToken
 
 
@@ -215,6 +215,8 @@ class Lifecycle:
             self._end_at(dead_end, request_id)
         for request_id, found in result.prompt_logprobs.items():
             self._take_prompt_logprobs(request_id, found)
+        for request_id in result.late:
+            self._put_off(request_id)
         sampled = result.sampled
         live, add_token, block_size = self.places.live, self._outbox.add_token, self._block_size
         running = RequestStatus.RUNNING
@@ -236,6 +238,13 @@ class Lifecycle:
         self.totals.num_generation_tokens += num_decoded
         self._transfers.step_ended()
 
+    def _put_off(self, request_id: RequestId) -> None:
+        """A running request waits for the mask of its next token: the next step computes its last token again."""
+        request = self.places.live.get(request_id)
+        if request is not None and request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= 1
+            self.totals.num_late_masks += 1
+
     def _end_at(self, dead_end: DeadEnd, request_id: RequestId) -> None:
         """Ends a running request whose grammar allows no further token."""
         request = self.places.live.get(request_id)
@@ -244,13 +253,16 @@ class Lifecycle:
         if dead_end is DeadEnd.COMPLETE and request.num_output_tokens:
             self.finish(request, FinishReason.COMPLETE)
             return
+        self.totals.num_slow_grammars += dead_end is DeadEnd.TOO_SLOW
+        kind = GrammarTooSlowError if dead_end is DeadEnd.TOO_SLOW else InvalidRequestError
         problem = {
             DeadEnd.COMPLETE: "the grammar allows only an empty answer",
             DeadEnd.MISMATCH: "the tokens generated before do not follow the grammar",
             DeadEnd.CONTRADICTION: "the grammar and the other sampling parameters together allow no token",
+            DeadEnd.TOO_SLOW: "following the grammar takes too much time or memory",
         }[dead_end]
         self.finish(request, FinishReason.ERROR)
-        self._outbox.fail(request, InvalidRequestError(problem, param="structured_outputs"))
+        self._outbox.fail(request, kind(problem, param="structured_outputs"))
 
     def _take_prompt_logprobs(self, request_id: RequestId, found: PromptLogprobs) -> None:
         """Reports those that were not reported before the request was preempted."""
@@ -317,6 +329,8 @@ class Lifecycle:
         self._transfers.released(request)
         self._kv.free(request)
         self._transfers.ended(request, is_aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
+        if request.sampling.structured_outputs is not None:
+            self._grammars.withdraw(request)
         self._outbox.finish(request)
         self.is_stalled = False
 

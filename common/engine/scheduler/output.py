@@ -10,7 +10,7 @@ from common.engine.kv_connector import Fence
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
 if TYPE_CHECKING:
-    from common.engine.grammar.base import CompiledGrammar
+    from common.engine.grammar.base import Grammar
 
 
 class DeadEnd(enum.Enum):
@@ -19,6 +19,7 @@ class DeadEnd(enum.Enum):
     COMPLETE = enum.auto()  # the answer is whole
     MISMATCH = enum.auto()  # the output so far does not follow it
     CONTRADICTION = enum.auto()  # what it allows is excluded by other parameters
+    TOO_SLOW = enum.auto()  # following it takes too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class NewRequest:
     sampling: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
-    grammar: CompiledGrammar | None = None  # that its output follows
+    grammar: Grammar | None = None  # that its output follows
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
 
 
@@ -66,5 +67,7 @@ class ModelRunnerOutput:
     sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
     dead_ends: dict[RequestId, DeadEnd] = field(default_factory=dict)  # these have sampled nothing, and end
     masked: frozenset[RequestId] = frozenset()  # requests without a token because every one is masked
+    # Requests without a token because their grammar's mask is not there yet: their last token is to be computed again.
+    late: frozenset[RequestId] = frozenset()
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written

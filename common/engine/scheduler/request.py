@@ -21,7 +21,7 @@ from common.engine.messages import AddRequest
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
 
 if TYPE_CHECKING:
-    from common.engine.grammar.base import CompiledGrammar
+    from common.engine.grammar.base import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -62,6 +62,7 @@ class Request:
         "status",
         "stop_token_ids",
         "target_itl_s",
+        "tenant",
         "token_ids",
         "wants_prompt_logprobs",
     )
@@ -87,9 +88,10 @@ class Request:
         self.added_at = added_at
         self.order: tuple[int, float, int] = (0, added_at, 0)  # the lowest is scheduled first and preempted last
         self.target_itl_s = message.target_itl_s or math.inf  # its target for the seconds between tokens
+        self.tenant = message.tenant
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.grammar: CompiledGrammar | None = None  # for its constraint, if it has one
+        self.grammar: Grammar | None = None  # for its constraint, if it has one
         self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it

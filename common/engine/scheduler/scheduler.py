@@ -480,6 +480,8 @@ class Scheduler:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_generation_tokens=totals.num_generation_tokens,
             tier_hits=totals.tier_hits,
+            num_late_masks=totals.num_late_masks,
+            num_slow_grammars=totals.num_slow_grammars,
             prefill_steps=totals.prefill_steps.figures,
             decode_steps=totals.decode_steps.figures,
             mixed_steps=totals.mixed_steps.figures,

@@ -34,6 +34,8 @@ class Totals:
     num_prompt_tokens: int = 0  # computed here
     num_generation_tokens: int = 0
     tier_hits: int = 0  # tokens restored from tiers below
+    num_late_masks: int = 0
+    num_slow_grammars: int = 0
     last_step_prompt_tokens: int = 0  # of the step scheduled last
     prefill_steps: StepTotals = field(default_factory=StepTotals)
     decode_steps: StepTotals = field(default_factory=StepTotals)

@@ -48,6 +48,7 @@ class _Sampled(NamedTuple):
 
     sampled: dict[RequestId, SampledToken | None]
     dead_ends: dict[RequestId, DeadEnd]  # of these the sampled tokens do not count
+    late: frozenset[RequestId] = frozenset()  # nor of these
 
 
 def _tokens(token_ids: npt.NDArray[np.int64]) -> list[SampledToken | None]:
@@ -65,7 +66,9 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
+        grammar_step_s: float = 0.005,
     ) -> None:
+        """`grammar_step_s`: see Constraints."""
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._loaded = loaded
@@ -87,6 +90,7 @@ class ModelRunner:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
+            grammar_step_s=grammar_step_s,
         )
         self._packer = BatchPacker(self._table, self._block_size, loaded.device)
 
@@ -137,10 +141,12 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
-        sampled, dead_ends = self._sample(batch, logits[: len(batch.sampled_ids)])
+        sampled, dead_ends, late = self._sample(batch, logits[: len(batch.sampled_ids)])
         masked = frozenset(request_id for request_id, token in sampled.items() if token is MASKED)
         sampled.update(dict.fromkeys(masked))
-        return ModelRunnerOutput(sampled=sampled, dead_ends=dead_ends, masked=masked, prompt_logprobs=prompt_logprobs)
+        return ModelRunnerOutput(
+            sampled=sampled, dead_ends=dead_ends, masked=masked, late=late, prompt_logprobs=prompt_logprobs
+        )
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
@@ -211,9 +217,17 @@ class ModelRunner:
         constraints = self._table.constraints
         if not constraints:
             return _Sampled(self._sample_tokens(batch, logits, None), {})
+        late = constraints.wait(batch.sampled_rows.tolist())  # while the device computes the logits
+        late_ids = frozenset(batch.sampled_ids[position] for position in late)
+        if late:
+            self._table.put_off(batch.sampled_rows[late])
+            kept = np.delete(np.arange(len(batch.sampled_ids)), late)
+            if not len(kept):
+                return _Sampled({}, {}, late_ids)
+            batch, logits = batch.with_samples(kept), logits[torch.from_numpy(kept).to(logits.device)]
         rows = batch.sampled_rows.tolist()
         logits = logits.float()
-        mask, dead_ends = constraints.mask(rows)  # while the device computes the logits
+        mask, dead_ends = constraints.mask(rows)
         sampled = self._sample_tokens(batch, logits, mask)
         ended: dict[RequestId, DeadEnd] = {}
         for position, (request_id, row) in enumerate(zip(batch.sampled_ids, rows, strict=True)):
@@ -224,7 +238,8 @@ class ModelRunner:
                 constraints.accept(row, token.token_id)
             elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
                 ended[request_id] = DeadEnd.CONTRADICTION
-        return _Sampled(sampled, ended)
+        constraints.begin()
+        return _Sampled(sampled, ended, late_ids)
 
     def _sample_tokens(
         self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None

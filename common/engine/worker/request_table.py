@@ -33,7 +33,9 @@ class RequestTable:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
+        grammar_step_s: float = 0.005,
     ) -> None:
+        """`grammar_step_s`: see Constraints."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._processors = processors
@@ -54,7 +56,7 @@ class RequestTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [SamplingParams()] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
-        self.constraints = Constraints(vocab_size, eos_token_ids)
+        self.constraints = Constraints(vocab_size, eos_token_ids, grammar_step_s)
         # Few requests are in these, often none.
         self._not_plain: set[int] = set()  # rows; see sampler.is_plain
         self.num_prompt_logits: dict[int, int] = {}  # by row: leading tokens whose logits are wanted
@@ -72,6 +74,12 @@ class RequestTable:
             self._add(new)
         for request_id, block_ids in step.new_block_ids.items():
             self._append_blocks(self._rows[request_id], block_ids)
+        self.constraints.begin()
+
+    def put_off(self, rows: npt.NDArray[np.int64]) -> None:
+        """The last token of each of the rows counts as computed no longer: nothing was sampled after it."""
+        self.num_computed_tokens[rows] -= 1
+        self.version += 1
 
     def rows_of(self, request_ids: Sequence[RequestId]) -> npt.NDArray[np.int64]:
         """Rows of the requests, in order."""

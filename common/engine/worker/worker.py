@@ -100,6 +100,7 @@ class Worker:
             processors=load_processors(
                 self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
             ),
+            grammar_step_s=self._config.grammar_step_s,
         )
         if not self._config.model.enforce_eager:
             self._runner.record_decodes()

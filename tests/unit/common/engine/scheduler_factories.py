@@ -303,6 +303,7 @@ class FakeEngine:
         self.events: dict[RequestId, list[RequestEvent]] = {}
         self.cancelled: set[int] = set()
         self.broken: set[str] = set()  # requests whose logits are not finite
+        self.late: set[str] = set()  # requests whose next sample is put off once, as the grammar's mask is late
         self.errors: dict[RequestId, tuple[int, str]] = {}  # code and message of those that failed
         self.address = b""
         self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
@@ -565,7 +566,7 @@ class FakeEngine:
             request = self._running[request_id]
             self._write(request, request.num_computed_tokens, request.num_computed_tokens + count)
             request.num_computed_tokens += count
-        sampled = {}
+        sampled, late = {}, set()
         for request_id in step.num_scheduled_tokens:
             request = self._running[request_id]
             stop = request.num_computed_tokens
@@ -573,10 +574,14 @@ class FakeEngine:
             if stop == len(request.token_ids) and request_id in self.broken:
                 sampled[request_id] = None
                 request.token_ids.append(0)  # a step that runs ahead goes on with anything
+            elif stop == len(request.token_ids) and request_id in self.late:
+                self.late.discard(request_id)
+                late.add(request_id)
+                request.num_computed_tokens -= 1
             elif stop == len(request.token_ids):
                 sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
                 request.token_ids.append(sampled[request_id].token_id)
-        return ModelRunnerOutput(sampled=sampled)
+        return ModelRunnerOutput(sampled=sampled, late=frozenset(late))
 
     def _take_membership(self, step: SchedulerOutput) -> None:
         for new in step.new_requests:

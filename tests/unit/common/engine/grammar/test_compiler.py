@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from common.demo_model import demo_model_path
 from common.engine.config import GrammarConfig
-from common.engine.grammar.base import CompiledGrammar
-from common.engine.grammar.compiler import GrammarCache, GrammarCompiler, TokenizerSource
+from common.engine.grammar.base import Grammar, ProcessSource
+from common.engine.grammar.cache import ProblemCache
+from common.engine.grammar.compile_queue import MAX_PENDING, CompileQueue
+from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
+from common.engine.grammar.processes import GrammarProcess
+from common.engine.grammar.protocol import Mask
+from common.engine.grammar.vocabulary import load_vocabulary
 from common.engine.scheduler.grammars import GrammarAnswer
 from common.engine.scheduler.request import Request
-from common.errors import BatonError, InvalidRequestError
+from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, OverloadedError
 from common.types import Constraint
 from tests.unit.common.engine.scheduler_factories import create_request
 
@@ -22,31 +33,64 @@ SOURCE = TokenizerSource(demo_model_path(), 2048, frozenset({0, 2}))
 BOMB = Constraint.regex("(.{1,60000}x|.{1,50000}y|.{1,40000}z){4}")  # takes seconds
 LARGE = Constraint.choice([f"{number:030d}" for number in range(3000)])  # takes megabytes
 DEADLINE_S = 120.0
+TOKEN_A = load_vocabulary(SOURCE.directory, SOURCE.vocab_size, SOURCE.eos_token_ids).token_bytes.index(b"a")
+NOWHERE = cast("ProcessSource", None)
 
 
 class Compiling:
     """A compiler and what it has answered."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, source: TokenizerSource = SOURCE, **settings: Any) -> None:
         self._noted = threading.Event()
-        self.compiler = GrammarCompiler(GrammarConfig(**settings), SOURCE, self._noted.set)
+        self.failures: list[Exception] = []
+        self.compiler = GrammarCompiler(GrammarConfig(**settings), source, self._noted.set, self.failures.append)
 
-    def ask(self, constraint: Constraint) -> Request:
-        request = Request(
-            create_request("a", structured_outputs=constraint), added_at=0.0, max_model_len=64, eos=frozenset()
-        )
+    def ask(self, constraint: Constraint, tenant: str = "") -> Request:
+        request = new_request(constraint, tenant)
         assert self.compiler.ask(request) is None
         return request
 
     def answers(self) -> list[GrammarAnswer]:
-        assert self._noted.wait(DEADLINE_S)
-        self._noted.clear()
-        return list(self.compiler.collect())
+        """The next ones."""
+        while not (answers := list(self.compiler.collect())):
+            assert self._noted.wait(DEADLINE_S)
+            self._noted.clear()
+        return answers
 
-    def result(self, constraint: Constraint) -> CompiledGrammar | BatonError:
+    def result(self, constraint: Constraint) -> Grammar | BatonError:
         self.ask(constraint)
         [answer] = self.answers()
         return answer.result
+
+    def process(self, grammar: Grammar) -> GrammarProcess:
+        """The grammar's process, which may have to be started again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (process := grammar.process()) is None:
+            assert time.monotonic() < deadline
+            self._noted.wait(0.1)
+            self._noted.clear()
+        return process
+
+
+def new_request(constraint: Constraint, tenant: str = "") -> Request:
+    message = msgspec.structs.replace(create_request(structured_outputs=constraint), tenant=tenant)
+    return Request(message, added_at=0.0, max_model_len=64, eos=frozenset())
+
+
+def masks(process: GrammarProcess) -> list[Mask]:
+    """The next masks."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (answers := process.receive()) and not process.is_gone:
+        assert time.monotonic() < deadline
+        select.select([process], [], [], 1.0)
+    return cast("list[Mask]", answers)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +98,21 @@ def compiling() -> Iterator[Compiling]:
     compiling = Compiling(grammar_timeout_s=60)
     yield compiling
     compiling.compiler.close()
+    assert not compiling.failures
 
 
-def test_equal_constraints_are_compiled_once(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    compile_one = compiling.compiler._compile
-    monkeypatch.setattr(compiling.compiler, "_compile", lambda each: compiled.append(each) or compile_one(each))
-    requests = [compiling.ask(Constraint.regex("[0-9]{3}")) for _ in range(3)]
+def test_equal_constraints_are_compiled_once(compiling: Compiling) -> None:
+    constraint = Constraint.regex("[0-9]{3}")
+    requests = [compiling.ask(constraint) for _ in range(3)]
     answers = compiling.answers()
     assert [answer.request for answer in answers] == requests
-    assert len({id(answer.result) for answer in answers}) == 1
-    request = requests[0]
-    assert compiling.compiler.ask(request) is answers[0].result
-    assert compiled == [Constraint.regex("[0-9]{3}")]
+    grammars = [answer.result for answer in answers]
+    known = compiling.compiler.ask(requests[0])
+    assert known is not None
+    processes = {compiling.process(cast("Grammar", grammar)).pid for grammar in [*grammars, known]}
+    assert len(processes) == 1
+    for grammar in [*grammars, known]:
+        cast("Grammar", grammar).release()
 
 
 @pytest.mark.parametrize(
@@ -89,9 +135,8 @@ def test_what_is_wrong_is_said(compiling: Compiling, constraint: Constraint, pro
     assert result.param == "structured_outputs"
     assert problem in result.message
     assert "Check failed" not in result.message  # of the library's C++
-    request = Request(create_request(structured_outputs=constraint), added_at=0.0, max_model_len=64, eos=frozenset())
     with pytest.raises(InvalidRequestError, match="cannot be constrained"):
-        compiling.compiler.ask(request)  # known by now
+        compiling.compiler.ask(new_request(constraint))  # known by now
 
 
 @pytest.mark.parametrize(
@@ -109,12 +154,110 @@ def test_a_bomb_is_put_out_and_the_next_one_is_compiled(bomb: Constraint, limit:
         compiling.compiler.close()
 
 
-def test_requests_that_have_ended_get_no_answer(compiling: Compiling) -> None:
-    request = compiling.ask(Constraint.regex("x{7}"))
-    from common.engine.scheduler.request import RequestStatus
+def test_a_grammar_whose_states_grow_is_refused_before_its_request_is_admitted() -> None:
+    compiling = Compiling(grammar_timeout_s=60)
+    result = compiling.result(Constraint.grammar('root ::= (("a"? "a"?){1,40}){1,40} "z"'))
+    assert isinstance(result, GrammarTooSlowError)
+    assert result.param == "structured_outputs"
+    compiling.compiler.close()
 
-    request.status = RequestStatus.FINISHED
-    assert compiling.answers() == []
+
+def test_a_request_that_has_ended_gets_no_answer_and_ends_the_compiling() -> None:
+    compiling = Compiling(grammar_timeout_s=60)
+    waits, runs = [compiling.ask(Constraint.regex(f"({'a?' * 300}){{{n}}}z")) for n in (299, 300)]
+    other = compiling.ask(Constraint.choice(["x"]))
+    compiling.compiler.withdraw(runs)
+    compiling.compiler.withdraw(waits)
+    assert [answer.request for answer in compiling.answers()] == [other]
+    compiling.compiler.close()
+
+
+def test_tenants_take_turns_and_a_place_is_kept_for_others() -> None:
+    queue = CompileQueue(max_per_tenant=2)
+    grammars = [Grammar(Constraint.regex(f"{n}"), tenant, NOWHERE) for n, tenant in enumerate("aaaabc")]
+    for grammar in grammars:
+        queue.add(grammar)
+    first, second, third = (queue.next() for _ in range(3))
+    assert queue.next() is None
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [job.tenant for job in (first, second, third)] == ["a", "b", "c"]
+    queue.settle(second)
+    fourth = queue.next()
+    assert fourth is not None
+    assert fourth.tenant == "a"
+    queue.settle(third)
+    assert queue.next() is None  # two of a run
+    assert queue.settle(first) == [grammars[0]]
+    queue.remove(grammars[2])
+    last = queue.next()
+    assert last is not None
+    assert list(last.waiting) == [grammars[3]]
+    assert len(queue) == 2
+
+
+def test_a_tenant_has_a_share_of_the_queue() -> None:
+    queue = CompileQueue(max_per_tenant=2)
+    for n in range(MAX_PENDING):
+        queue.add(Grammar(Constraint.regex(f"{n}"), "a", NOWHERE))
+    with pytest.raises(OverloadedError, match="this tenant"):
+        queue.add(Grammar(Constraint.regex("x"), "a", NOWHERE))
+    queue.add(Grammar(Constraint.regex("1"), "a", NOWHERE))  # shares a job
+    queue.add(Grammar(Constraint.regex("x"), "b", NOWHERE))
+
+
+def test_a_small_grammar_is_compiled_beside_slow_ones_of_another_tenant() -> None:
+    compiling = Compiling(grammar_timeout_s=60)
+    slow = [compiling.ask(Constraint.regex(f"(.{{1,{50_000 + n}}}x){{9}}"), "slow") for n in range(8)]
+    small = compiling.ask(Constraint.regex("[a-z]+"), "small")
+    assert [answer.request for answer in compiling.answers()] == [small]
+    assert all(not request.is_finished for request in slow)
+    compiling.compiler.close()
+
+
+def test_a_process_that_is_gone_is_started_again(compiling: Compiling) -> None:
+    grammar = compiling.result(Constraint.choice(["abc"]))
+    assert isinstance(grammar, Grammar)
+    process = compiling.process(grammar)
+    os.kill(process.pid, signal.SIGKILL)
+    process.open(1, [], 1.0)
+    process.flush()
+    assert masks(process) == []
+    assert process.is_gone
+    grammar.release()
+    assert compiling.process(grammar).pid != process.pid
+    grammar.release()
+    wait_until_gone(process.pid)
+
+
+def test_a_matcher_that_takes_too_long_ends(compiling: Compiling) -> None:
+    """By its CPU time: a share of none, and little beyond it."""
+    slow = Compiling(grammar_timeout_s=0.3)
+    grammar = slow.result(Constraint.regex("((a|aa|aaa|a?a?a?)*)*z"))
+    assert isinstance(grammar, Grammar)
+    process = slow.process(grammar)
+    process.open(7, [], 0.0)
+    process.flush()
+    states: list[str] = []
+    while not process.is_gone and "too_slow" not in states:
+        states += [mask.state for mask in masks(process)]
+        process.accept(7, TOKEN_A, 0.0)
+        process.flush()
+    assert set(states) <= {"following", "too_slow"}
+    slow.compiler.close()
+    assert not slow.failures
+
+
+def test_a_grammar_is_dropped_when_others_were_used_later(compiling: Compiling) -> None:
+    small = Compiling(grammar_cache_entries=2)
+    grammars = [small.result(Constraint.regex(letter)) for letter in "abc"]
+    first, second, third = (cast("Grammar", grammar) for grammar in grammars)
+    assert small.compiler.ask(new_request(first.constraint)) is None  # compiled again
+    assert small.answers()
+    assert small.compiler.ask(new_request(third.constraint)) is not None
+    assert small.compiler.ask(new_request(second.constraint)) is None
+    small.compiler.close()
 
 
 def test_closing_ends_what_is_under_way() -> None:
@@ -124,33 +267,23 @@ def test_closing_ends_what_is_under_way() -> None:
     compiling.compiler.close()
 
 
-def test_a_model_without_a_tokenizer(tmp_path: Any) -> None:
-    noted = threading.Event()
-    source = TokenizerSource(tmp_path, 256, frozenset())
-    compiler = GrammarCompiler(GrammarConfig(), source, noted.set)
-    request = Request(create_request(structured_outputs=BOMB), added_at=0.0, max_model_len=64, eos=frozenset())
-    assert compiler.ask(request) is None
-    assert noted.wait(DEADLINE_S)
-    [answer] = compiler.collect()
-    assert isinstance(answer.result, InvalidRequestError)
-    assert "tokenizer" in answer.result.message
-    compiler.close()
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    compiling = Compiling(TokenizerSource(tmp_path, 256, frozenset()))
+    result = compiling.result(BOMB)
+    assert isinstance(result, InvalidRequestError)
+    assert "tokenizer" in result.message
+    compiling.compiler.close()
 
 
-class _Sized:
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-
-def test_the_cache_is_bounded_in_entries_and_bytes() -> None:
-    cache = GrammarCache(max_entries=2, max_bytes=1000)
+def test_refused_constraints_are_kept_within_bounds() -> None:
+    cache = ProblemCache(max_entries=2, max_bytes=3000)
     first, second, third = (Constraint.regex(letter) for letter in "abc")
-    cache.put(first, _Sized(100))  # type: ignore[arg-type]
-    cache.put(second, _Sized(100))  # type: ignore[arg-type]
-    assert cache.get(first) is not None  # used last from now on
-    cache.put(third, _Sized(100))  # type: ignore[arg-type]
+    problem = InvalidRequestError("no")
+    cache.put(first, problem)
+    cache.put(second, problem)
+    assert cache.get(first) is problem  # used last from now on
+    cache.put(third, problem)
     assert (cache.get(second), len(cache)) == (None, 2)
-    cache.put(second, _Sized(950))  # type: ignore[arg-type]
+    cache.put(Constraint.regex("x" * 1500), problem)
+    assert cache.num_bytes <= 3000
     assert len(cache) == 1
-    cache.put(first, _Sized(2000))  # type: ignore[arg-type]
-    assert (cache.get(first), cache.num_bytes <= 1000) == (None, True)

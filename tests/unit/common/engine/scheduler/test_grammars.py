@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.engine.grammar.base import CompiledGrammar
+from common.engine.grammar.base import Grammar
 from common.engine.messages import RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer
 from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput
@@ -22,25 +22,29 @@ from tests.unit.common.engine.scheduler_factories import (
 )
 
 DIGITS = Constraint.regex("[0-9]+")
-GRAMMAR = cast("CompiledGrammar", object())
+GRAMMAR = cast("Grammar", object())
 
 
 class FakeGrammars:
     """Compiles when the test says so."""
 
     def __init__(self) -> None:
-        self.known: dict[Constraint, CompiledGrammar | BatonError] = {}
+        self.known: dict[Constraint, Grammar | BatonError] = {}
         self.asked: list[Request] = []
+        self.withdrawn: list[Request] = []
         self._answers: list[GrammarAnswer] = []
 
-    def ask(self, request: Request) -> CompiledGrammar | None:
+    def ask(self, request: Request) -> Grammar | None:
         self.asked.append(request)
         known = self.known.get(request.sampling.structured_outputs)  # type: ignore[arg-type]
         if isinstance(known, BatonError):
             raise known
         return known
 
-    def settle(self, result: CompiledGrammar | BatonError = GRAMMAR) -> None:
+    def withdraw(self, request: Request) -> None:
+        self.withdrawn.append(request)
+
+    def settle(self, result: Grammar | BatonError = GRAMMAR) -> None:
         self._answers += [GrammarAnswer(request, result) for request in self.asked if not request.is_finished]
 
     @property
@@ -174,3 +178,32 @@ def test_where_the_grammar_allows_nothing_the_request_ends(
     assert bool(output.error) == (reason is FinishReason.ERROR)
     assert not scheduler.has_unfinished
     assert scheduler.check_integrity().violations == []
+
+
+def test_a_late_mask_costs_its_request_a_step_and_no_other() -> None:
+    engine = FakeEngine()
+    late, other = create_request("late", 5, max_tokens=3), create_request("other", 6, max_tokens=3)
+    engine.add(late, other)
+    engine.late.add("late")
+    engine.step()
+    assert (len(engine.outputs["late"]), len(engine.outputs["other"])) == (0, 1)
+    step = engine.step()
+    assert step.num_scheduled_tokens == {"late": 1, "other": 1}  # its last token is computed again
+    engine.run()
+    for request in (late, other):
+        assert engine.outputs[request.request_id] == expected_output(request)[0]
+    assert engine.scheduler.stats().num_late_masks == 1
+    engine.assert_idle()
+
+
+def test_a_grammar_that_is_too_slow_is_counted(grammars: FakeGrammars) -> None:
+    grammars.known[DIGITS] = GRAMMAR
+    engine = engine_with(grammars)
+    request = create_request("a", structured_outputs=DIGITS)
+    engine.add(request)
+    step = engine.scheduler.schedule(0.0)
+    result = ModelRunnerOutput(sampled={RequestId("a"): None}, dead_ends={RequestId("a"): DeadEnd.TOO_SLOW})
+    [output] = engine.scheduler.update(step, result, 0.01)[-1:]
+    assert (output.finish_reason, output.error_code) == (FinishReason.ERROR, ErrorCode.GRAMMAR_TOO_SLOW.value.number)
+    assert engine.scheduler.stats().num_slow_grammars == 1
+    assert [each.request_id for each in grammars.withdrawn] == ["a"]

@@ -75,8 +75,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.integers(0, 2),
         salt=st.sampled_from(["", "", "tenant"]),
+        has_grammar=st.booleans(),
     )
-    def add(self, role, prompt, output, max_tokens, ignore_eos, priority, salt):
+    def add(self, role, prompt, output, max_tokens, ignore_eos, priority, salt, has_grammar=False):
         request = create_request(
             f"r{len(self.requests)}",
             prompt,
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             priority=priority,
             cache_salt=salt,
+            logit_bias={3: 1.0} if has_grammar else None,  # as with a grammar, no step is scheduled ahead
         )
         self.engine.add(request)
         self.requests[request.request_id] = request
@@ -122,6 +124,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.engine.abort(request_id)
         assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * was_live
         self.open.pop(request_id, None)
+
+    @precondition(lambda self: any(request.sampling.logit_bias for request in self.requests.values()))
+    @rule(data=st.data())
+    def delay_a_mask(self, data):
+        constrained = [request_id for request_id, each in self.requests.items() if each.sampling.logit_bias]
+        self.engine.late.add(data.draw(st.sampled_from(constrained)))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), num_more=st.integers(0, 14))

@@ -1,0 +1,107 @@
+"""What is kept of the constraints that were compiled last: processes, and errors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from common.engine.grammar.base import Grammar
+from common.engine.grammar.processes import GrammarProcess
+from common.errors import InvalidRequestError
+from common.types import Constraint
+
+_PROBLEM_BYTES = 1024  # of a constraint's error
+
+
+class ProblemCache:
+    """The errors of the constraints that were refused last."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._problems: OrderedDict[Constraint, InvalidRequestError] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def get(self, constraint: Constraint) -> InvalidRequestError | None:
+        """Returns what is wrong with it, if that is known."""
+        problem = self._problems.get(constraint)
+        if problem is not None:
+            self._problems.move_to_end(constraint)
+        return problem
+
+    def put(self, constraint: Constraint, problem: InvalidRequestError) -> None:
+        """Keeps it, and drops those not used for longest."""
+        if constraint not in self._problems:
+            self.num_bytes += _size(constraint)
+        self._problems[constraint] = problem
+        while self._problems and (len(self._problems) > self._max_entries or self.num_bytes > self._max_bytes):
+            dropped, _ = self._problems.popitem(last=False)
+            self.num_bytes -= _size(dropped)
+
+
+def _size(constraint: Constraint) -> int:
+    return len(constraint.text) + _PROBLEM_BYTES
+
+
+@dataclass(slots=True)
+class Kept:
+    """The process of a grammar that was compiled, and the requests that have matchers there."""
+
+    process: GrammarProcess
+    num_bytes: int
+    users: set[Grammar]
+
+
+class ProcessCache:
+    """The processes of grammars that were compiled. Those that are used stay; others are kept within bounds."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[Constraint, Kept] = OrderedDict()
+
+    def find(self, constraint: Constraint) -> Kept | None:
+        """Returns the process that has the grammar of `constraint`."""
+        kept = self._kept.get(constraint)
+        if kept is not None:
+            self._kept.move_to_end(constraint)
+        return kept
+
+    def put(self, constraint: Constraint, kept: Kept) -> list[GrammarProcess]:
+        """Keeps a process. Returns those that are to be ended, as do the methods below."""
+        before = self._kept.get(constraint)
+        if before is not None and not before.process.is_gone:  # compiled for another tenant
+            return [kept.process]
+        self._kept[constraint] = kept
+        return ([] if before is None else [before.process]) + self._trim()
+
+    def release(self, grammar: Grammar) -> list[GrammarProcess]:
+        """A request no longer uses its process. Drops one that is gone."""
+        kept = self._kept.get(grammar.constraint)
+        if kept is None or grammar not in kept.users:
+            return []
+        kept.users.discard(grammar)
+        if kept.process.is_gone:
+            del self._kept[grammar.constraint]
+            return [kept.process]
+        return self._trim()
+
+    def drop_all(self) -> list[GrammarProcess]:
+        """Drops those that are used, too."""
+        processes = [kept.process for kept in self._kept.values()]
+        self._kept.clear()
+        return processes
+
+    def _trim(self) -> list[GrammarProcess]:
+        unused = deque((constraint, kept) for constraint, kept in self._kept.items() if not kept.users)
+        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
+        ended: list[GrammarProcess] = []
+        while unused and (len(self._kept) > self._max_entries or num_bytes > self._max_bytes):
+            constraint, kept = unused.popleft()
+            del self._kept[constraint]
+            num_bytes -= kept.num_bytes
+            ended.append(kept.process)
+        return ended

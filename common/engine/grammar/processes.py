@@ -1,0 +1,225 @@
+"""The engine's side of the fork server and of the processes of grammars."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import TypeVar
+
+from common.engine.grammar.protocol import (
+    Accept,
+    Close,
+    Compile,
+    Ended,
+    Fork,
+    Forked,
+    Frames,
+    FromGrammar,
+    FromServer,
+    Mask,
+    Open,
+    Reap,
+    Settings,
+    Started,
+    ToGrammar,
+    frame,
+)
+from common.errors import BatonError, InvalidRequestError
+from common.types import Constraint
+
+_TIMEOUT_S = 60.0  # for the fork server to start, or to answer
+_CHUNK = 2**18
+_LATE_NICENESS = 19
+_Answer = TypeVar("_Answer", Started, Forked, Ended)
+
+
+class ForkServer:
+    """Starts processes of grammars. Started by the first, and again by the next one after it has ended. Not
+    thread-safe."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._frames: Frames[FromServer] = Frames(FromServer)
+
+    def start(self, constraint: Constraint) -> GrammarProcess:
+        """Returns a process that compiles `constraint`. Raises InvalidRequestError if the model has no tokenizer,
+        BatonError if no process can be started."""
+        if self._socket is None:
+            self._start()
+        own, others = socket.socketpair()
+        try:
+            pid = self._ask(frame(Fork()), Forked, others).pid
+        except BatonError:
+            own.close()
+            raise
+        finally:
+            others.close()
+        process = GrammarProcess(own, pid)
+        process.compile(constraint)
+        return process
+
+    def reap(self, process: GrammarProcess) -> int | None:
+        """Ends a process, if it has not ended. Returns its exit code; None: it is not known. Called once."""
+        process.kill()
+        if self._socket is None:
+            return None
+        try:
+            return self._ask(frame(Reap(process.pid)), Ended).exit_code
+        except BatonError:
+            return None
+
+    def close(self) -> None:
+        """Ends the server; processes of grammars end as their sockets are closed. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        self.close()
+        self._socket, others = socket.socketpair()
+        self._socket.settimeout(_TIMEOUT_S)
+        self._frames = Frames(FromServer)
+        command = [sys.executable, "-m", "common.engine.grammar.fork_server"]
+        with others:
+            self._process = subprocess.Popen(command, stdin=others.fileno(), stdout=2)  # noqa: S603  # our own module
+        started = self._ask(frame(self._settings), Started)
+        if started.problem:
+            self.close()
+            raise InvalidRequestError(started.problem)
+
+    def _ask(self, message: bytes, answer: type[_Answer], descriptor: socket.socket | None = None) -> _Answer:
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [message], [] if descriptor is None else [descriptor.fileno()])
+            answers: list[FromServer] = []
+            while not answers:
+                data = self._socket.recv(_CHUNK)
+                if not data:
+                    raise EOFError
+                answers = self._frames.feed(data)
+        except (OSError, EOFError) as error:  # a time-out among them
+            self.close()
+            raise BatonError("the process that compiles grammars failed; the pod's log has the details") from error
+        [found] = answers
+        assert isinstance(found, answer)
+        return found
+
+
+class GrammarProcess:
+    """A process with one grammar. Used by one thread at a time: the compiler's, then the step loop's. Calls never wait:
+    what the socket does not take is sent later."""
+
+    def __init__(self, own: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.is_gone = False  # it has ended, or its socket is closed
+        self._socket = own
+        self._socket.setblocking(False)
+        self._frames: Frames[FromGrammar] = Frames(FromGrammar)
+        self._unsent = bytearray()
+        self._open: set[int] = set()  # matchers
+        self._awaited: deque[int] = deque()  # the matcher of each mask that was asked for, in order
+        self._cpu_when_late: float | None = None  # CPU time taken when an answer was first late, if one is
+        self._is_demoted = False  # has a lower priority
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, readable when there are answers."""
+        return self._socket.fileno()
+
+    def compile(self, constraint: Constraint) -> None:
+        """Asks for the grammar."""
+        self._put(Compile(constraint))
+        self.flush()
+
+    def open(self, matcher_id: int, token_ids: list[int], share_s: float) -> None:
+        """Asks for a matcher and its mask. Sent by `flush`."""
+        self._open.add(matcher_id)
+        self._awaited.append(matcher_id)
+        self._put(Open(matcher_id, token_ids, share_s))
+
+    def accept(self, matcher_id: int, token_id: int, share_s: float) -> None:
+        """Hands over a token, and asks for the next mask. Sent by `flush`."""
+        self._awaited.append(matcher_id)
+        self._put(Accept(matcher_id, token_id, share_s))
+
+    def close_matcher(self, matcher_id: int) -> None:
+        """Drops a matcher. Sent by `flush`."""
+        self._open.discard(matcher_id)
+        self._put(Close(matcher_id))
+
+    @property
+    def at_work_on(self) -> int | None:
+        """The matcher whose mask comes next, if one is awaited."""
+        return self._awaited[0] if self._awaited else None
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass  # it is busy
+        except OSError:
+            self._unsent.clear()  # `receive` finds out that it is gone
+
+    def receive(self) -> list[FromGrammar]:
+        """Returns the answers that are here; of masks only the last that was asked for, of matchers that are open."""
+        answers: list[FromGrammar] = []
+        try:
+            while data := self._socket.recv(_CHUNK):
+                answers += self._frames.feed(data)
+            self.is_gone = True
+        except BlockingIOError:
+            self.flush()
+        except OSError:
+            self.is_gone = True
+        wanted = [each for each in answers if not isinstance(each, Mask) or self._takes(each)]
+        if not self._awaited:
+            self._cpu_when_late = None
+        return wanted
+
+    def _takes(self, mask: Mask) -> bool:
+        assert mask.matcher_id == self._awaited.popleft(), "answers come in order"
+        return mask.matcher_id in self._open and mask.matcher_id not in self._awaited
+
+    def note_late(self, cpu_s: float) -> None:
+        """An answer is late. Lowers the priority of the process if that has taken more CPU time than `cpu_s` since the
+        first was; it may just not have been its turn."""
+        if self._is_demoted:
+            return
+        if self._cpu_when_late is None:
+            self._cpu_when_late = self._cpu_s
+        elif self._cpu_s - self._cpu_when_late > cpu_s:
+            self._is_demoted = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.pid, _LATE_NICENESS)
+
+    @property
+    def _cpu_s(self) -> float:
+        """CPU time that the process has taken; wall time where the system does not tell it of other processes."""
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                return time.clock_gettime(~self.pid << 3 | 2)  # the clock of clock_getcpuclockid(3)
+        return time.monotonic()
+
+    def kill(self) -> None:
+        """Ends the process and closes the socket. Idempotent. Its id is taken until the fork server reaps it."""
+        if not self.is_gone:
+            self.is_gone = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._socket.close()
+
+    def _put(self, message: ToGrammar) -> None:
+        self._unsent += frame(message)
