@@ -24,10 +24,12 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError, InvalidRequestError
+from common.errors import ConfigError, InvalidRequestError, json_problem
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # what is trimmed of it shows what the template trims
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
 
 
 class ChatTemplate:
@@ -70,7 +72,7 @@ class ChatTemplate:
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
-                f"the model's chat template rejects these messages: {error}", param="messages"
+                f"the model's chat template rejects these messages: {json_problem(error)}", param="messages"
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -142,7 +144,8 @@ def _take_call(call: Any, where: str) -> Any:
         try:
             arguments = json.loads(arguments) if arguments else {}
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{where} has arguments that are not valid JSON: {error}", param=where) from error
+            problem = f"{where} has arguments that are not valid JSON: {json_problem(error)}"
+            raise InvalidRequestError(problem, param=where) from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from common.errors import InvalidRequestError, quoted
+from common.errors import InvalidRequestError, json_problem, quoted
 
 MAX_CONSTRAINT_BYTES = 128 * 2**10  # of the text of a constraint, as UTF-8
 MAX_CONSTRAINT_DEPTH = 64  # objects and lists within each other
@@ -110,7 +110,7 @@ def _check_json(constraint: Constraint, param: str) -> None:
     try:
         value = msgspec.json.decode(encoded)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _invalid(param, f"is not valid JSON: {error}") from error
+        raise _invalid(param, f"is not valid JSON: {json_problem(error)}") from error
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA if not isinstance(value, dict | bool):
             raise _invalid(param, f"must be a JSON schema, an object, got {quoted(value)}")

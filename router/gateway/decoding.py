@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from common.errors import InvalidRequestError, PayloadTooLargeError, quoted
+from common.errors import InvalidRequestError, PayloadTooLargeError, json_problem, quoted
 from router.gateway.field_names import FieldNames
 from router.gateway.stream_options import StreamOptions
 from router.gateway.structured import FORMAT, STRUCTURED, JsonSchemaFormat, ResponseFormat, StructuredOutputs
@@ -78,9 +78,7 @@ class request_errors:  # noqa: N801  used as a context manager
 
 def _malformed(error: Exception) -> str:
     """What of the JSON is broken."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deep"
-    detail = str(error).removeprefix("JSON is malformed: ")
+    detail = json_problem(error).removeprefix("JSON is malformed: ")
     if detail == "Input data was truncated":
         return "it is cut off, or ends after half of a surrogate pair"
     return detail.replace("unexpected end of hex escape", "half of a surrogate pair")

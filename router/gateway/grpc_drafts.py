@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from common.beam_search import EarlyStopping
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, json_problem
 from common.pb import common_pb2, inference_pb2
 from common.rpc.convert import parameters_from_pb
 from common.types import SamplingParams
@@ -204,7 +204,7 @@ def _tool_in_json(tool: inference_pb2.Tool, where: str) -> dict[str, Any]:
             function["parameters"] = msgspec.json.decode(tool.parameters, type=Raw)
         except (msgspec.DecodeError, RecursionError) as error:
             param = f"{where}.parameters"
-            raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from None
+            raise InvalidRequestError(f"{param} is not valid JSON: {json_problem(error)}", param=param) from None
     return {"type": "function", "function": function}
 
 

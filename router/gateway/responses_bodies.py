@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, field
 
-from common.errors import InvalidRequestError, quoted
+from common.errors import InvalidRequestError, json_problem, quoted
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
 from router.gateway.field_names import RESPONSES_NAMES, FieldNames
@@ -282,7 +282,7 @@ def _call_of(item: Item, where: str) -> dict[str, Any]:
         _any_decoder.decode(item.arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
         param = f"{where}.arguments"
-        raise InvalidRequestError(f"{param} is not valid JSON: {error}", param=param) from error
+        raise InvalidRequestError(f"{param} is not valid JSON: {json_problem(error)}", param=param) from error
     return {
         "id": item.call_id,
         "type": "function",

@@ -17,7 +17,6 @@ from router.requests.bounds import MAX_NAME_CHARS
 FORMAT, STRUCTURED = "response_format", "structured_outputs"
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-_MAX_BYTES = 2 * MAX_CONSTRAINT_BYTES  # of a field as it is sent, which may have escapes and whitespace
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
@@ -132,8 +131,8 @@ def _is_given(value: object) -> bool:
 
 def _check_raw(value: Raw, param: str) -> None:
     encoded = bytes(value)
-    if len(encoded) > _MAX_BYTES:
-        raise _invalid(f"{param} has {len(encoded)} bytes, more than the limit of {_MAX_BYTES}", param)
+    if len(encoded) > MAX_CONSTRAINT_BYTES:
+        raise _invalid(f"{param} has {len(encoded)} bytes, more than the limit of {MAX_CONSTRAINT_BYTES}", param)
     check_json_shape(encoded, param)
 
 

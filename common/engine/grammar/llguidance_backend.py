@@ -12,6 +12,7 @@ import numpy.typing as npt
 from common.engine.grammar.base import BITS, CompiledGrammar, Matcher, Vocabulary
 from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
+from common.types.constraint import MAX_CONSTRAINT_DEPTH
 
 # Keywords of JSON schemas: of schemas by name, of schemas, of objects in parts, and of further properties.
 _NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties"})
@@ -40,7 +41,9 @@ class LlguidanceBackend:
         try:
             grammar = _grammar_of(constraint, self._max_whitespace)
         except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+            is_deep = isinstance(error.__context__, RecursionError)  # of the library's reader of grammars
+            problem = f"it is nested more than {MAX_CONSTRAINT_DEPTH} levels deep" if is_deep else str(error)
+            raise InvalidRequestError(problem) from error
         first = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if first.is_error():
             raise InvalidRequestError(first.get_error())

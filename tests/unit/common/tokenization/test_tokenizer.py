@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import common.demo_model
-from common.errors import ConfigError, InvalidRequestError
+from common.errors import JSON_DEPTH, ConfigError, InvalidRequestError
 from common.tokenization import ChatTemplate, Tokenizer
 from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
 
@@ -109,6 +109,14 @@ def test_a_refusing_template_names_the_messages(source):
     with pytest.raises(InvalidRequestError) as caught:
         ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
     assert caught.value.param == "messages"
+
+
+def test_what_is_too_deep_for_a_template_is_refused():
+    deep = []
+    for _ in range(10 * JSON_DEPTH):
+        deep = [deep]
+    with pytest.raises(InvalidRequestError, match=str(JSON_DEPTH)):
+        ChatTemplate("{{ tools | tojson }}", {}).render([], variables={"tools": deep})
 
 
 def test_no_template_is_an_error_not_a_guess():

@@ -9,11 +9,11 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
 
+from common.errors import JSON_DEPTH
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import SamplingParams, constraint
 from common.types.parameters import parameters_of
@@ -132,6 +132,59 @@ async def test_a_schema_of_any_depth_is_refused(pair):
         body = b'{"prompt": "x", "structured_outputs": {"json": ' + schema + b"}}"
         response = await pair.client.post("/v1/completions", content=body)
         assert response.status_code == 400, depth
+
+
+DEEP = '{"a":' * 1500 + "1" + "}" * 1500
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+LARGE = {"enum": ["x" * 10**6]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "limit"),
+    [
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"json": LARGE}},
+            "structured_outputs",
+            constraint.MAX_CONSTRAINT_BYTES,
+        ),
+        (
+            "completions",
+            {"prompt": "x", "response_format": schema_format(LARGE)},
+            "response_format",
+            constraint.MAX_CONSTRAINT_BYTES,
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls",
+            JSON_DEPTH,
+        ),
+        (
+            "responses",
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": DEEP}]},
+            "input[0].arguments",
+            JSON_DEPTH,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_messages_name_the_field_and_the_limit(pair, path, body, field, limit):
+    error = (await pair.post(f"/v1/{path}", **body)).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+    assert re.search(rf"\b{limit}\b", error["message"]), error["message"]
+
+
+async def test_levels_of_a_body(pair):
+    def nested_body(depth):
+        return b'{"prompt": "x", "max_tokens": 1, "kv_transfer_params": ' + b"[" * depth + b"]" * depth + b"}"
+
+    headers = {"content-type": "application/json"}
+    read = await pair.client.post("/v1/completions", content=nested_body(JSON_DEPTH - 1), headers=headers)
+    assert read.json()["error"]["param"] == "kv_transfer_params"
+    refused = await pair.client.post("/v1/completions", content=nested_body(10 * JSON_DEPTH), headers=headers)
+    assert f"nested more than {JSON_DEPTH} levels" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -341,16 +394,3 @@ async def test_no_page_holds_up_the_loop(warm, path):
     with lag_probe() as spans:
         await warm.client.get(path)
     assert max(spans) < MAX_LAG_S
-
-
-def test_the_documentation_names_every_bound():
-    text = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
-    limits = text[text.index("## What a client may send") :].replace(",", "")
-    values = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
-    values |= {name: value for name, value in vars(constraint).items() if name.startswith("MAX_")}
-    values |= MOST | {"bad_words": BAD_WORDS.max_chars}
-    for name, value in values.items():
-        shown = f"{value // 1024} KiB" if name.endswith("_BYTES") else str(value)
-        assert re.search(rf"\b{shown}\b", limits), name
-    for name in LimitsConfig.__struct_fields__:
-        assert f"`{name}`" in limits, name

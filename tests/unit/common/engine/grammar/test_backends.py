@@ -10,8 +10,10 @@ from common.demo_model import demo_model_path
 from common.engine.config import GrammarBackendName
 from common.engine.grammar.registry import backend_for, create_backend
 from common.engine.grammar.vocabulary import load_vocabulary
+from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.types import Constraint
+from common.types.constraint import MAX_CONSTRAINT_DEPTH
 
 TOKENIZER = Tokenizer.from_directory(demo_model_path())
 VOCABULARY = load_vocabulary(demo_model_path(), 2048, frozenset({0, 2}))
@@ -67,6 +69,15 @@ def test_whitespace_in_structural_tags_is_bounded(own: dict[str, int], most: int
 def test_objects_in_parts_stay_open() -> None:
     parts = {"allOf": [NAMED, {"type": "object", "properties": {"b": {"type": "integer"}}}]}
     assert accepts("llguidance", Constraint.json_schema(parts, any_whitespace=False), '{"a":1,"b":2}')
+
+
+def test_a_grammar_that_is_too_deep_for_llguidance() -> None:
+    def nested(depth: int) -> Constraint:
+        return Constraint.grammar(f'root ::= {"(" * depth}"a"{")" * depth}')
+
+    assert accepts("llguidance", nested(MAX_CONSTRAINT_DEPTH), "a")
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_CONSTRAINT_DEPTH} levels"):
+        accepts("llguidance", nested(5000), "a")
 
 
 @pytest.mark.parametrize(
