@@ -121,7 +121,7 @@ def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when to stop
     _leave_out_torch()
-    with socket.socket(fileno=os.dup(0)) as engine:
+    with socket.socket(fileno=os.dup(0)) as engine, contextlib.suppress(ConnectionError):  # the engine is gone
         ForkServer(engine).run()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
 from typing import Any
 
 from common.engine.config import GrammarBackendName
 from common.engine.grammar.base import CompiledGrammar, GrammarBackend, Vocabulary
 from common.types import Constraint, ConstraintKind
+from common.types.schemas import schemas_within
 
 # Keywords of JSON schemas that xgrammar takes for comments, or honours in a way that lets strings hold what JSON does
 # not: its answers might not be valid. llguidance honours them or refuses the schema.
@@ -35,9 +36,7 @@ _MISREAD_BY_XGRAMMAR = frozenset(
         "uniqueItems",
     }
 )
-# Of these the values are schemas by name, not keywords.
-_NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
-_NO_SCHEMAS = frozenset({"const", "enum", "default", "examples", "required"})
+_NOT_FOLLOWED_BY_XGRAMMAR = re.compile(r"[%~]|/[0-9]+(/|$)")  # in a reference: what is escaped, and indexes of lists
 
 
 def create_backend(name: GrammarBackendName, vocabulary: Vocabulary, max_whitespace: int) -> GrammarBackend:
@@ -77,21 +76,12 @@ def backend_for(constraint: Constraint) -> GrammarBackendName:
     if constraint.whitespace_pattern:
         return "llguidance"
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        schema = json.loads(constraint.text)
-        if any(keyword in _MISREAD_BY_XGRAMMAR for keyword in _keywords(schema)):
+        schemas = schemas_within(json.loads(constraint.text))
+        if any(not _MISREAD_BY_XGRAMMAR.isdisjoint(schema) or _is_hard_to_follow(schema) for schema in schemas):
             return "llguidance"
     return "xgrammar"
 
 
-def _keywords(schema: Any) -> Iterator[str]:
-    """All keywords of a schema and those within it."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _keywords(each)
-    elif isinstance(schema, dict):
-        for name, value in schema.items():
-            yield name
-            if name in _NAMED_SCHEMAS and isinstance(value, dict):
-                yield from _keywords(list(value.values()))
-            elif name not in _NO_SCHEMAS:
-                yield from _keywords(value)
+def _is_hard_to_follow(schema: dict[str, Any]) -> bool:
+    reference = schema.get("$ref")
+    return isinstance(reference, str) and _NOT_FOLLOWED_BY_XGRAMMAR.search(reference) is not None
