@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from common.errors import InvalidRequestError, json_problem, quoted
+from common.types.schemas import check_references, schemas_of_tag
 
 MAX_CONSTRAINT_BYTES = 128 * 2**10  # of the text of a constraint, as UTF-8
 MAX_CONSTRAINT_DEPTH = 64  # objects and lists within each other
@@ -90,8 +91,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def check_constraint(constraint: Constraint, param: str) -> None:
-    """Checks size, depth and JSON, at a cost in proportion to the size. Raises InvalidRequestError; `param` names the
-    field."""
+    """Checks size, depth, JSON and references, at a cost in proportion to the size. Raises InvalidRequestError; `param`
+    names the field."""
     text = constraint.text
     num_bytes = len(text) if text.isascii() else len(_encoded(text, param))
     if num_bytes > MAX_CONSTRAINT_BYTES:
@@ -116,10 +117,13 @@ def _check_json(constraint: Constraint, param: str) -> None:
             raise _invalid(param, f"must be a JSON schema, an object, got {quoted(value)}")
         case ConstraintKind.STRUCTURAL_TAG if not isinstance(value, dict):
             raise _invalid(param, f"must be an object, got {quoted(value)}")
-        case ConstraintKind.CHOICE:
-            _check_choices(value, param)
+        case ConstraintKind.JSON_SCHEMA:
+            check_references(value, param)
+        case ConstraintKind.STRUCTURAL_TAG:
+            for schema in schemas_of_tag(value):
+                check_references(schema, param)
         case _:
-            pass
+            _check_choices(value, param)
 
 
 def _check_choices(choices: object, param: str) -> None:

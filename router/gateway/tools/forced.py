@@ -14,6 +14,7 @@ import msgspec
 from common.errors import InvalidRequestError
 from common.types import Constraint
 from common.types.constraint import MAX_CONSTRAINT_BYTES, check_json_shape
+from common.types.schemas import check_references
 from router.gateway.tools.request import Tool, ToolChoice, name_of
 
 _ROOT = "#/$defs/"
@@ -21,9 +22,13 @@ _ROOT = "#/$defs/"
 
 def forced_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool) -> Constraint:
     """Of an answer that calls tools as the choice says: exactly one if that names it or `is_single`, else at least
-    one. Raises InvalidRequestError if the schemas of the tools are more than a constraint may hold."""
+    one. Raises InvalidRequestError if the schemas of the tools are more than a constraint may hold, or lead
+    outside."""
     callable_tools = [tool for tool in tools if choice.name in ("", name_of(tool))]
     _check_size(callable_tools)
+    for index, tool in enumerate(tools):
+        if choice.name in ("", name_of(tool)):
+            check_references(tool["function"].get("parameters"), f"tools[{index}].function.parameters")
     definitions: dict[str, Any] = {}
     calls = [_call_schema(tool, f"tool{index}", definitions) for index, tool in enumerate(callable_tools)]
     schema: dict[str, Any] = {

@@ -13,7 +13,7 @@ from common.engine.grammar.vocabulary import load_vocabulary
 from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.types import Constraint
-from common.types.constraint import MAX_CONSTRAINT_DEPTH
+from common.types.constraint import MAX_CONSTRAINT_DEPTH, check_constraint
 
 TOKENIZER = Tokenizer.from_directory(demo_model_path())
 VOCABULARY = load_vocabulary(demo_model_path(), 2048, frozenset({0, 2}))
@@ -71,6 +71,17 @@ def test_objects_in_parts_stay_open() -> None:
     assert accepts("llguidance", Constraint.json_schema(parts, any_whitespace=False), '{"a":1,"b":2}')
 
 
+@pytest.mark.parametrize(
+    "reference", ["#/$defs/a", "#/$defs/a~1b", "#/$defs/a%20b", "#/prefixItems/0", "#/$defs/list/items"]
+)
+def test_references_within_a_schema_are_followed(reference: str) -> None:
+    named = {"a": NAMED, "a/b": NAMED, "a b": NAMED, "list": {"type": "array", "items": NAMED}}
+    constraint = Constraint.json_schema({"$ref": reference, "$defs": named, "prefixItems": [NAMED]})
+    check_constraint(constraint, "response_format")
+    assert accepts("auto", constraint, '{"a":1}')
+    assert not accepts("auto", constraint, '{"b":1}')
+
+
 def test_a_grammar_that_is_too_deep_for_llguidance() -> None:
     def nested(depth: int) -> Constraint:
         return Constraint.grammar(f'root ::= {"(" * depth}"a"{")" * depth}')
@@ -88,6 +99,8 @@ def test_a_grammar_that_is_too_deep_for_llguidance() -> None:
         (Constraint.json_schema({"enum": [{"pattern": 1}]}), "xgrammar"),
         (Constraint.json_schema({"type": "array", "items": {"type": "string", "maxLength": 3}}), "llguidance"),
         (Constraint.json_object(whitespace_pattern=" ?"), "llguidance"),
+        (Constraint.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"minLength": 3}}}), "llguidance"),
+        (Constraint.json_schema({"$ref": "#/default", "default": {"minLength": 3}}), "llguidance"),
         (Constraint.regex("maxLength"), "xgrammar"),
     ],
 )
