@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.tokenization import stop
 from common.tokenization.stop import StopChecker
+from tests.work import LineCounter
 
 
 def whole(text, stops):
@@ -58,3 +60,13 @@ def test_only_a_possible_beginning_is_held_back(text, stops):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="empty"):
         StopChecker(["a", ""])
+
+
+def test_a_long_beginning_is_not_searched_again_with_each_piece():
+    """The text ends with 1023 characters of the first stop string, and each of the others fails within them."""
+    stops = ["a" * 1023 + "b", *("a" * length + "b" + "a" * 1000 for length in range(100, 115))]
+    checker = StopChecker(stops)
+    assert checker.push("a" * 1023).text == ""
+    with LineCounter(stop) as work:
+        assert [checker.push("a").text for _ in range(100)] == ["a"] * 100
+    assert work.num_lines < 20 * 100 * len(stops)
