@@ -53,6 +53,8 @@ class IncrementalDetokenizer:
     def _push_one(self, token_id: int) -> str:
         if self._skip_special and not (self._tokenizer.is_visible(token_id) or token_id in self._spelled_ids):
             return ""
+        if not self._tokenizer.token_bytes(token_id):  # outside the vocabulary
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.startswith(self._sent):  # byte fallback dropped a run: keep what was returned, go on after it
@@ -80,9 +82,9 @@ class IncrementalDetokenizer:
         pending = len(text) - len(self._sent)
         for length in _TAILS:
             tail = self._decode(self._window[-length:])
-            # The end of the text: no character is cut. More than what is pending: a visible token stays in front of
-            # it, so that nothing passes for the start.
-            if len(tail) > pending and text.endswith(tail):
+            # The end of the text, but for a character that is cut or a prefix of first tokens. More than what is
+            # pending: a visible token stays in front of it, so that nothing passes for the start.
+            if _common_end(text, tail) > pending:
                 self._num_clean = max(0, self._num_clean - (len(self._window) - length))
                 del self._window[:-length]
                 self._sent = tail[: len(tail) - pending]
@@ -108,6 +110,14 @@ class IncrementalDetokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         skips = self._skip_special and not self._spelled_ids  # with these, what is skipped does not come here
         return self._tokenizer.decode(token_ids, skip_special_tokens=skips)
+
+
+def _common_end(text: str, tail: str) -> int:
+    """Returns how many characters both end with."""
+    if text.endswith(tail):
+        return len(tail)
+    pairs = zip(reversed(text), reversed(tail), strict=False)
+    return next((length for length, (one, other) in enumerate(pairs) if one != other), len(text))
 
 
 def _held_back(text: str) -> int:

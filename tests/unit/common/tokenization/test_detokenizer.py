@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from common.tokenization import Tokenizer
 from common.tokenization.detokenizer import IncrementalDetokenizer
 from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
 
@@ -95,3 +96,31 @@ def test_the_window_stays_short(kind, monkeypatch):
     monkeypatch.setattr(tokenizer, "decode", counting)
     assert "".join(stream(tokenizer, ids, [1])) == text
     assert longest <= 12
+
+
+PARTS_OF_TWO = next(i for i in range(320) if byte_level().token_bytes(i) == b"\x9c\xac\xe8")  # end and start of one
+ODD_TOKENS = {
+    "parts of two characters": (byte_level, [PARTS_OF_TWO]),
+    "no text": (byte_level, [330]),
+    "no text, then some": (byte_level, [330, PARTS_OF_TWO, 330]),
+    "wrong bytes": (byte_level, [2 + 0xA1 - 1, 2]),
+    "wrong bytes, sentencepiece": (sentencepiece, [3 + 0xFF]),
+    "bytes of characters, sentencepiece": (sentencepiece, sentencepiece().encode("日")),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TOKENS)
+def test_the_work_per_token_does_not_grow(name, monkeypatch):
+    kind, repeated = ODD_TOKENS[name]
+    tokenizer, num_decoded = kind(), 0
+    ids = repeated * (300 // len(repeated))
+    expected = tokenizer.decode(ids, skip_special_tokens=False)
+
+    def decode(token_ids, **options):
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return Tokenizer.decode(tokenizer, token_ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    assert "".join(stream(tokenizer, ids, [1], skip_special_tokens=False)) == expected
+    assert num_decoded < 40 * len(ids)
