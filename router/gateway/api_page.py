@@ -86,8 +86,8 @@ the same client has, such as one that a service passes on with several requests,
 is a 400. A resumed stream keeps its id. A response to what the HTTP server itself refuses, such as a malformed
 request line, has none.
 
-HTTP/1.0 is answered, too: without chunks, so that the connection ends with the answer. A request of HTTP/1.0 must have a
-`Content-Length`; with `Transfer-Encoding` it is a 400.
+HTTP/1.0 is answered, too: without chunks, so that the connection ends with the answer. A request of HTTP/1.0 must have
+a `Content-Length`; with `Transfer-Encoding` it is a 400.
 """
 
 _BEAMS = """\
