@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from common.engine.config import Kernels
-from common.types import BlockHash, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
+from common.types import FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,6 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
-    block_hashes: list[BlockHash] = []  # of the prompt's full blocks; empty: the engine computes them
     cache_salt: str = ""
     priority: int = 0  # lower runs first under the priority policy
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's

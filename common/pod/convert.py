@@ -12,7 +12,7 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooL
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
-from common.types import HASH_BYTES, BlockHash, RequestId, SampledToken
+from common.types import RequestId, SampledToken
 from common.types.validation import validate_prompt, validate_sampling
 
 
@@ -49,7 +49,6 @@ def add_request_from_pb(
         prompt_token_ids=prompt,
         sampling=sampling,
         output_token_ids=outputs,
-        block_hashes=_block_hashes(message, len(prompt), spec.block_size),
         cache_salt=message.cache_salt,
         priority=message.priority,
         target_itl_s=_target_itl_s(message.target_itl_ms),
@@ -77,14 +76,3 @@ def _target_itl_s(target_ms: float) -> float:
     if not 0 <= target_ms < math.inf:
         raise InvalidRequestError(f"target_itl_ms must be a number >= 0, got {target_ms}", param="target_itl_ms")
     return target_ms / 1000
-
-
-def _block_hashes(message: common_pb2.EngineRequest, num_prompt_tokens: int, block_size: int) -> list[BlockHash]:
-    """Unpacks block hashes. Without any, the engine computes them."""
-    packed, num_full_blocks = message.block_hashes, num_prompt_tokens // block_size
-    if packed and len(packed) != num_full_blocks * HASH_BYTES:
-        raise InvalidRequestError(
-            f"block_hashes has {len(packed)} bytes, but the prompt has {num_full_blocks} full blocks on this pod",
-            param="block_hashes",
-        )
-    return [BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]

@@ -99,7 +99,6 @@ def open_legs(
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=known.token_ids,
         sampling=sampling_to_pb(known.sampling),
-        block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=request.priority,
         target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.engine.messages import AddRequest
-from common.engine.scheduler.request import Request
 from common.errors import InvalidRequestError, PromptTooLongError
-from common.types import HASH_BYTES, SamplingParams
+from common.types import SamplingParams
 
 
 class Limits(NamedTuple):
     """Limits of the model and the KV cache."""
 
-    block_size: int  # tokens
     max_model_len: int  # tokens of prompt and output
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -35,17 +33,6 @@ class Limits(NamedTuple):
                 param="max_tokens",
             )
         self._check_stop_tokens(message.sampling)
-        if any(len(block_hash) != HASH_BYTES for block_hash in message.block_hashes):
-            raise InvalidRequestError(f"block hashes have {HASH_BYTES} bytes", param="block_hashes")
-
-    def check_hashes(self, request: Request) -> None:
-        """Raises InvalidRequestError if a given hash is not that of its block: it would name another prompt's KV."""
-        misfit = request.misfit_block_hash(self.block_size)
-        if misfit is not None:
-            raise InvalidRequestError(
-                f"block_hashes[{misfit}] is not the hash of that block of {self.block_size} prompt tokens",
-                param="block_hashes",
-            )
 
     def _check_stop_tokens(self, sampling: SamplingParams) -> None:
         if sampling.min_tokens and len(sampling.stop_token_ids) + len(self.eos_token_ids) >= self.vocab_size:

@@ -98,7 +98,7 @@ class Request:
         self.num_computed_tokens = 0
 
         self._root_hash = root_hash(message.cache_salt)
-        self.block_hashes: list[BlockHash] = list(message.block_hashes)  # of full blocks, as far as known
+        self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
 
         role = message.transfer.role if message.transfer is not None else None
         self.is_producer = role == "producer"  # ends after its first token
@@ -169,16 +169,3 @@ class Request:
             prompt = self.token_ids[: self.num_prompt_tokens]
             hashes.append(hash_partial_block(prompt, block_size, self.block_hashes[:num_full], self._root_hash))
         return tuple(hashes)
-
-    def misfit_block_hash(self, block_size: int) -> int | None:
-        """Index of the first given hash that is not that of its block, None if all are right.
-
-        All are recomputed, which takes about a microsecond per block: a wrong one would name another prompt's KV.
-        """
-        given = self.block_hashes
-        if len(given) * block_size > self.num_prompt_tokens:
-            return self.num_prompt_tokens // block_size
-        actual = hash_prompt(self.token_ids[: len(given) * block_size], block_size, self._root_hash)
-        if given == actual:
-            return None
-        return next(index for index, pair in enumerate(zip(given, actual, strict=True)) if pair[0] != pair[1])

@@ -90,7 +90,7 @@ class Scheduler:
         self._config = config
         self._kv = kv
         self._block_size = kv.block_size
-        self._limits = Limits(kv.block_size, max_model_len, vocab_size, eos_token_ids)
+        self._limits = Limits(max_model_len, vocab_size, eos_token_ids)
         self._transfers = NoTransfers() if transfers is None else transfers
         self._grammars = NoGrammars() if grammars is None else grammars
         # Each request of the batch gets at least one token per step.
@@ -123,7 +123,6 @@ class Scheduler:
         request = Request(
             message, added_at=now, max_model_len=self._limits.max_model_len, eos=self._limits.eos_token_ids
         )
-        self._limits.check_hashes(request)
         request.order = (
             message.priority if self._config.policy == "priority" else 0,
             now + self._prompt_s(request),

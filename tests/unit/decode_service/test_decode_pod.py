@@ -71,18 +71,22 @@ async def test_continues_after_tokens_generated_elsewhere(router: FakeRouter) ->
     assert answer.tokens == tokens
 
 
+async def test_block_hashes_of_older_routers_are_ignored(router: FakeRouter) -> None:
+    prompt = prompt_of(40)
+    packed = engine_request("a", prompt).SerializeToString() + b"\x2a\x10" + b"x" * 16  # field 5, 16 bytes
+    answer = await (await router.submit(common_pb2.EngineRequest.FromString(packed))).wait_finished()
+    assert answer.tokens == expected_tokens(prompt, 8)
+    again = await (await router.submit(engine_request("b", prompt))).wait_finished()
+    assert again.report is not None
+    assert again.report.num_cached_tokens == 32
+
+
 @pytest.mark.parametrize(
     ("request_message", "code", "param"),
     [
         (engine_request("a", []), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
         (engine_request("a", [1, 512]), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
         (engine_request("a", prompt_of(4090)), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "prompt_token_ids"),
-        (engine_request("a", [1], block_hashes=b"x" * 16), common_pb2.ERROR_CODE_INVALID_ARGUMENT, "block_hashes"),
-        (
-            engine_request("a", prompt_of(16), block_hashes=b"x" * 16),
-            common_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            "block_hashes",  # noticed by the engine
-        ),
     ],
 )
 async def test_bad_request_ends_with_an_error(

@@ -158,7 +158,6 @@ def create_request(
     output: Sequence[int] = (),
     cache_salt: str = "",
     priority: int = 0,
-    block_hashes: Sequence[BlockHash] = (),
     **sampling: Any,
 ) -> AddRequest:
     """A request. `prompt` is its tokens, or how many different ones; `sampling` are those of SamplingParams."""
@@ -170,7 +169,6 @@ def create_request(
         prompt_token_ids=list(prompt),
         output_token_ids=list(output),
         sampling=SamplingParams(**{"max_tokens": 4, "ignore_eos": True} | sampling),
-        block_hashes=list(block_hashes),
         cache_salt=cache_salt,
         priority=priority,
         transfer=KVTransferParams(

@@ -3,7 +3,7 @@ import pytest
 from common.engine.messages import EngineSpec
 from common.errors import BatonError
 from common.pod.convert import add_request_from_pb
-from common.types import SamplingParams, hash_prompt, root_hash
+from common.types import SamplingParams
 from tests.pods import engine_request, prompt_of
 
 SPEC = EngineSpec(
@@ -14,13 +14,10 @@ SPEC = EngineSpec(
 
 def test_request_becomes_what_the_engine_takes() -> None:
     prompt = prompt_of(10)
-    hashes = hash_prompt(prompt, 4, root_hash("salt"))
-    message = engine_request(
-        "a", prompt, output_token_ids=[1, 2], block_hashes=b"".join(hashes), cache_salt="salt", priority=-1
-    )
+    message = engine_request("a", prompt, output_token_ids=[1, 2], cache_salt="salt", priority=-1)
     request = add_request_from_pb(message, SPEC)
     assert (request.request_id, request.prompt_token_ids, request.output_token_ids) == ("a", prompt, [1, 2])
-    assert (request.block_hashes, request.cache_salt, request.priority) == (hashes, "salt", -1)
+    assert (request.cache_salt, request.priority) == ("salt", -1)
     assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
 
@@ -31,8 +28,6 @@ def test_request_becomes_what_the_engine_takes() -> None:
         ({"prompt": prompt_of(25)}, "prompt_token_ids"),
         ({"output_token_ids": [500]}, "output_token_ids"),
         ({"output_token_ids": [1] * 8}, "output_token_ids"),
-        ({"block_hashes": b"x" * 17}, "block_hashes"),
-        ({"block_hashes": b"x" * 48}, "block_hashes"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"sampling": SamplingParams(stop_token_ids=(500,))}, "stop_token_ids"),
     ],

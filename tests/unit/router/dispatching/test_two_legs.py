@@ -12,7 +12,7 @@ import pytest
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
-from common.types import HASH_BYTES
+from common.types import hash_prompt, root_hash
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
@@ -101,17 +101,17 @@ async def test_pods_learn_everything_about_the_request(pair):
         async for _ in run.generations[0]:
             pass
     sent = pair.decode[0].submits[0].request
-    assert len(sent.block_hashes) == len(LONG_PROMPT) // 16 * HASH_BYTES
     assert sent == common_pb2.EngineRequest(
         request_id=sent.request_id,
         prompt_token_ids=LONG_PROMPT,
         sampling=sampling_to_pb(request.sampling),
-        block_hashes=request.block_hashes,
         cache_salt=request.cache_salt,
         priority=3,
         target_itl_ms=50,
     )
     assert sent.cache_salt
+    # What the router looks for in its index is what pods compute.
+    assert request.block_hashes == b"".join(hash_prompt(LONG_PROMPT, 16, root_hash(sent.cache_salt)))
 
 
 async def test_the_first_token_does_not_wait_for_decode(pair, text):
@@ -242,7 +242,7 @@ async def test_a_stream_continues_on_another_decode_pod(start_cluster, text):
     assert stream.text == text()
     before, after = dying.submits[0].request, other.submits[0].request
     assert list(after.output_token_ids) == TOKENS[:3]
-    assert (after.sampling, after.block_hashes) == (before.sampling, before.block_hashes)
+    assert (after.sampling, after.prompt_token_ids) == (before.sampling, before.prompt_token_ids)
     assert cluster.metric("baton_router_redispatch_total", reason="pod_lost") == 1
     await cluster.until_quiet()
 

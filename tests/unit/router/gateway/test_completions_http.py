@@ -218,17 +218,6 @@ async def test_extensions_reach_the_pod(pair):
         assert (request.priority, request.cache_salt) == (-3, "tenant")
 
 
-async def test_blocks_are_hashed_with_the_salt(pair):
-    from common.types import hash_prompt, root_hash
-
-    prompt = list(range(100, 140))
-    for salt in ("", "tenant"):
-        await pair.complete(prompt=prompt, max_tokens=2, cache_salt=salt)
-        expected = b"".join(hash_prompt(prompt, 16, root_hash(salt)))
-        assert pair.decode[0].submits[-1].request.block_hashes == expected
-        assert len(expected) == 2 * 16
-
-
 async def test_cached_tokens_are_reported(pair):
     pair.prefill[0].num_cached_tokens = pair.decode[0].num_cached_tokens = 2
     body = await pair.complete(prompt="Hello there you", max_tokens=2)

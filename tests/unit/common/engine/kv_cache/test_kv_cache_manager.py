@@ -80,12 +80,12 @@ def test_output_tokens_are_found_as_prompt_of_the_next_turn():
     assert len(kv.find_cached_prefix(make_request("b", [*a.token_ids, 5]))) == 2
 
 
-def test_given_hashes_are_completed():
+def test_hashes_that_are_known_are_completed():
     prompt = list(range(100, 113))
-    hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash("s"))
-    request = make_request("a", prompt, block_hashes=hashes[:1], cache_salt="s")
+    request = make_request("a", prompt, cache_salt="s")
+    request.complete_block_hashes(BLOCK_SIZE, 1)
     request.complete_block_hashes(BLOCK_SIZE, 3)
-    assert request.block_hashes == hashes
+    assert request.block_hashes == hash_prompt(prompt, BLOCK_SIZE, root_hash("s"))
 
 
 def test_free_cached_blocks_of_the_hit_count_against_what_is_free():

@@ -5,7 +5,7 @@ import pytest
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.messages import KVReceived, KVSaved, RequestStarted
 from common.errors import InvalidRequestError
-from common.types import FinishReason, hash_prompt, root_hash
+from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
     FakeEngine,
@@ -619,12 +619,3 @@ def test_prefill_pod_to_decode_pod(prompt, chunk):
     prefill.run()
     prefill.assert_idle()
     decode.assert_idle()
-
-
-def test_hashes_of_the_router_name_the_blocks():
-    request = create_request("a", 10, role="producer")
-    hashes = hash_prompt(request.prompt_token_ids, BLOCK_SIZE, root_hash())
-    engine = FakeEngine(settle_at_once=True)
-    engine.add(create_request("a", 10, role="producer", block_hashes=hashes))
-    engine.run()
-    assert engine.medium == stored_prompt(request)

@@ -354,8 +354,6 @@ class TestAdmission:
             ({"prompt": 64}, PromptTooLongError, "prompt_token_ids"),
             ({"prompt": 60, "output": [5, 6, 7, 8], "max_tokens": 9}, PromptTooLongError, "prompt_token_ids"),
             ({"prompt": 6, "output": [5, 6], "max_tokens": 2}, InvalidRequestError, "max_tokens"),
-            ({"prompt": 6, "block_hashes": [b"short"]}, InvalidRequestError, "block_hashes"),
-            ({"prompt": 3, "block_hashes": [b"x" * 16]}, InvalidRequestError, "block_hashes"),
         ],
     )
     def test_what_cannot_be_served_is_refused(self, settings, error, param):
@@ -364,33 +362,6 @@ class TestAdmission:
             engine.add(create_request("a", **settings))
         assert raised.value.param == param
         engine.assert_idle()
-
-    def test_each_given_hash_is_checked(self):
-        prompt = create_request("a", 14).prompt_token_ids
-        hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
-        hashes[1] = hashes[0]
-        with pytest.raises(InvalidRequestError, match=r"block_hashes\[1\]"):
-            FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
-
-    @pytest.mark.parametrize("fault", ["salt", "block size", "prompt"])
-    def test_hashes_of_something_else_are_refused(self, fault):
-        prompt = create_request("a", 14).prompt_token_ids
-        hashes = hash_prompt(
-            prompt[:-6] + [0] * 6 if fault == "prompt" else prompt,
-            2 if fault == "block size" else BLOCK_SIZE,
-            root_hash("other" if fault == "salt" else ""),
-        )[:3]
-        with pytest.raises(InvalidRequestError, match="block_hashes"):
-            FakeEngine().add(create_request("a", prompt, block_hashes=hashes))
-
-    @pytest.mark.parametrize(("num_tokens", "num_computed"), [(14, 2), (12, 4)])
-    def test_right_hashes_are_used(self, num_tokens, num_computed):
-        engine, prompt = FakeEngine(), create_request("a", num_tokens).prompt_token_ids
-        hashes = hash_prompt(prompt, BLOCK_SIZE, root_hash())
-        engine.add(create_request("a", prompt, block_hashes=hashes))
-        engine.run()
-        engine.add(create_request("b", prompt))
-        assert engine.step().num_scheduled_tokens == {"b": num_computed}
 
     def test_an_id_is_used_once_at_a_time(self):
         engine = FakeEngine()
