@@ -131,7 +131,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = ()  # fmt: skip
     bad_word_token_ids: Annotated[
         tuple[tuple[int, ...], ...],
-        Parameter("`bad_words` as the tokenizer spells them.", None, 22, None, "TokenIds", max_entries=256),
+        Parameter(
+            "`bad_words` as the tokenizer spells them.", None, 22, None, "TokenIds", max_entries=256, max_token_ids=8192
+        ),
     ] = ()
     prompt_logprobs: Annotated[
         int | None,

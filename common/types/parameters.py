@@ -59,6 +59,7 @@ class Parameter(NamedTuple):
     proto_type: str  # "double", "uint32", "bool" and so on; of what a list or mapping holds
     max_entries: int | None = None  # of a list or mapping
     max_chars: int | None = None  # of each text
+    max_token_ids: int | None = None  # of all sequences together
 
 
 class ParameterField(NamedTuple):

@@ -80,6 +80,10 @@ def _validate_collection(field: ParameterField, value: Any, vocab_size: int | No
                     f"{name} must hold names and values of at most {longest} characters", param=name
                 )
         case kind if kind == TOKEN_SEQUENCES:
+            num_token_ids, limit = sum(map(len, value)), field.parameter.max_token_ids
+            if limit is not None and num_token_ids > limit:
+                problem = f"{name} must have at most {limit} token ids in all, got {num_token_ids}"
+                raise InvalidRequestError(problem, param=name)
             for token_ids in value:
                 if not token_ids:
                     raise InvalidRequestError(f"{name} must not hold an empty sequence", param=name)

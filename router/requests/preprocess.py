@@ -99,7 +99,8 @@ class Preprocessor:
         )
         if sampling.bad_words:
             sampling = msgspec.structs.replace(sampling, bad_word_token_ids=self._spell(sampling.bad_words))
-            validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
+            names = {**draft.names, "bad_word_token_ids": draft.names.get("bad_words", "bad_words")}
+            validate_sampling(sampling, vocab_size=model.vocab_size, names=names)
         cache_salt = _salt(draft)
         hashes = await self._hash(token_ids, model.block_size, cache_salt)
         tokenize_s = time.monotonic() - started

@@ -5,8 +5,9 @@ A masked token is never chosen, whatever its logit. Biases and masks change logi
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,36 @@ from common.types import SamplingParams
 _NONE = np.empty(0, dtype=np.int64)
 
 
+class _Phrases(NamedTuple):
+    """Sequences of tokens, of which the last token is masked where the output ends with the others. All are compared at
+    once: a client may give hundreds that are long and begin as the output goes on."""
+
+    tokens: npt.NDArray[np.int64]  # those before the last, of all sequences in a row
+    places: npt.NDArray[np.int64]  # of each of them, counted from the end of the output
+    starts: npt.NDArray[np.int64]  # of each sequence, in `tokens`
+    last: npt.NDArray[np.int64]  # token of each sequence
+    longest: int  # number of tokens before the last one
+
+    @classmethod
+    def of(cls, phrases: Sequence[tuple[int, ...]]) -> _Phrases:
+        """Sequences of at least two tokens."""
+        lengths = [len(phrase) - 1 for phrase in phrases]
+        return cls(
+            tokens=np.array([token_id for phrase in phrases for token_id in phrase[:-1]], dtype=np.int64),
+            places=np.concatenate([np.arange(-length, 0) for length in lengths]),
+            starts=np.array([0, *itertools.accumulate(lengths)][:-1], dtype=np.int64),
+            last=np.array([phrase[-1] for phrase in phrases], dtype=np.int64),
+            longest=max(lengths),
+        )
+
+    def ends(self, output: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that would complete a sequence after `output`."""
+        window = np.full(self.longest, -1)
+        known = output[-self.longest :]
+        window[self.longest - len(known) :] = known
+        return self.last[np.logical_and.reduceat(window[self.places] == self.tokens, self.starts)]
+
+
 class TokenRules(NamedTuple):
     """Token ids are arrays of int64, all within the vocabulary."""
 
@@ -27,8 +58,7 @@ class TokenRules(NamedTuple):
     biases: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)  # one for each of `biased`
     allowed: npt.NDArray[np.int64] = _NONE  # all others are masked; empty: none is
     banned: npt.NDArray[np.int64] = _NONE  # masked at every position
-    # Sequences of which the last token is masked after the others; by the token before the last.
-    phrases: Mapping[int, Sequence[tuple[int, ...]]] | None = None
+    phrases: Mapping[int, _Phrases] | None = None  # by the token before the last
     thinking: ThinkingBudget | None = None  # what it forces comes before all of the above
 
     def add_biases(self, logits: torch.Tensor) -> None:
@@ -51,14 +81,8 @@ class TokenRules(NamedTuple):
             logits[_on(logits, self.ending)] = -torch.inf
         if len(self.banned):
             logits[_on(logits, self.banned)] = -torch.inf
-        for token_id in self._ends_of_phrases(output):
-            logits[token_id] = -torch.inf
-
-    def _ends_of_phrases(self, output: npt.NDArray[np.int64]) -> list[int]:
-        if not self.phrases or not len(output):
-            return []
-        phrases = self.phrases.get(int(output[-1]), ())
-        return [phrase[-1] for phrase in phrases if tuple(output[-len(phrase) + 1 :].tolist()) == phrase[:-1]]
+        if self.phrases and len(output) and (phrases := self.phrases.get(int(output[-1]))) is not None:
+            logits[_on(logits, phrases.ends(output))] = -torch.inf
 
 
 NO_RULES = TokenRules()
@@ -77,12 +101,12 @@ def rules_of(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: 
             phrases[word[-2]].append(word)
     biases = params.logit_bias or {}
     return TokenRules(
-        ending=_ids(token_id for token_id in stops if 0 <= token_id < vocab_size),
+        ending=_ids([token_id for token_id in stops if 0 <= token_id < vocab_size]),
         biased=_ids(biases),
-        biases=np.array([biases[token_id] for token_id in sorted(biases)], dtype=np.float32),
+        biases=np.fromiter(biases.values(), dtype=np.float32, count=len(biases)),
         allowed=_ids(params.allowed_token_ids),
-        banned=_ids(word[0] for word in words if len(word) == 1),
-        phrases=dict(phrases),
+        banned=_ids([word[0] for word in words if len(word) == 1]),
+        phrases={token_id: _Phrases.of(each) for token_id, each in phrases.items()},
         thinking=thinking,
     )
 
@@ -94,8 +118,8 @@ def _force(logits: torch.Tensor, token_id: int) -> None:
     logits[token_id] = torch.where(kept == -torch.inf, 0.0, kept)
 
 
-def _ids(token_ids: Iterable[int]) -> npt.NDArray[np.int64]:
-    return np.array(sorted(set(token_ids)), dtype=np.int64)
+def _ids(token_ids: Collection[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
 
 
 def _on(logits: torch.Tensor, values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:

@@ -86,6 +86,7 @@ FIELDS: dict[str, list[float | str]] = {
         "bad_words.max_entries",
         "bad_words.max_chars",
         PARAMETERS["bad_word_token_ids"].max_entries or 0,
+        PARAMETERS["bad_word_token_ids"].max_token_ids or 0,
     ],
     "cache_salt": ["MAX_SALT_CHARS"],
     "session_id, user, prompt_cache_key, x-session-id": ["MAX_SESSION_CHARS"],

@@ -5,6 +5,7 @@ import pytest
 
 from common.errors import InvalidRequestError, PromptTooLongError
 from common.types import SamplingParams
+from common.types.parameters import parameters_of
 from common.types.validation import validate_prompt, validate_sampling
 
 GOOD = SamplingParams()
@@ -41,6 +42,15 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=field) as raised:
         validate_sampling(msgspec.structs.replace(GOOD, **{field: value}), vocab_size=10)
     assert raised.value.param == field
+
+
+def test_sequences_are_bounded_together() -> None:
+    limit = parameters_of(SamplingParams)["bad_word_token_ids"].parameter.max_token_ids
+    assert limit is not None
+    longest = ((1,) * (limit - 2), (2, 3))
+    validate_sampling(SamplingParams(bad_word_token_ids=longest), vocab_size=10)
+    with pytest.raises(InvalidRequestError, match=f"at most {limit} token ids in all"):
+        validate_sampling(SamplingParams(bad_word_token_ids=(*longest, (1,))), vocab_size=10)
 
 
 def test_bounds_are_accepted() -> None:

@@ -89,6 +89,7 @@ def message(**fields):
         (chat(allowed_token_ids=[5] * (MOST["allowed_token_ids"] + 1)), "allowed_token_ids"),
         (chat(bad_words=["w"] * (MOST["bad_words"] + 1)), "bad_words"),
         (chat(bad_words=["w" * (BAD_WORDS.max_chars + 1)]), "bad_words"),
+        (chat(bad_words=["~" * BAD_WORDS.max_chars] * MOST["bad_words"]), "bad_words"),  # too many tokens in all
         (chat(logit_bias={str(token): 1 for token in range(MOST["logit_bias"] + 1)}), "logit_bias"),
         (chat(cache_salt="s" * (bounds.MAX_SALT_CHARS + 1)), "cache_salt"),
         (chat(session_id="s" * (bounds.MAX_SESSION_CHARS + 1)), "session_id"),
