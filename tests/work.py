@@ -8,11 +8,11 @@ from typing import Any, Self
 
 
 class LineCounter:
-    """Counts the lines that this thread runs in one module. A context."""
+    """Counts the lines that this thread runs in some modules. A context."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, *modules: ModuleType) -> None:
         self.num_lines = 0
-        self._file = module.__file__
+        self._files = {module.__file__ for module in modules}
 
     def __enter__(self) -> Self:
         self._previous = sys.gettrace()
@@ -23,7 +23,7 @@ class LineCounter:
         sys.settrace(self._previous)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != self._file:
+        if frame.f_code.co_filename not in self._files:
             return None
         if event == "line":
             self.num_lines += 1

@@ -367,7 +367,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
                 if parser is not None and has_begun:
-                    parser.replay(generation.replayed_text, generation.replayed_offsets)
+                    await parser.replay(generation.replayed_text, generation.replayed_offsets)
                     has_begun = False
                 parts = None if parser is None else parser.take(delta)
                 usage = _usage_of(generation, parser) if has_counts else None

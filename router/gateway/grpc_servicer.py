@@ -120,7 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 has_begun = job.event_ids is not None and job.event_ids.has_begun(index)
                 async for delta in generation:
                     if parser is not None and has_begun:
-                        parser.replay(generation.replayed_text, generation.replayed_offsets)
+                        await parser.replay(generation.replayed_text, generation.replayed_offsets)
                         has_begun = False
                     chunk = _chunk(job, index, delta)
                     async with writing:

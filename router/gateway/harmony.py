@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import deque
 from collections.abc import Sequence
 
 from router.gateway.markers import SPACES
-from router.gateway.splits import Split
+from router.gateway.splits import Split, UnsettledTokens
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -47,9 +48,9 @@ class HarmonySplitter:
         self._has: set[_Kind] = set()  # kinds of messages so far
         self._num_taken = 0  # characters of the answer that are certain
         self._num_chars = 0  # of the answer so far
-        self._spans: list[tuple[int, int]] = []  # of the reasoning, in characters
+        self._spans: deque[tuple[int, int]] = deque()  # of the reasoning, in characters, from the last known token on
         self._reasoning_from = 0
-        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
+        self._unsettled = UnsettledTokens()
         header = prompt_end.rpartition(START)[2]
         if MESSAGE in header:
             self._kind = _kind_of(header)
@@ -74,15 +75,20 @@ class HarmonySplitter:
 
     def count(self, offsets: Sequence[int]) -> int:
         """See Splitter."""
-        waiting = [*self._unsettled, *offsets]
+        self._unsettled.add(offsets)
         is_open = self._kind is _Kind.REASONING
         settled = self._num_taken if self._kind is None else self._num_chars
-        spans = [*self._spans, (self._reasoning_from, settled)] if is_open else self._spans
-        self._unsettled = [offset for offset in waiting if offset >= settled]
-        known = [offset for offset in waiting if offset < settled]
-        first = known[-1] if known else 0
-        self._spans = [span for span in self._spans if span[1] > first]
-        return sum(any(start <= offset < end for start, end in spans) for offset in known)
+        spans = self._spans
+        if is_open:
+            spans.append((self._reasoning_from, settled))
+        num_tokens = 0
+        for offset, num in self._unsettled.settle(settled):
+            while spans and spans[0][1] <= offset:
+                spans.popleft()
+            num_tokens += num if spans and spans[0][0] <= offset else 0
+        if is_open:
+            spans.pop()
+        return num_tokens
 
     def _read_header(self, text: str, splits: list[Split]) -> str:
         """Returns what follows the header; holds the text while the rest of the header may come."""

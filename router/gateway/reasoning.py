@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common.errors import ConfigError
 from router.gateway import harmony
 from router.gateway.markers import SPACES, overlap_of
-from router.gateway.splits import Split, Splitter
+from router.gateway.splits import Split, Splitter, UnsettledTokens
 
 AUTO, NONE = "auto", "none"
 _MAX_SPACES = 64  # before the opening tag
@@ -91,7 +91,7 @@ class ReasoningSplitter:
         self._place = style.place_after(prompt_end)
         self._held = ""  # text that is not certain
         self._num_chars = 0  # of the answer so far
-        self._unsettled: list[int] = []  # offsets of tokens that may be reasoning
+        self._unsettled = UnsettledTokens()
         self._end: int | None = None  # characters of the answer up to the end of its reasoning; None: not known yet
         if self._place is Place.AFTER:
             self._leave(0)
@@ -114,14 +114,15 @@ class ReasoningSplitter:
 
     def count(self, offsets: Sequence[int]) -> int:
         """See Splitter."""
-        end = self._end
-        waiting = [*self._unsettled, *offsets] if self._unsettled else offsets
-        if end is None:  # what has come is reasoning, unless its opening tag may still come
-            end = self._num_chars if self._place is Place.WITHIN else 0
-            self._unsettled = [offset for offset in waiting if offset >= end]
-        elif self._unsettled:
-            self._unsettled = []
-        return sum(offset < end for offset in waiting)
+        if self._end is not None and not self._unsettled:
+            return sum(offset < self._end for offset in offsets)
+        self._unsettled.add(offsets)
+        if self._end is None:  # what has come is reasoning, unless its opening tag may still come
+            settled = self._num_chars if self._place is Place.WITHIN else 0
+            return sum(num for _, num in self._unsettled.settle(settled))
+        num_tokens = sum(num for _, num in self._unsettled.settle(self._end))
+        self._unsettled.clear()
+        return num_tokens
 
     def _split(self, text: str) -> Split:
         self._num_chars += len(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,7 @@ from router.requests.request import ChatPrompt, Draft, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 4096  # characters, or tokens, of an answer that is resumed; some milliseconds
 _NUM_END_TOKENS = 16  # of a prompt, enough for a tag
 _BUDGET, _NO_BOUND = "thinking_token_budget", -1
 _NO_BUDGET: dict[str, Any] = {_BUDGET: None, "thinking_start_token_ids": (), "thinking_end_token_ids": ()}
@@ -184,10 +186,14 @@ class ReplyParser:
         """Tokens of the reasoning so far; None: it is not told apart."""
         return None if self._splitter is None else self._num_reasoning_tokens
 
-    def replay(self, text: str, offsets: Sequence[int]) -> None:
-        """Takes what the client has already."""
-        self._parse(text)
-        self._count(offsets)
+    async def replay(self, text: str, offsets: Sequence[int]) -> None:
+        """Takes what the client has already. Others have their turn in between."""
+        for start in range(0, len(text), _AT_ONCE):
+            self._parse(text[start : start + _AT_ONCE])
+            await asyncio.sleep(0)
+        for start in range(0, len(offsets), _AT_ONCE):
+            self._count(offsets[start : start + _AT_ONCE])
+            await asyncio.sleep(0)
 
     def take(self, delta: TextDelta) -> list[Part]:
         """Takes the next delta. Returns what the answer gains."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -26,3 +27,29 @@ class Splitter(Protocol):
     def count(self, offsets: Sequence[int]) -> int:
         """Takes where in the answer the next tokens begin. Returns how many tokens, of these and of earlier ones that
         were not certain, are reasoning, tags included. Called after `push` and `finish`."""
+
+
+class UnsettledTokens:
+    """Tokens that may be reasoning, by where in the answer their text begins. Any number of them may begin at the same
+    place: tokens without text."""
+
+    def __init__(self) -> None:
+        self._runs: deque[tuple[int, int]] = deque()  # an offset, and how many tokens begin there
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def add(self, offsets: Sequence[int]) -> None:
+        """The next tokens begin here."""
+        for offset in offsets:
+            num_before = self._runs.pop()[1] if self._runs and self._runs[-1][0] == offset else 0
+            self._runs.append((offset, num_before + 1))
+
+    def settle(self, end: int) -> Iterator[tuple[int, int]]:
+        """What is before `end` is certain. Gives the offsets there, and how many tokens begin at each."""
+        while self._runs and self._runs[0][0] < end:
+            yield self._runs.popleft()
+
+    def clear(self) -> None:
+        """The rest is certain, too: it is no reasoning."""
+        self._runs.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from importlib.metadata import EntryPoint
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.gateway import harmony, reasoning, splits
 from router.gateway.reasoning import find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.tools import registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
+from tests.work import LineCounter
 
 TOOLS = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -385,12 +388,50 @@ def test_reasoning_then_text_then_calls():
 
 
 @pytest.mark.parametrize("num_replayed", range(0, 120, 7))
-def test_a_resumed_reply_goes_on_where_it_was(num_replayed):
+async def test_a_resumed_reply_goes_on_where_it_was(num_replayed):
     text = f"<think>Hm. Hm.</think>\n\nI look.\n<tool_call>{OSLO}</tool_call> <tool_call>{OSLO}</tool_call>\n"
     whole, first, second = (reply_parser("qwen3", "", "hermes") for _ in range(3))
     expected = replies(whole, list(text))
     parts = replies(first, text[:num_replayed], ended=False)
-    second.replay(text[:num_replayed], range(num_replayed))
+    await second.replay(text[:num_replayed], range(num_replayed))
     parts += replies(second, text[num_replayed:], start=num_replayed)
     assert parts == expected
     assert second.num_reasoning_tokens == whole.num_reasoning_tokens
+
+
+async def test_a_long_reply_is_resumed_bit_by_bit():
+    text = f"{ANALYSIS}Hm.<|end|>{ASSISTANT}" * 3000
+    whole, resumed = reply_parser("harmony", ASSISTANT), reply_parser("harmony", ASSISTANT)
+    replies(whole, list(text), ended=False)
+    most_lines = 0
+
+    async def watch():
+        nonlocal most_lines
+        while True:
+            num_before = work.num_lines
+            await asyncio.sleep(0)
+            most_lines = max(most_lines, work.num_lines - num_before)
+
+    with LineCounter(harmony, splits) as work:
+        watching = asyncio.create_task(watch())
+        await asyncio.sleep(0)
+        await resumed.replay(text, range(len(text)))
+        watching.cancel()
+    assert resumed.num_reasoning_tokens == whole.num_reasoning_tokens > 0
+    assert work.num_lines < 20 * len(text)
+    assert most_lines < 100_000
+
+
+@pytest.mark.parametrize("style", ["qwen3", "deepseek_r1", "harmony"])
+@pytest.mark.parametrize("beginning", ["", "<think>", f"{ANALYSIS}"])
+def test_tokens_without_text_take_as_long_whatever_their_number(style, beginning):
+    """Such as special ones that a logit bias has the model repeat."""
+    parser, at = reply_parser(style, ASSISTANT), len(beginning)
+    parser.take(TextDelta(beginning, 0, [7], [], [0], None))
+    num_lines = []
+    for _ in range(2):
+        with LineCounter(splits, reasoning, harmony) as work:
+            for _ in range(1000):
+                parser.take(TextDelta("", 0, [7], [], [at], None))
+        num_lines.append(work.num_lines)
+    assert num_lines[1] < 1.5 * num_lines[0]
