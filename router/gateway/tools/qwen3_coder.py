@@ -16,7 +16,8 @@ schema has another type.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,10 +34,11 @@ _TYPES: Mapping[type, str] = {
     bool: "boolean",
     int: "integer",
     float: "number",
-    list: "array",
-    dict: "object",
     type(None): "null",
 }
+_CONTAINERS: Mapping[bytes, str] = {b"[": "array", b"{": "object"}  # by how they begin
+_MAX_SCHEMAS = 256  # parts of a parameter's schema that are looked at, each time that it is given
+_raw_decoder = msgspec.json.Decoder(Raw)
 
 
 class Qwen3CoderParser(ReadingParser):
@@ -111,7 +113,7 @@ class Qwen3CoderParser(ReadingParser):
 
 def _value_of(text: str, schema: Any) -> str | Raw:
     """The text, or the JSON that it is, if the schema has no text there."""
-    types = set(_types_of(schema))
+    types = _types_of(schema)
     stripped = text.strip()
     encoded = _WORDS.get(stripped) or stripped.encode()
     if types and types != {"string"} and _type_of(encoded) & types:
@@ -119,21 +121,35 @@ def _value_of(text: str, schema: Any) -> str | Raw:
     return text
 
 
-def _types_of(schema: Any) -> Iterator[str]:
-    """The types that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping):
-        return
-    named = schema.get("type")
-    yield from (each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str))
-    for keyword in _COMPOSING:
-        parts = schema.get(keyword)
-        for part in parts if isinstance(parts, list) else ():
-            yield from _types_of(part)
+def _types_of(schema: Any) -> set[str]:
+    """The types that a schema allows, as far as its first _MAX_SCHEMAS parts say; none if they do not say."""
+    types: set[str] = set()
+    waiting = deque([schema])
+    for _ in range(_MAX_SCHEMAS):
+        if not waiting:
+            break
+        part = waiting.popleft()
+        if not isinstance(part, Mapping):
+            continue
+        named = part.get("type")
+        types.update(each for each in _beginning(named) or [named] if isinstance(each, str))
+        for keyword in _COMPOSING:
+            waiting.extend(_beginning(part.get(keyword)))
+    return types
+
+
+def _beginning(value: Any) -> list[Any]:
+    """The first entries of a list; none of what is no list."""
+    return value[:_MAX_SCHEMAS] if isinstance(value, list) else []
 
 
 def _type_of(encoded: bytes) -> set[str]:
     """The types of JSON that it is; none: it is no JSON."""
+    container = _CONTAINERS.get(encoded[:1])
     try:
+        if container:  # may be large, and what is in it does not matter
+            _raw_decoder.decode(encoded)
+            return {container}
         value = msgspec.json.decode(encoded)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return set()

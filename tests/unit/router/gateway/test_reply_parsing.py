@@ -17,7 +17,7 @@ from router.dispatching.text_generation import TextDelta
 from router.gateway import harmony, reasoning, splits
 from router.gateway.reasoning import find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
-from router.gateway.tools import registry
+from router.gateway.tools import qwen3_coder, registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
@@ -435,3 +435,21 @@ def test_tokens_without_text_take_as_long_whatever_their_number(style, beginning
                 parser.take(TextDelta("", 0, [7], [], [at], None))
         num_lines.append(work.num_lines)
     assert num_lines[1] < 1.5 * num_lines[0]
+
+
+def test_schemas_of_any_size_take_bounded_work_with_each_call():
+    work = []
+    for size in (1_000, 10_000):
+        schemas = [
+            {"anyOf": [{}] * size},
+            {"type": ["string"] * size},
+            {"allOf": [{"oneOf": [{}] * 100}] * (size // 100)},
+        ]
+        parser = FAMILIES["qwen3_coder"]({"f": {"properties": {f"p{at}": each for at, each in enumerate(schemas)}}})
+        with LineCounter(qwen3_coder) as counted:
+            (call,) = parser.push(
+                "<function=f>" + "".join(f"<parameter=p{at}>1</parameter>" for at in range(3)) + "</function>"
+            )
+        assert json.loads(call.arguments) == {"p0": "1", "p1": "1", "p2": "1"}
+        work.append(counted.num_lines)
+    assert work[0] == work[1]
