@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from common.engine.profiling.profile import Profile
 
 IDLE_REPORT_S = 5.0  # between two reports of an idle engine
+# Prompt tokens of the requests that are taken between two steps, which take some 5 ms. A client may send a million at
+# once, for which streams must not wait.
+MAX_NEW_TOKENS = 65_536
+_REQUEST_TOKENS = 200  # that take as long as what a request takes beside its tokens
 
 
 class _Wakeup:
@@ -115,9 +119,11 @@ class EngineLoop:
         self._core.close()
 
     def _take_commands(self) -> bool:
-        """Executes the commands that have arrived, waiting while there is nothing to compute. False: stop."""
+        """Executes the commands that have arrived, but no more new requests than MAX_NEW_TOKENS says; waits while there
+        is nothing to compute. False: stop."""
         self._core.begin_commands()
-        while True:
+        num_left = MAX_NEW_TOKENS
+        while num_left > 0 or not self._core.has_work:
             try:
                 command = self._commands.get_nowait() if self._core.has_work else self._wait_for_command()
             except queue.Empty:
@@ -125,6 +131,7 @@ class EngineLoop:
             match command:
                 case AddRequest():
                     self._core.add_request(command)
+                    num_left -= _REQUEST_TOKENS + len(command.prompt_token_ids)
                 case AbortRequests():
                     self._core.abort_requests(command.request_ids)
                 case Call():
@@ -141,6 +148,7 @@ class EngineLoop:
                     return False
                 case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
                     pass  # the latter are for the transfer thread, which has got them
+        return True
 
     def _wait_for_command(self) -> EngineCommand | _Wakeup | _Stop | _Failure:
         self._core.begin_wait()

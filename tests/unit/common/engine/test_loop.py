@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 
@@ -7,7 +8,7 @@ import pytest
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.engine.executor.fake import FakeExecutor
-from common.engine.loop import EngineLoop
+from common.engine.loop import MAX_NEW_TOKENS, EngineLoop
 from common.engine.messages import AddRequest, Call, CallResult, EngineCoreOutputs, EngineReply
 from common.types import RequestId, SamplingParams
 
@@ -84,6 +85,26 @@ def test_all_pending_commands_before_a_step() -> None:
     outputs = replies[-1]
     assert isinstance(outputs, EngineCoreOutputs)
     assert {output.request_id for output in outputs.outputs} == {"a", "b", "c"}
+
+
+def test_streams_do_not_wait_until_a_million_tokens_of_prompts_are_taken() -> None:
+    replies: list[EngineReply] = []
+    length, count = 10_000, 100
+    executor = FakeExecutor(block_size=16, max_model_len=2 * length)
+    loop = EngineLoop(EngineConfig(cache=CacheConfig(num_blocks=8192)), executor, replies.append)
+    loop.put(request("stream", 500))
+    sampling = SamplingParams(temperature=0.0, max_tokens=500)  # more than there are steps: none ends
+    for number in range(count):
+        prompt = [number] * length
+        loop.put(AddRequest(request_id=RequestId(f"{number}"), prompt_token_ids=prompt, sampling=sampling))
+    loop.stop()
+    loop.run()
+    steps = [reply for reply in replies if isinstance(reply, EngineCoreOutputs)]
+    known = [0, *(step.stats.num_waiting + step.stats.num_running for step in steps if step.stats is not None)]
+    taken = [after - before for before, after in itertools.pairwise(known)]
+    assert sum(taken) > count - MAX_NEW_TOKENS // length
+    assert max(taken) * length <= MAX_NEW_TOKENS + 2 * length
+    assert all(any(output.request_id == "stream" for output in step.outputs) for step in steps)
 
 
 def test_failure_of_a_serving_thread_ends_the_loop() -> None:
