@@ -29,7 +29,7 @@ from common.engine.config import (
     Quantization,
     SchedulerConfig,
 )
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
+from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
 

@@ -18,7 +18,7 @@ from common.engine.config import EngineConfig
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
-from common.engine.scheduler.output import SchedulerOutput
+from common.engine.contract.step import SchedulerOutput
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
 from decode_service.config import DecodeConfig

@@ -20,9 +20,9 @@ import torch
 
 from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import CacheConfig, SchedulerConfig
+from common.engine.contract.step import ModelRunnerOutput, NoToken, SchedulerOutput
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector
 from common.engine.kv_connector import BlockTransfer, TransferResult
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
 from common.pod.context import PodContext
@@ -156,7 +156,7 @@ class BreakableExecutor(FakeExecutor):
         if self.failure is not None:
             raise self.failure
         result = super().execute(step)
-        return result if self.is_finite else replace(result, sampled=dict.fromkeys(result.sampled))
+        return result if self.is_finite else ModelRunnerOutput(dict.fromkeys(result.outcomes, NoToken.NON_FINITE))
 
 
 @dataclass

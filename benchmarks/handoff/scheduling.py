@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from common.engine.scheduler.output import ModelRunnerOutput
+from common.engine.contract.step import ModelRunnerOutput
 from common.types import SampledToken
 from tests.unit.common.engine.scheduler_factories import create_request, create_scheduler
 

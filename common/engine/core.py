@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
+from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import Executor, ModelFacts, RunningStep
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.kv_cache import KVCacheManager
@@ -43,7 +44,6 @@ from common.engine.messages import (
     TransferUpdate,
 )
 from common.engine.phases import Phase, PhaseClock
-from common.engine.scheduler.output import SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
@@ -215,8 +215,6 @@ class EngineCore:
         self._last_end = finished
         step = flight.step
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
-        if self._ahead is not None:
-            self._scheduler.begin_ahead(self._ahead.step)
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(
             outputs=outputs,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from common.engine.contract.step import SchedulerOutput
 from common.engine.messages import PhaseSeconds
-from common.engine.scheduler.output import SchedulerOutput
 
 
 class Phase(enum.IntEnum):

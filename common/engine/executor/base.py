@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from common.engine.config import Kernels
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
 from common.engine.phases import PhaseClock
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

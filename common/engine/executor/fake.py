@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.engine.phases import Phase, PhaseClock
-from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
@@ -246,12 +246,12 @@ class FakeExecutor:
         self._update_requests(step)
         if step.num_scheduled_tokens and self._step_s:
             time.sleep(self._step_s)
-        sampled: dict[RequestId, SampledToken | None] = {}
+        outcomes: dict[RequestId, Outcome] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             token = self._compute(self._requests[request_id], num_tokens)
             if token is not None:
-                sampled[request_id] = token
-        return ModelRunnerOutput(sampled=sampled)
+                outcomes[request_id] = [token]
+        return ModelRunnerOutput(outcomes)
 
     def close(self) -> None:
         """Release the connector."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
+from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import ModelFacts, OpenConnector, RunningStep
 from common.engine.phases import PhaseClock
-from common.engine.scheduler.output import SchedulerOutput
 from common.engine.worker.worker import Worker
 
 

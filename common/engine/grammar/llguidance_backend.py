@@ -99,7 +99,7 @@ class _Matcher:
         if token_id in self._eos_token_ids:
             self._has_ended = bool(self._matcher.is_accepting())
             return self._has_ended
-        is_accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        is_accepted: bool = self._matcher.try_consume_tokens([token_id]) == 1
         if self._matcher.is_error():  # it has bounds of its own
             raise RuntimeError(self._matcher.get_error())
         return is_accepted

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from common.engine.contract.step import SchedulerOutput
 from common.engine.phases import Phase
-from common.engine.scheduler.output import SchedulerOutput
 
 
 class StepMarks:

@@ -8,12 +8,12 @@
 
 Equal logits are ranked by token id wherever ranks matter: rounded logits tie often, and the order in which a kernel
 returns equal values depends on the rest of the batch. A row whose best logit is not finite has no token: the model
-computed infinities or NaN. One whose every token is masked gets `MASKED`.
+computed infinities or NaN, or every token is masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,17 +21,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.contract.step import NoToken
 from common.engine.sampling.drawing import draw_rows
 from common.engine.sampling.processors import LogitsProcessor, apply_processors
 from common.engine.sampling.ranking import argmax, as_numpy, best, column, index_of
 from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.types import Logprobs, SampledToken, SamplingParams
 
+Sample = SampledToken | NoToken
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
 _MAX_LOGIT = torch.finfo(torch.float32).max
-
-
-MASKED = SampledToken(-1)  # every token of the row is masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,11 @@ def is_plain(params: SamplingParams) -> bool:
     return params.greedy and params.is_simple
 
 
+def samples_of(token_ids: Iterable[int]) -> list[Sample]:
+    """Tokens by their ids; -1 stands for one of which no logit is finite."""
+    return [SampledToken(token_id) if token_id >= 0 else NoToken.NON_FINITE for token_id in token_ids]
+
+
 class LogitMask(Protocol):
     """Excludes tokens."""
 
@@ -65,18 +69,14 @@ class LogitMask(Protocol):
 class Sampler:
     """Samples for one model. Stateless."""
 
-    def sample_plain(self, logits: torch.Tensor, mask: LogitMask | None = None) -> list[SampledToken | None]:
-        """Tokens for logits [rows, vocabulary] of rows that are all plain; None where no logit is finite. With a mask,
-        they are overwritten."""
+    def sample_plain(self, logits: torch.Tensor, mask: LogitMask | None = None) -> list[Sample]:
+        """Tokens for logits [rows, vocabulary] of rows that are all plain. With a mask, they are overwritten."""
         if mask is not None:
             mask.apply(logits)
-        return [SampledToken(token_id) if token_id >= 0 else None for token_id in _best_tokens(logits)]
+        return samples_of(_best_tokens(logits))
 
-    def sample(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], mask: LogitMask | None = None
-    ) -> list[SampledToken | None]:
-        """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten; None where no logit is
-        finite."""
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], mask: LogitMask | None = None) -> list[Sample]:
+        """One token for each row of `logits` [rows, vocabulary], float32, which are overwritten."""
         asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
         computed = logits[index_of(asking, logits)] if asking else None  # a copy: what follows changes logits
         ruled = [(logits[i], row) for i, row in enumerate(rows) if row.rules is not NO_RULES]
@@ -106,7 +106,7 @@ class Sampler:
         if is_computed is not None and not is_finite.all():
             # NaN is what a processor leaves that has failed.
             masked = (is_computed & (logits.amax(dim=-1) == -torch.inf)).tolist()
-            tokens = [MASKED if is_masked else token for token, is_masked in zip(tokens, masked, strict=True)]
+            tokens = [NoToken.MASKED if is_masked else token for token, is_masked in zip(tokens, masked, strict=True)]
         return tokens
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -174,12 +174,10 @@ def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.isfinite(as_numpy(logits)[np.arange(len(best)), best.numpy()]))
 
 
-def _tokens(
-    token_ids: torch.Tensor, is_finite: torch.Tensor, logprobs: Sequence[Logprobs | None]
-) -> list[SampledToken | None]:
+def _tokens(token_ids: torch.Tensor, is_finite: torch.Tensor, logprobs: Sequence[Logprobs | None]) -> list[Sample]:
     found = torch.where(is_finite, token_ids, -1).tolist()  # one transfer from the device
     return [
-        SampledToken(token_id, entry) if token_id >= 0 else None
+        SampledToken(token_id, entry) if token_id >= 0 else NoToken.NON_FINITE
         for token_id, entry in zip(found, logprobs, strict=True)
     ]
 

@@ -14,19 +14,34 @@ The Scheduler decides which request is next; this module carries it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from common.engine.contract.step import ModelRunnerOutput, NoToken, PromptLogprobs
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer, Grammars
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
 from common.engine.scheduler.outbox import Outbox
-from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, PromptLogprobs
 from common.engine.scheduler.places import Places
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.totals import Totals
 from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, NonFiniteError
 from common.types import FinishReason, RequestId, SampledToken
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that runs, or is about to."""
+
+    scheduled: dict[Request, int]  # tokens of each; requests that have left meanwhile are not in it
+    num_prompt_tokens: int
+    num_tokens: int = field(init=False)
+    pinned: list[Block] = field(default_factory=list)  # blocks of those that have left, to which it writes
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(self.scheduled.values())
 
 
 class Lifecycle:
@@ -40,6 +55,7 @@ class Lifecycle:
         self._outbox = Outbox()
         self._has_urgent_news = False  # a client or a pod can go on while the step runs
         self._dropped: list[RequestId] = []  # to be removed by the runner
+        self._flights: deque[_Flight] = deque()  # steps that run or are about to, in order
         self.places = Places()
         self.totals = Totals()
         self.is_stalled = False  # a waiting request found too few blocks, and nothing has changed since
@@ -151,13 +167,14 @@ class Lifecycle:
 
     def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
         self._kv.allocate(request, prefix)
-        request.num_computed_tokens = len(prefix) * self._block_size
+        request.has_computed(len(prefix) * self._block_size)
         self._transfers.admitted(request)
 
     def _release_blocks(self, request: Request) -> None:
+        self._leave_flights(request)
         self._transfers.released(request)
         self._kv.free(request)
-        request.num_computed_tokens = 0
+        request.has_computed(0)
 
     # ---------------------------------------------------------------- arrivals
 
@@ -165,7 +182,7 @@ class Lifecycle:
         """Its blocks hold what could be restored from a tier."""
         request.num_restored_tokens = restored.num_blocks * self._block_size - request.num_computed_tokens
         self.totals.tier_hits += request.num_restored_tokens
-        request.num_computed_tokens += request.num_restored_tokens
+        request.has_computed(request.num_computed_tokens + request.num_restored_tokens)
         self._transfers.arrived(request, restored)
         self._kv.cache_computed(request)
         self.places.arrived(request)
@@ -186,7 +203,7 @@ class Lifecycle:
         )
         self._outbox.add_event(request, received)
         known = request.num_tokens if handoff.first_token is not None else request.num_tokens - 1
-        request.num_computed_tokens = min(num_valid, known)  # without the first token, the last one is computed again
+        request.has_computed(min(num_valid, known))  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
         self._transfers.arrived(request, handoff)
         self._has_urgent_news |= handoff.first_token is not None
@@ -209,87 +226,103 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- steps
 
-    def step_ended(self, num_computed: Mapping[RequestId, int], result: ModelRunnerOutput) -> None:
-        """A step has computed so many tokens of each request, and sampled one for those that then lacked none."""
-        for request_id, dead_end in result.dead_ends.items():
-            self._end_at(dead_end, request_id)
-        for request_id, found in result.prompt_logprobs.items():
-            self._take_prompt_logprobs(request_id, found)
-        for request_id in result.late:
-            self._put_off(request_id)
-        sampled = result.sampled
-        live, add_token, block_size = self.places.live, self._outbox.add_token, self._block_size
-        running = RequestStatus.RUNNING
-        num_decoded = 0
-        for request_id, num_tokens in num_computed.items():
-            request = live.get(request_id)
-            if request is None or request.status is not running:
-                continue  # aborted while the step ran
-            token = sampled.get(request_id)
+    def step_began(self, scheduled: dict[Request, int], num_prompt_tokens: int = 0) -> None:
+        """A step computes so many tokens of each request, `num_prompt_tokens` of them for the first time."""
+        for request, num_tokens in scheduled.items():
+            request.num_scheduled_tokens += num_tokens
+        self._flights.append(_Flight(scheduled, num_prompt_tokens))
+        self.totals.num_prompt_tokens += num_prompt_tokens
+
+    def step_ended(self, result: ModelRunnerOutput, step_s: float) -> None:
+        """The first step in flight is over, after `step_s` seconds."""
+        flight = self._flights.popleft()
+        self.totals.count_step(flight.num_tokens, flight.num_prompt_tokens, step_s)
+        outcomes, prompt_logprobs = result.outcomes, result.prompt_logprobs
+        add_token, block_size = self._outbox.add_token, self._block_size
+        num_sampled = 0
+        for request, num_tokens in flight.scheduled.items():
+            request.num_computed_tokens += num_tokens
+            if prompt_logprobs and not self._take_prompt_logprobs(request, prompt_logprobs):
+                continue
+            outcome = outcomes.get(request.request_id)
+            if isinstance(outcome, NoToken):
+                self._take_no_token(request, num_tokens, outcome)
+                continue
             # Most decodes fill no block, so that there is nothing to cache or to move.
-            if num_tokens > 1 or token is None or request.is_producer or request.num_computed_tokens % block_size == 0:
-                self._computed(request, token, result.masked)
-            else:
-                num_decoded += 1
+            if num_tokens > 1 or request.is_producer or request.num_computed_tokens % block_size == 0:
+                self._kv.cache_computed(request)
+                self._transfers.computed(request)
+            for token in () if outcome is None else outcome:
+                num_sampled += 1
                 reason = request.append(token)
                 add_token(request, token)
+                if reason is None and request.is_producer:
+                    reason = FinishReason.HANDOFF
                 if reason is not None:
                     self.finish(request, reason)
-        self.totals.num_generation_tokens += num_decoded
+                    break
+        self.totals.num_generation_tokens += num_sampled
+        self._kv.unpin(flight.pinned)
         self._transfers.step_ended()
 
-    def _put_off(self, request_id: RequestId) -> None:
-        """A running request waits for the mask of its next token: the next step computes its last token again."""
-        request = self.places.live.get(request_id)
-        if request is not None and request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens -= 1
-            self.totals.num_late_masks += 1
-
-    def _end_at(self, dead_end: DeadEnd, request_id: RequestId) -> None:
-        """Ends a running request whose grammar allows no further token."""
-        request = self.places.live.get(request_id)
-        if request is None or request.status is not RequestStatus.RUNNING:
-            return  # aborted while the step ran
-        if dead_end is DeadEnd.COMPLETE and request.num_output_tokens:
-            self.finish(request, FinishReason.COMPLETE)
+    def _leave_flights(self, request: Request) -> None:
+        """A request ends or loses its blocks: results of steps in flight are not for it. Blocks that they write to are
+        not given to others before they are over."""
+        if request.num_scheduled_tokens == request.num_computed_tokens:
             return
-        self.totals.num_slow_grammars += dead_end is DeadEnd.TOO_SLOW
-        kind = GrammarTooSlowError if dead_end is DeadEnd.TOO_SLOW else InvalidRequestError
-        problem = {
-            DeadEnd.COMPLETE: "the grammar allows only an empty answer",
-            DeadEnd.MISMATCH: "the tokens generated before do not follow the grammar",
-            DeadEnd.CONTRADICTION: "the grammar and the other sampling parameters together allow no token",
-            DeadEnd.TOO_SLOW: "following the grammar takes too much time or memory",
-        }[dead_end]
-        self.finish(request, FinishReason.ERROR)
-        self._outbox.fail(request, kind(problem, param="structured_outputs"))
+        first = request.num_computed_tokens // self._block_size
+        written = self._kv.blocks(request)[first : self._kv.num_blocks_for(request.num_scheduled_tokens)]
+        last = None
+        for flight in self._flights:
+            if flight.scheduled.pop(request, None) is not None:
+                last = flight
+        if last is not None:
+            self._kv.pin(written)
+            last.pinned += written
 
-    def _take_prompt_logprobs(self, request_id: RequestId, found: PromptLogprobs) -> None:
-        """Reports those that were not reported before the request was preempted."""
-        request = self.places.live.get(request_id)
-        if request is None or request.status is not RequestStatus.RUNNING:
-            return
+    @property
+    def in_flight(self) -> Iterable[Request]:
+        """The requests for which the first step in flight computes."""
+        return self._flights[0].scheduled if self._flights else ()
+
+    @property
+    def pinned_blocks(self) -> Iterable[Block]:
+        """Blocks of requests that are gone, to which steps in flight write."""
+        return (block for flight in self._flights for block in flight.pinned)
+
+    def _take_no_token(self, request: Request, num_tokens: int, outcome: NoToken) -> None:
+        """A running request has computed so many tokens, up to its last, but has no next one."""
+        match outcome:
+            case NoToken.NOT_YET:
+                self.totals.num_late_masks += 1
+                request.num_computed_tokens -= 1
+                request.num_scheduled_tokens -= 1
+                if num_tokens > 1:
+                    self._kv.cache_computed(request)
+                    self._transfers.computed(request)
+            case NoToken.COMPLETE if request.num_output_tokens:
+                self.finish(request, FinishReason.COMPLETE)
+            case NoToken.NON_FINITE:
+                self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
+            case _:
+                self.totals.num_slow_grammars += outcome is NoToken.TOO_SLOW
+                self.finish(request, FinishReason.ERROR)
+                self._outbox.fail(request, _no_token_error(outcome))
+
+    def _take_prompt_logprobs(self, request: Request, by_request: Mapping[RequestId, PromptLogprobs]) -> bool:
+        """Reports those that were not reported before the request was preempted. False: it has ended."""
+        found = by_request.get(request.request_id)
+        if found is None:
+            return True
         if any(math.isnan(entry.sampled) for entry in found.entries):
             self._fail(request, NonFiniteError("the model computed no finite logit for a token of the prompt"))
-            return
+            return False
         num_known = request.num_prompt_logprobs + 1 - found.start
         entries = found.entries[max(0, num_known) :]
         self._outbox.add_prompt_logprobs(request, request.num_prompt_logprobs + 1, entries)
         request.num_prompt_logprobs += len(entries)
         request.wants_prompt_logprobs = request.num_prompt_logprobs < request.num_prompt_tokens - 1
-
-    def _computed(self, request: Request, token: SampledToken | None, masked: Collection[RequestId]) -> None:
-        if token is None and request.num_uncomputed_tokens == 0:
-            if request.request_id in masked:
-                self._reject(request)
-            else:
-                self._fail(request, NonFiniteError("the model computed no finite logit for the next token"))
-            return
-        self._kv.cache_computed(request)
-        self._transfers.computed(request)
-        if token is not None:
-            self.totals.num_generation_tokens += 1
-            self._append_token(request, token)
+        return True
 
     def _append_token(self, request: Request, token: SampledToken) -> None:
         reason = self._add_token(request, token)
@@ -326,6 +359,7 @@ class Lifecycle:
         request.finish_reason = reason
         del self.places.live[request.request_id]
         self._forget(request)
+        self._leave_flights(request)
         self._transfers.released(request)
         self._kv.free(request)
         self._transfers.ended(request, is_aborted=reason in (FinishReason.ABORT, FinishReason.ERROR))
@@ -333,12 +367,6 @@ class Lifecycle:
             self._grammars.withdraw(request)
         self._outbox.finish(request)
         self.is_stalled = False
-
-    def _reject(self, request: Request) -> None:
-        """End a running request that forbids every token."""
-        self.finish(request, FinishReason.ERROR)
-        error = InvalidRequestError("bad_words, allowed_token_ids and the like leave no token to go on with")
-        self._outbox.fail(request, error)
 
     def _fail(self, request: Request, error: NonFiniteError) -> None:
         """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""
@@ -350,3 +378,19 @@ class Lifecycle:
         if request.is_in_batch:
             request.is_in_batch = False
             self._dropped.append(request.request_id)
+
+
+def _no_token_error(outcome: NoToken) -> InvalidRequestError:
+    match outcome:
+        case NoToken.TOO_SLOW:
+            problem = "following the grammar takes too much time or memory"
+            return GrammarTooSlowError(problem, param="structured_outputs")
+        case NoToken.COMPLETE:
+            problem = "the grammar allows only an empty answer"
+        case NoToken.MISMATCH:
+            problem = "the tokens generated before do not follow the grammar"
+        case NoToken.CONTRADICTION:
+            problem = "the grammar and the other sampling parameters together allow no token"
+        case _:
+            return InvalidRequestError("bad_words, allowed_token_ids and the like leave no token to go on with")
+    return InvalidRequestError(problem, param="structured_outputs")

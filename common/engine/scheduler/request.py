@@ -56,6 +56,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_restored_tokens",
+        "num_scheduled_tokens",
         "order",
         "request_id",
         "sampling",
@@ -95,7 +96,8 @@ class Request:
         self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = 0  # whose KV is in its blocks
+        self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 
         self._root_hash = root_hash(message.cache_salt)
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
@@ -126,6 +128,15 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not here; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Known tokens that no step has computed or is computing; 1 when it is to decode."""
+        return len(self.token_ids) - self.num_scheduled_tokens
+
+    def has_computed(self, num_tokens: int) -> None:
+        """The KV of so many leading tokens is in its blocks; nothing is in flight."""
+        self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
 
     @property
     def reads_cache(self) -> bool:

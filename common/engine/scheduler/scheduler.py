@@ -1,9 +1,9 @@
 """The scheduler: one rule, no phases.
 
-A request has `num_tokens` known tokens of which `num_computed_tokens` have their KV here. Each step gives tokens to
-requests, under a token budget, so that the second number catches up with the first; when it does, one more token
-is sampled. Prefill, chunked prefill, prefix hits, decoding, resumed and handed-over requests are that rule with
-other numbers.
+A request has `num_tokens` known tokens, of which `num_computed_tokens` have their KV here and `num_scheduled_tokens`
+have it or get it from a step in flight. Each step gives tokens to requests, under a token budget, so that the last
+number catches up with the first; when it does, one more token is sampled. Prefill, chunked prefill, prefix hits,
+decoding, resumed and handed-over requests are that rule with other numbers.
 
 A step:
 
@@ -32,6 +32,7 @@ import math
 from collections.abc import Sequence
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.kv_cache import CacheChange, KVCacheManager
 from common.engine.messages import (
     AddRequest,
@@ -44,7 +45,6 @@ from common.engine.scheduler.grammars import Grammars, NoGrammars
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
-from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
@@ -162,8 +162,7 @@ class Scheduler:
 
     def schedule_ahead(self) -> SchedulerOutput | None:
         """Decide the step after the one that runs, before its outcome is known: one more token for each request that
-        goes on. None if anything else is to be decided. Its tokens count as computed from `begin_ahead` on, which is
-        called after `update`; those of requests that have ended by then are not used."""
+        goes on. None if anything else is to be decided. Results of requests that have ended by then are not used."""
         running = self._running
         if self._has_more_to_decide or not all(self._samples_simply(request) for request in running):
             return None
@@ -182,16 +181,8 @@ class Scheduler:
             added = self._kv.grow(request, request.num_tokens + 1)
             if added:
                 ahead.new_block_ids[request.request_id] = added
+        self._lifecycle.step_began(dict.fromkeys(going_on, 1))
         return ahead
-
-    def begin_ahead(self, ahead: SchedulerOutput) -> None:
-        """The step that was decided ahead runs."""
-        self._last_step_tokens = ahead.total_num_scheduled_tokens
-        live = self._places.live
-        for request_id in ahead.num_scheduled_tokens:
-            request = live.get(request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens += 1
 
     @property
     def _has_more_to_decide(self) -> bool:
@@ -211,7 +202,7 @@ class Scheduler:
             request.is_simple
             and not request.is_producer
             and not request.wants_prompt_logprobs
-            and request.num_computed_tokens == request.num_tokens
+            and request.num_scheduled_tokens == request.num_tokens
         )
 
     def _collect(self, now: float) -> None:
@@ -243,13 +234,14 @@ class Scheduler:
         prompts: list[Request] = []
         block_size, decode, running = self._block_size, plan.decode, RequestStatus.RUNNING
         for request in self._running.copy():  # preemption changes the batch
-            num_computed = request.num_computed_tokens
-            if len(request.token_ids) - num_computed > 1:
+            num_scheduled = request.num_scheduled_tokens
+            num_left = len(request.token_ids) - num_scheduled
+            if num_left > 1:
                 prompts.append(request)
-            elif request.status is not running:
-                pass  # preempted in this step
-            elif num_computed % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
-                decode(request, num_computed)
+            elif not num_left or request.status is not running:
+                pass  # a step in flight samples its next token, or it was preempted in this step
+            elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
+                decode(request, num_scheduled)
         return prompts
 
     def _admit_consumers(self, now: float) -> Request | None:
@@ -306,14 +298,15 @@ class Scheduler:
     def _continue_prompt(self, request: Request, room: PromptRoom, plan: StepPlan) -> None:
         if request.status is not RequestStatus.RUNNING or request in plan.scheduled:
             return  # preempted in this step, and perhaps admitted again
-        num_tokens = min(room.chunk(request.num_uncomputed_tokens, request.num_computed_tokens), plan.room_for(request))
+        num_before = request.num_scheduled_tokens
+        num_tokens = min(room.chunk(request.num_unscheduled_tokens, num_before), plan.room_for(request))
         if num_tokens and self._grow(request, num_tokens, plan):
-            room.take(num_tokens, request.num_computed_tokens)
+            room.take(num_tokens, num_before)
             plan.give(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Make room for the next `num_tokens` of `request`, preempting from the end of the order. False: itself."""
-        while (added := self._kv.grow(request, request.num_computed_tokens + num_tokens)) is None:
+        while (added := self._kv.grow(request, request.num_scheduled_tokens + num_tokens)) is None:
             victim = max(self._running, key=_order)
             plan.take_back(victim)
             self._lifecycle.preempt(victim)
@@ -364,7 +357,7 @@ class Scheduler:
         return any(
             num_tokens > 1
             and other.block_hashes[len(shared) - 1 : len(shared)] == shared[-1:]
-            and other.num_computed_tokens < (num_cached + 1) * self._block_size
+            and other.num_scheduled_tokens < (num_cached + 1) * self._block_size
             for other, num_tokens in plan.scheduled.items()
         )
 
@@ -381,28 +374,25 @@ class Scheduler:
         return num_taken < self._max_num_running + max(1, self._max_num_running // AHEAD_SHARE)
 
     def _build(self, plan: StepPlan) -> SchedulerOutput:
-        """The step as data. From here on the scheduled tokens count as computed."""
+        """The step as data. From here on it is in flight."""
         step = SchedulerOutput(
             total_num_scheduled_tokens=plan.num_tokens,
             work=plan.work,
             num_context_tokens=plan.num_context_tokens,
             dropped_request_ids=self._lifecycle.take_dropped(),
         )
-        self._last_step_tokens = step.total_num_scheduled_tokens or self._last_step_tokens
         for request, block_ids in plan.new_block_ids.items():
             if request.is_in_batch:
                 step.new_block_ids[request.request_id] = block_ids
-        num_scheduled_tokens, totals = step.num_scheduled_tokens, self._lifecycle.totals
-        num_prompt_tokens_before = totals.num_prompt_tokens
+        num_scheduled_tokens, num_prompt_tokens = step.num_scheduled_tokens, 0
         for request, num_tokens in plan.scheduled.items():
             if not request.is_in_batch:
                 step.new_requests.append(self._introduce(request))
             num_scheduled_tokens[request.request_id] = num_tokens
-            start = request.num_computed_tokens
-            request.num_computed_tokens = start + num_tokens
+            start = request.num_scheduled_tokens
             if start < request.num_prompt_tokens:
-                totals.num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
-        totals.last_step_prompt_tokens = totals.num_prompt_tokens - num_prompt_tokens_before
+                num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
+        self._lifecycle.step_began(plan.scheduled, num_prompt_tokens)
         return step
 
     def _introduce(self, request: Request) -> NewRequest:
@@ -423,13 +413,13 @@ class Scheduler:
         return self._lifecycle.take_news(urgent_only=True)
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
-        """Take the runner's answer to `step`, which took `step_s` seconds. Returns all outputs since
-        the last call."""
+        """Take the runner's answer to `step`, the first in flight, which took `step_s` seconds. Returns all outputs
+        since the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        self._lifecycle.totals.count_step(step.total_num_scheduled_tokens, step_s)
         if step.total_num_scheduled_tokens:
+            self._last_step_tokens = step.total_num_scheduled_tokens
             self._last_step_s = step_s
-        self._lifecycle.step_ended(step.num_scheduled_tokens, result)
+        self._lifecycle.step_ended(result, step_s)
         return self._lifecycle.take_news()
 
     # ---------------------------------------------------------------- for the core
@@ -494,7 +484,7 @@ class Scheduler:
         """State the invariants: each block has one owner or is free, each request is in one place and each place
         holds blocks or not as it should."""
         places = self._places
-        violations = self._kv.check_integrity(self._transfers.pinned_blocks)
+        violations = self._kv.check_integrity([*self._transfers.pinned_blocks, *self._lifecycle.pinned_blocks])
         violations += places.violations(set(self._kv.holders))
         computing = {request: self._kv.blocks(request) for request in (*places.running, *places.ready)}
         violations += overwritten(computing, self._transfers.writable_blocks)

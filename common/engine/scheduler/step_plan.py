@@ -73,7 +73,7 @@ class StepPlan:
         self.new_block_ids.pop(request, None)
 
     def _weigh(self, request: Request, num_tokens: int, sign: int) -> None:
-        num_context_tokens = request.num_computed_tokens
+        num_context_tokens = request.num_scheduled_tokens
         if request.wants_prompt_logprobs:
             self._num_prompt_rows += sign * num_tokens
         if num_tokens == 1:

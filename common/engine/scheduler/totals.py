@@ -36,19 +36,18 @@ class Totals:
     tier_hits: int = 0  # tokens restored from tiers below
     num_late_masks: int = 0
     num_slow_grammars: int = 0
-    last_step_prompt_tokens: int = 0  # of the step scheduled last
     prefill_steps: StepTotals = field(default_factory=StepTotals)
     decode_steps: StepTotals = field(default_factory=StepTotals)
     mixed_steps: StepTotals = field(default_factory=StepTotals)
 
-    def count_step(self, num_tokens: int, step_s: float) -> None:
-        """Counts a step that has computed `num_tokens`, `last_step_prompt_tokens` of them of prompts."""
+    def count_step(self, num_tokens: int, num_prompt_tokens: int, step_s: float) -> None:
+        """Counts a step that has computed `num_tokens`, `num_prompt_tokens` of them of prompts."""
         if not num_tokens:
             return
-        if not self.last_step_prompt_tokens:
+        if not num_prompt_tokens:
             steps = self.decode_steps
         else:
-            steps = self.prefill_steps if self.last_step_prompt_tokens == num_tokens else self.mixed_steps
+            steps = self.prefill_steps if num_prompt_tokens == num_tokens else self.mixed_steps
         steps.num_steps += 1
         steps.num_tokens += num_tokens
         steps.seconds += step_s

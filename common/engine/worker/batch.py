@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +36,6 @@ class PackedBatch:
     sampled_rows: npt.NDArray[np.int64]  # their rows in the request table
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
-
-    def with_samples(self, kept: npt.NDArray[np.intp]) -> PackedBatch:
-        """The batch with some of its samples, by their indices in `sampled_ids`."""
-        sampled_ids = [self.sampled_ids[index] for index in kept.tolist()]
-        return replace(self, sampled_ids=sampled_ids, sampled_rows=self.sampled_rows[kept])
 
 
 class BatchPacker:

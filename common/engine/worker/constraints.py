@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.contract.step import NewRequest, NoToken
 from common.engine.grammar.base import BITS, Grammar
 from common.engine.grammar.processes import GrammarProcess
 from common.engine.grammar.protocol import Mask, MatcherState
-from common.engine.scheduler.output import DeadEnd, NewRequest
 from common.errors import InvalidRequestError
 from common.types import SamplingParams
 
@@ -29,7 +29,7 @@ _LEAST_SHARE_S = 0.00025
 _MAX_DEATHS = 2  # of processes at work on a request; the first may have had another cause
 _MAX_LATE_S = 60.0  # for one mask; a matcher that computes is ended by its CPU time before
 
-_FAILURES: dict[MatcherState, DeadEnd] = {"lost": DeadEnd.MISMATCH, "too_slow": DeadEnd.TOO_SLOW}
+_FAILURES: dict[MatcherState, NoToken] = {"lost": NoToken.MISMATCH, "too_slow": NoToken.TOO_SLOW}
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Constrained:
     matcher_id: int
     process: GrammarProcess | None = None  # None: the grammar has none yet, or none any more
     words: npt.NDArray[np.int32] | None = None  # the mask of the next token, if it is here
-    failure: DeadEnd | None = None
+    failure: NoToken | None = None
     num_deaths: int = 0  # of processes that were at work on it
     late_since: float | None = None  # when it was waited for in vain
 
@@ -140,14 +140,14 @@ class Constraints:
             self._await([entry for _, entry in constrained], is_all=len(constrained) == len(rows))
         return [position for position, entry in constrained if entry.is_pending]
 
-    def mask(self, rows: Sequence[int]) -> tuple[TokenMask | None, dict[int, DeadEnd]]:
+    def mask(self, rows: Sequence[int]) -> tuple[TokenMask | None, dict[int, NoToken]]:
         """What rows of a batch, none of which is late, allow next; and the positions, in `rows`, of those that allow
         nothing."""
         constrained = self._among(rows)
         if not constrained:
             return None, {}
         words = np.empty((len(constrained), self._num_words), dtype=np.int32)
-        dead_ends: dict[int, DeadEnd] = {}
+        dead_ends: dict[int, NoToken] = {}
         for number, (position, entry) in enumerate(constrained):
             if entry.failure is not None:
                 dead_ends[position] = entry.failure
@@ -158,7 +158,7 @@ class Constraints:
             if entry.params.ignore_eos or len(entry.output) < entry.params.min_tokens:
                 words[number] &= ~self._eos
         for number in np.flatnonzero(~words.any(axis=1)).tolist():
-            dead_ends[constrained[number][0]] = DeadEnd.COMPLETE
+            dead_ends[constrained[number][0]] = NoToken.COMPLETE
             words[number] = -1  # its token is not used
         return TokenMask([position for position, _ in constrained], words), dead_ends
 
@@ -177,7 +177,7 @@ class Constraints:
         try:
             entry.process = entry.grammar.process()
         except InvalidRequestError:  # it was compiled before, but not again
-            entry.failure = DeadEnd.TOO_SLOW
+            entry.failure = NoToken.TOO_SLOW
         if entry.process is not None:
             entry.process.open(entry.matcher_id, entry.output, self._share_s)
 
@@ -226,7 +226,7 @@ class Constraints:
                 if entry.matcher_id == process.at_work_on:
                     entry.num_deaths += 1
                     if entry.num_deaths == _MAX_DEATHS:
-                        entry.failure = DeadEnd.TOO_SLOW
+                        entry.failure = NoToken.TOO_SLOW
                 entry.grammar.release()
                 entry.process = None
                 if entry.is_pending:
@@ -238,7 +238,7 @@ class Constraints:
         if entry.late_since is None:
             entry.late_since = now
         elif now - entry.late_since > _MAX_LATE_S:
-            entry.failure = DeadEnd.TOO_SLOW
+            entry.failure = NoToken.TOO_SLOW
         if process is not None:
             process.note_late(self._step_s)
 

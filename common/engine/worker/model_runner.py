@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,21 @@ import torch
 from common.engine.attention.base import ProjectionAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
+from common.engine.contract.step import (
+    ModelRunnerOutput,
+    NewRequest,
+    NoToken,
+    PromptLogprobs,
+    SchedulerOutput,
+    outcomes_of,
+)
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.compiled_sampler import CompiledSampler
 from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
-from common.engine.sampling.sampler import MASKED, Sampler, logprobs_of
-from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput, NewRequest, PromptLogprobs, SchedulerOutput
+from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.constraints import TokenMask
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
@@ -41,18 +48,6 @@ def device_sampler() -> Callable[[torch.Tensor, Draws, Penalties | None], torch.
     from common.engine.sampling.device_sampler import sample_on_device
 
     return sample_on_device
-
-
-class _Sampled(NamedTuple):
-    """What a step has sampled."""
-
-    sampled: dict[RequestId, SampledToken | None]
-    dead_ends: dict[RequestId, DeadEnd]  # of these the sampled tokens do not count
-    late: frozenset[RequestId] = frozenset()  # nor of these
-
-
-def _tokens(token_ids: npt.NDArray[np.int64]) -> list[SampledToken | None]:
-    return [SampledToken(token_id) if token_id >= 0 else None for token_id in token_ids.tolist()]
 
 
 class ModelRunner:
@@ -141,12 +136,8 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
-        sampled, dead_ends, late = self._sample(batch, logits[: len(batch.sampled_ids)])
-        masked = frozenset(request_id for request_id, token in sampled.items() if token is MASKED)
-        sampled.update(dict.fromkeys(masked))
-        return ModelRunnerOutput(
-            sampled=sampled, dead_ends=dead_ends, masked=masked, late=late, prompt_logprobs=prompt_logprobs
-        )
+        samples = self._sample(batch, logits[: len(batch.sampled_ids)])
+        return ModelRunnerOutput(outcomes_of(batch.sampled_ids, samples), prompt_logprobs)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
@@ -213,39 +204,41 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001  whatever a compiler or the modelling code raises
             logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
-    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> _Sampled:
+    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> Sequence[Sample]:
+        """Samples for the batch's `sampled_ids`, in order."""
         constraints = self._table.constraints
         if not constraints:
-            return _Sampled(self._sample_tokens(batch, logits, None), {})
+            return self._sample_rows(batch.sampled_rows, logits, None)
         late = constraints.wait(batch.sampled_rows.tolist())  # while the device computes the logits
-        late_ids = frozenset(batch.sampled_ids[position] for position in late)
-        if late:
-            self._table.put_off(batch.sampled_rows[late])
-            kept = np.delete(np.arange(len(batch.sampled_ids)), late)
-            if not len(kept):
-                return _Sampled({}, {}, late_ids)
-            batch, logits = batch.with_samples(kept), logits[torch.from_numpy(kept).to(logits.device)]
-        rows = batch.sampled_rows.tolist()
-        logits = logits.float()
-        mask, dead_ends = constraints.mask(rows)
-        sampled = self._sample_tokens(batch, logits, mask)
-        ended: dict[RequestId, DeadEnd] = {}
-        for position, (request_id, row) in enumerate(zip(batch.sampled_ids, rows, strict=True)):
-            token = sampled[request_id]
-            if position in dead_ends:
-                ended[request_id] = dead_ends[position]
-            elif token is not None and token is not MASKED:
-                constraints.accept(row, token.token_id)
-            elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
-                ended[request_id] = DeadEnd.CONTRADICTION
-        constraints.begin()
-        return _Sampled(sampled, ended, late_ids)
+        if not late:
+            return self._sample_constrained(batch.sampled_rows, logits.float())
+        self._table.put_off(batch.sampled_rows[late])
+        samples = np.full(len(batch.sampled_rows), NoToken.NOT_YET, dtype=object)
+        kept = np.delete(np.arange(len(samples)), late)
+        if len(kept):
+            own = logits[torch.from_numpy(kept).to(logits.device)].float()
+            samples[kept] = self._sample_constrained(batch.sampled_rows[kept], own)
+        found: list[Sample] = samples.tolist()
+        return found
 
-    def _sample_tokens(
-        self, batch: PackedBatch, logits: torch.Tensor, mask: TokenMask | None
-    ) -> dict[RequestId, SampledToken | None]:
-        """The tokens of the batch. With a mask, `logits` is overwritten."""
-        rows = batch.sampled_rows
+    def _sample_constrained(self, rows: npt.NDArray[np.int64], logits: torch.Tensor) -> list[Sample]:
+        """Samples for rows of which some have a grammar, whose masks are here. `logits` is overwritten."""
+        constraints = self._table.constraints
+        mask, dead_ends = constraints.mask(rows.tolist())
+        samples = self._sample_rows(rows, logits, mask)
+        for position, row in enumerate(rows.tolist()):
+            sample = samples[position]
+            if position in dead_ends:
+                samples[position] = dead_ends[position]
+            elif isinstance(sample, SampledToken):
+                constraints.accept(row, sample.token_id)
+            elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
+                samples[position] = NoToken.CONTRADICTION
+        constraints.begin()
+        return samples
+
+    def _sample_rows(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None) -> list[Sample]:
+        """Samples for rows of the request table, which notes the tokens. With a mask, `logits` is overwritten."""
         if self._table.are_plain(rows):
             tokens = self._sampler.sample_plain(logits, mask)
         elif self._compiled is None or mask is not None:
@@ -253,27 +246,27 @@ class ModelRunner:
         else:
             tokens = self._sample_compiled(rows, logits, self._compiled)
         # A request without a token ends: what its row holds no longer matters.
-        token_ids = [0 if token is None or token is MASKED else token.token_id for token in tokens]
-        self._table.append_tokens(batch.sampled_rows, token_ids)
-        return dict(zip(batch.sampled_ids, tokens, strict=True))
+        self._table.append_tokens(rows, [0 if isinstance(token, NoToken) else token.token_id for token in tokens])
+        return tokens
 
     def _sample_compiled(
         self, rows: npt.NDArray[np.int64], logits: torch.Tensor, sampler: CompiledSampler
-    ) -> list[SampledToken | None]:
+    ) -> list[Sample]:
         """By compiled kernels, as far as they can."""
         can = self._table.keep_all[rows]
         if can.all():
-            return _tokens(sampler.sample(logits, self._table.draws(rows)))
+            return samples_of(sampler.sample(logits, self._table.draws(rows)).tolist())
         tokens = np.empty(len(rows), dtype=object)
         tokens[~can] = self._sample_with_torch(rows[~can], logits[torch.from_numpy(~can)])
         if can.any():
-            tokens[can] = _tokens(sampler.sample(logits[torch.from_numpy(can)], self._table.draws(rows[can])))
-        found: list[SampledToken | None] = tokens.tolist()
+            ids = sampler.sample(logits[torch.from_numpy(can)], self._table.draws(rows[can])).tolist()
+            tokens[can] = samples_of(ids)
+        found: list[Sample] = tokens.tolist()
         return found
 
     def _sample_with_torch(
         self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None = None
-    ) -> list[SampledToken | None]:
+    ) -> list[Sample]:
         return self._sampler.sample(logits.float(), [self._table.sampling_row(row) for row in rows.tolist()], mask)
 
     def _prompt_logprobs(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, PromptLogprobs]:

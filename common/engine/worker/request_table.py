@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.sampling.draws import GENERATED, PROMPTED, Draws, Penalties, draw_params, keeps_all
 from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.constraints import Constraints
 from common.types import RequestId, SamplingParams
 

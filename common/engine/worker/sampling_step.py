@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from common.engine.contract.step import ModelRunnerOutput, outcomes_of
 from common.engine.phases import Phase, PhaseClock
-from common.engine.scheduler.output import ModelRunnerOutput
+from common.engine.sampling.sampler import samples_of
 from common.engine.worker.batch import PackedBatch
 from common.engine.worker.request_table import RequestTable
-from common.types import SampledToken
 
 
 class SamplingStep:
@@ -52,5 +52,4 @@ class SamplingStep:
     def result(self) -> ModelRunnerOutput:
         """See RunningStep."""
         self.settle()
-        tokens = [SampledToken(token_id) if token_id >= 0 else None for token_id in self._on_host.tolist()]
-        return ModelRunnerOutput(sampled=dict(zip(self._request_ids, tokens, strict=True)))
+        return ModelRunnerOutput(outcomes_of(self._request_ids, samples_of(self._on_host.tolist())))

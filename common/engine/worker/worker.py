@@ -14,13 +14,13 @@ from common.cores import num_usable_cores
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector, RunningStep
 from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.paced_pod import PACE_VARIABLE, PacedExecutor
 from common.engine.config import EngineConfig, ModelConfig
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import FinishedStep
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.types import RequestId
 
 PROFILE = Path(__file__).parents[1] / "planning" / "profile.json"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from common.engine.config import EngineConfig
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import ModelFacts
 from common.engine.executor.fake import FakeExecutor
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import ModelLoadError
 
 MODULE = "tests.unit.common.engine.fake_engines"

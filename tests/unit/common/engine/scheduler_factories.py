@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, NoToken, Outcome, SchedulerOutput
 from common.engine.kv_cache import KVCacheManager
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.messages import (
@@ -37,7 +39,6 @@ from common.engine.messages import (
 )
 from common.engine.phases import PhaseClock
 from common.engine.scheduler.grammars import Grammars
-from common.engine.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
@@ -285,11 +286,14 @@ class FakeEngine:
         block_size: int = BLOCK_SIZE,
         settle_at_once: bool = False,
         runs_ahead: bool = False,
+        depth: int = 1,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self.block_size = block_size
         self.settle_at_once = settle_at_once
         self.runs_ahead = runs_ahead
+        self.depth = depth  # steps in flight, as in a pipeline: each is scheduled before the one before it is over
+        self._queue: deque[SchedulerOutput] = deque()  # in flight, but for the first
         self.num_ahead = 0  # steps that were scheduled ahead
         self._ahead: SchedulerOutput | None = None
         self.now = 0.0
@@ -427,11 +431,17 @@ class FakeEngine:
         assert self._scheduled is None
         self._scheduled, self._ahead = self._ahead, None
         if self._scheduled is None:
-            self._scheduled = self.scheduler.schedule(self.now)
-            self._collect(self.scheduler.take_urgent_news())
+            self._scheduled = self._queue.popleft() if self._queue else self._schedule()
+        while len(self._queue) < self.depth - 1 and self._scheduled.num_scheduled_tokens:
+            self._queue.append(self._schedule())
         if self.runs_ahead and self._scheduled.num_scheduled_tokens:
             self._ahead = self.scheduler.schedule_ahead()
             self.num_ahead += self._ahead is not None
+
+    def _schedule(self) -> SchedulerOutput:
+        step = self.scheduler.schedule(self.now)
+        self._collect(self.scheduler.take_urgent_news())
+        return step
 
     def end_step(self) -> Step:
         """What was computed, and what the connector was asked since the last step."""
@@ -441,8 +451,6 @@ class FakeEngine:
         self.now += 1.0 if self.machine is None else step_s
         result = self._execute(scheduled)
         self._collect(self.scheduler.update(scheduled, result, step_s))
-        if self._ahead is not None:
-            self.scheduler.begin_ahead(self._ahead)
         self._settle_if_at_once()
         deferred, self._deferred = self._deferred, []
         for call in deferred:
@@ -460,7 +468,7 @@ class FakeEngine:
     def run(self, max_steps: int = 1000) -> int:
         """Step until there is nothing to do; how many steps that took."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work and self._ahead is None:
+            if not self.scheduler.has_work and self._ahead is None and not self._queue:
                 return num_steps
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.stats()}")
@@ -564,22 +572,27 @@ class FakeEngine:
             request = self._running[request_id]
             self._write(request, request.num_computed_tokens, request.num_computed_tokens + count)
             request.num_computed_tokens += count
-        sampled, late = {}, set()
+        outcomes: dict[RequestId, Outcome] = {}
+        awaited = {request.request_id for request in self.scheduler._lifecycle.in_flight}  # others have left
         for request_id in step.num_scheduled_tokens:
             request = self._running[request_id]
             stop = request.num_computed_tokens
-            assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), f"{request_id} reads other KV"
+            if request_id in awaited:
+                assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), (
+                    f"{request_id} reads other KV"
+                )
             if stop == len(request.token_ids) and request_id in self.broken:
-                sampled[request_id] = None
+                outcomes[request_id] = NoToken.NON_FINITE
                 request.token_ids.append(0)  # a step that runs ahead goes on with anything
             elif stop == len(request.token_ids) and request_id in self.late:
                 self.late.discard(request_id)
-                late.add(request_id)
+                outcomes[request_id] = NoToken.NOT_YET
                 request.num_computed_tokens -= 1
             elif stop == len(request.token_ids):
-                sampled[request_id] = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
-                request.token_ids.append(sampled[request_id].token_id)
-        return ModelRunnerOutput(sampled=sampled, late=frozenset(late))
+                token = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
+                outcomes[request_id] = [token]
+                request.token_ids.append(token.token_id)
+        return ModelRunnerOutput(outcomes)
 
     def _take_membership(self, step: SchedulerOutput) -> None:
         for new in step.new_requests:

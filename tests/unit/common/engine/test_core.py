@@ -8,6 +8,7 @@ import torch
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.core import EngineCore
 from common.engine.executor.base import Executor
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
@@ -23,7 +24,6 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import ConfigError, ErrorCode, ModelLoadError
 from common.types import (
     HASH_BYTES,

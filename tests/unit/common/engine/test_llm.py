@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.demo_model import demo_model_path
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.fake import FakeExecutor, expected_tokens
 from common.engine.llm import DEFAULT_MAX_TOKENS, LLM
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.errors import (
     ConfigError,
     EngineDeadError,

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig
+from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import RunningStep
 from common.engine.executor.fake import FakeExecutor, MemoryConnector
 from common.engine.loop import IDLE_REPORT_S, EngineLoop
@@ -22,7 +23,6 @@ from common.engine.messages import (
     TransferUpdate,
 )
 from common.engine.phases import Phase, PhaseClock
-from common.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from common.types import RequestId, SampledToken, SamplingParams, TransferId
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))

@@ -1,6 +1,6 @@
+from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.kv_connector import BlockTransfer, Destination
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.types import RequestId, SamplingParams, hash_prompt, root_hash
 
 R = RequestId("r")
@@ -33,11 +33,11 @@ def settled(start, connector, transfer):
 def test_chunks_and_decode_generate_the_expected_tokens():
     executor = started()
     prompt = list(range(10))
-    assert not executor.execute(step([new_request(prompt, [3, 1])], scheduled={R: 7})).sampled
-    tokens = [executor.execute(step(blocks={R: [2]}, scheduled={R: 3})).sampled[R].token_id]
+    assert not executor.execute(step([new_request(prompt, [3, 1])], scheduled={R: 7})).outcomes
+    tokens = [executor.execute(step(blocks={R: [2]}, scheduled={R: 3})).outcomes[R][0].token_id]
     for computed in range(10, 13):
         result = executor.execute(step(blocks={R: [9]} if computed == 12 else {}, scheduled={R: 1}))
-        tokens.append(result.sampled[R].token_id)
+        tokens.append(result.outcomes[R][0].token_id)
     assert tokens == expected_tokens(prompt, 4)
 
 
@@ -45,7 +45,7 @@ def test_a_block_shared_by_mistake_changes_the_output():
     executor = started()
     prompt = list(range(8))
     executor.execute(step([new_request(prompt, [1, 1])], scheduled={R: 4}))
-    token = executor.execute(step(scheduled={R: 4})).sampled[R]
+    token = executor.execute(step(scheduled={R: 4})).outcomes[R][0]
     assert [token.token_id] != expected_tokens(prompt, 1)
 
 
@@ -63,14 +63,14 @@ def test_saved_blocks_can_be_loaded_by_another_executor():
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
-    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).sampled[R].token_id
+    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).outcomes[R][0].token_id
     saved = settled(MemoryConnector.start_save, saving, BlockTransfer(1, R, (1, 2), hashes, 4))
     assert saved.num_blocks_ok == 2
 
     loaded = settled(MemoryConnector.start_load, loading, BlockTransfer(7, R, (5, 6), hashes, 4))
     assert (loaded.job_id, loaded.num_blocks_ok, loaded.error) == (7, 2, "")
     result = consumer.execute(step([new_request([*prompt, first], [5, 6, 7], computed=8)], scheduled={R: 1}))
-    assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
+    assert [first, result.outcomes[R][0].token_id] == expected_tokens(prompt, 2)
 
     absent = tuple(hash_prompt([99] * 4, 4, root_hash()))
     missing = settled(MemoryConnector.start_load, loading, BlockTransfer(8, R, (5,), absent, 4))
@@ -86,7 +86,7 @@ def test_a_direct_save_writes_into_the_other_executor():
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
     save = BlockTransfer(1, R, (1, 2), hashes, 4, Destination(verifying.facts.address, (9, 5)))
-    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).sampled[R].token_id
+    first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).outcomes[R][0].token_id
     saved = settled(DirectMemoryConnector.start_save, writing.connector, save)
     assert (saved.num_blocks_ok, len(saved.digests)) == (2, 2)
 
@@ -98,7 +98,7 @@ def test_a_direct_save_writes_into_the_other_executor():
     assert load(*saved.digests) == (2, "")
     assert load(saved.digests[0], b"other") == (1, "block_corrupt")
     result = consumer.execute(step([new_request([*prompt, first], [9, 5, 7], computed=8)], scheduled={R: 1}))
-    assert [first, result.sampled[R].token_id] == expected_tokens(prompt, 2)
+    assert [first, result.outcomes[R][0].token_id] == expected_tokens(prompt, 2)
 
     consumer.close()
     refused = settled(DirectMemoryConnector.start_save, writing.connector, save)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.contract.step import SchedulerOutput
 from common.engine.messages import CallResult, ProfileReport, StartProfile
 from common.engine.phases import Phase, PhaseClock
 from common.engine.profiling import TRACE_FILE
@@ -19,7 +20,6 @@ from common.engine.profiling import profile as profile_module
 from common.engine.profiling.marks import describe
 from common.engine.profiling.profile import Profile
 from common.engine.profiling.trace_file import TraceFile
-from common.engine.scheduler.output import SchedulerOutput
 from common.types import RequestId
 
 TIMEOUT_S = 30.0

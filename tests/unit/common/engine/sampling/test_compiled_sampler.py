@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.contract.step import NoToken
 from common.engine.cpu_kernels.sampling import PART
 from common.engine.sampling.compiled_sampler import CompiledSampler, checked_sampler
 from common.engine.sampling.draws import Draws, draw_params
@@ -17,7 +18,7 @@ def sampled(logits, chosen):
     compiled = CompiledSampler(logits.shape[1], logits.dtype).sample(logits, draws).tolist()
     rows = [SamplingRow(params, np.array([1], dtype=np.int64), 1) for params in chosen]
     tokens = Sampler().sample(logits.float().clone(), rows)
-    return compiled, [-1 if token is None else token.token_id for token in tokens]
+    return compiled, [-1 if token is NoToken.NON_FINITE else token.token_id for token in tokens]
 
 
 def shapes(vocab):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
 from common.engine.sampling.noise import mixed_seed, stream_key, stream_keys
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId, SamplingParams
 
@@ -35,7 +35,7 @@ def sampled(logits, params, prompt=(), outputs=None):
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     rows = [table.sampling_row(row) for row in table_rows.tolist()]
     tokens = Sampler().sample(logits.float().clone(), rows)
-    return found, [-1 if token is None else token.token_id for token in tokens]
+    return found, [-1 if token is NoToken.NON_FINITE else token.token_id for token in tokens]
 
 
 def table_of(params, prompt, outputs):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.contract.step import NoToken
 from common.engine.sampling.noise import gumbel_noise, hash_with_numpy, hash_with_torch, stream_key
 from common.engine.sampling.rules import rules_of
-from common.engine.sampling.sampler import MASKED, Sampler, SamplingRow, is_plain
+from common.engine.sampling.sampler import Sampler, SamplingRow, is_plain
 from common.types import SamplingParams
 
 VOCAB = 40
@@ -258,7 +259,7 @@ def test_reasoning_is_closed_after_its_budget(opening, closing, output, forced):
         (token,) = sample(logits, [row(SamplingParams(temperature=0.0, **params, **more), tokens)])
         assert token.token_id == expected
     broken = torch.full_like(logits, math.nan)
-    assert sample(broken, [row(SamplingParams(temperature=0.0, **params), tokens)]) == [None]
+    assert sample(broken, [row(SamplingParams(temperature=0.0, **params), tokens)]) == [NoToken.NON_FINITE]
 
 
 def test_stop_tokens_are_masked_until_min_tokens():
@@ -305,15 +306,15 @@ def test_a_row_without_finite_logits_has_no_token_and_its_neighbours_do(broken, 
     expected = sample(logits[[0, 2]], [row(SamplingParams(**params, seed=seed)) for seed in (0, 2)])
     logits[1, 3] = broken
     rows = [row(SamplingParams(**params, seed=seed)) for seed in range(3)]
-    assert sample(logits, rows) == [expected[0], None, expected[1]]
+    assert sample(logits, rows) == [expected[0], NoToken.NON_FINITE, expected[1]]
     if is_plain(rows[0].params):
-        assert SAMPLER.sample_plain(logits) == [expected[0], None, expected[1]]
+        assert SAMPLER.sample_plain(logits) == [expected[0], NoToken.NON_FINITE, expected[1]]
 
 
 def test_no_token_where_all_are_masked():
     params = SamplingParams(min_tokens=5, stop_token_ids=tuple(range(VOCAB)), num_logprobs=1)
-    assert sample(logits_of()[None], [row(params)]) == [MASKED]
-    assert sample(torch.full((1, VOCAB), torch.nan), [row(params)]) == [None]
+    assert sample(logits_of()[None], [row(params)]) == [NoToken.MASKED]
+    assert sample(torch.full((1, VOCAB), torch.nan), [row(params)]) == [NoToken.NON_FINITE]
 
 
 @pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from common.engine.contract.step import ModelRunnerOutput, NoToken
 from common.engine.grammar.base import Grammar
 from common.engine.messages import RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer
-from common.engine.scheduler.output import DeadEnd, ModelRunnerOutput
 from common.engine.scheduler.request import Request, RequestStatus
 from common.errors import BatonError, ErrorCode, InvalidRequestError, OverloadedError
 from common.types import Constraint, FinishReason, RequestId
@@ -159,20 +159,20 @@ def test_a_preempted_request_keeps_its_grammar(grammars: FakeGrammars) -> None:
 @pytest.mark.parametrize(
     ("dead_end", "num_before", "reason"),
     [
-        (DeadEnd.COMPLETE, 1, FinishReason.COMPLETE),
-        (DeadEnd.COMPLETE, 0, FinishReason.ERROR),
-        (DeadEnd.MISMATCH, 1, FinishReason.ERROR),
-        (DeadEnd.CONTRADICTION, 1, FinishReason.ERROR),
+        (NoToken.COMPLETE, 1, FinishReason.COMPLETE),
+        (NoToken.COMPLETE, 0, FinishReason.ERROR),
+        (NoToken.MISMATCH, 1, FinishReason.ERROR),
+        (NoToken.CONTRADICTION, 1, FinishReason.ERROR),
     ],
 )
 def test_where_the_grammar_allows_nothing_the_request_ends(
-    grammars: FakeGrammars, dead_end: DeadEnd, num_before: int, reason: FinishReason
+    grammars: FakeGrammars, dead_end: NoToken, num_before: int, reason: FinishReason
 ) -> None:
     grammars.known[DIGITS] = GRAMMAR
     scheduler = create_scheduler(grammars=grammars)
     scheduler.add_request(create_request("a", structured_outputs=DIGITS, output=[5] * num_before), 0.0)
     step = scheduler.schedule(0.0)
-    result = ModelRunnerOutput(sampled={RequestId("a"): None}, dead_ends={RequestId("a"): dead_end})
+    result = ModelRunnerOutput({RequestId("a"): dead_end})
     [output] = scheduler.update(step, result, 0.01)
     assert (output.finish_reason, output.tokens) == (reason, [])
     assert bool(output.error) == (reason is FinishReason.ERROR)
@@ -202,7 +202,7 @@ def test_a_grammar_that_is_too_slow_is_counted(grammars: FakeGrammars) -> None:
     request = create_request("a", structured_outputs=DIGITS)
     engine.add(request)
     step = engine.scheduler.schedule(0.0)
-    result = ModelRunnerOutput(sampled={RequestId("a"): None}, dead_ends={RequestId("a"): DeadEnd.TOO_SLOW})
+    result = ModelRunnerOutput({RequestId("a"): NoToken.TOO_SLOW})
     [output] = engine.scheduler.update(step, result, 0.01)[-1:]
     assert (output.finish_reason, output.error_code) == (FinishReason.ERROR, ErrorCode.GRAMMAR_TOO_SLOW.value.number)
     assert engine.scheduler.stats().num_slow_grammars == 1

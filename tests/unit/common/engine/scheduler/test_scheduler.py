@@ -3,9 +3,9 @@
 import pytest
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.step import ModelRunnerOutput
 from common.engine.kv_cache import KVCacheManager
 from common.engine.messages import IntegrityReport, KVSaved, RequestStarted
-from common.engine.scheduler.output import ModelRunnerOutput
 from common.engine.scheduler.scheduler import Scheduler
 from common.errors import ConfigError, ErrorCode, InvalidRequestError, OverloadedError, PromptTooLongError
 from common.step_budget import prefill_work
@@ -435,7 +435,7 @@ def test_an_engine_without_a_connector_computes_all_that_it_is_asked():
     assert step.num_scheduled_tokens == {"a": 9}
     assert scheduler.has_unfinished
     assert not scheduler.has_cache_change
-    (output,) = scheduler.update(step, ModelRunnerOutput(sampled={RequestId("a"): SampledToken(5)}), 0.01)
+    (output,) = scheduler.update(step, ModelRunnerOutput({RequestId("a"): [SampledToken(5)]}), 0.01)
     assert (output.tokens, output.finish_reason) == ([SampledToken(5)], FinishReason.LENGTH)
     assert scheduler.has_cache_change
     assert scheduler.take_cache_change().stored == b"".join(hash_prompt(prompt, BLOCK_SIZE, root_hash()))
@@ -533,3 +533,14 @@ class TestNumbersThatAreNotFinite:
         engine.add(create_request("d", 6, min_tokens=1, stop_token_ids=all_but_eos, ignore_eos=True))
         with pytest.raises(InvalidRequestError):
             engine.add(create_request("e", 6, min_tokens=1, stop_token_ids=all_but_eos, ignore_eos=False))
+
+
+def test_blocks_that_a_step_in_flight_writes_are_given_to_no_other():
+    engine = FakeEngine(create_scheduler(max_num_batched_tokens=6), depth=2)
+    engine.add(create_request("a", 18))
+    engine.step()  # 6 tokens are computed, 6 more are in flight, in blocks 1 and 2
+    engine.abort("a")
+    stats = engine.scheduler.stats()
+    assert (stats.num_free_blocks, stats.num_blocks) == (62, 64)
+    engine.assert_sound()
+    engine.assert_idle()

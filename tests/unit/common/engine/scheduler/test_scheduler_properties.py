@@ -36,9 +36,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
         runs_ahead=st.booleans(),
+        depth=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead):
-        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead)
+    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth):
+        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth)
 
     def _start(
         self,
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=True,
         tiers="none",
         runs_ahead=False,
+        depth=1,
     ):
         scheduler = create_scheduler(
             num_blocks=num_blocks,
@@ -62,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_blocks=tiers != "none",
             wants_offloads=tiers == "offloaded",
         )
-        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead)
+        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead and depth == 1, depth=depth)
         self.requests = {}
         self.open: dict[str, int] = {}  # consumers whose handoff is not final: tokens ready
         self.budget, self.seats = budget, seats

@@ -10,7 +10,7 @@ from tests.unit.common.engine.scheduler_factories import create_request
 
 def request_at(num_computed_tokens: int) -> Request:
     request = Request(create_request("a", 40), added_at=0.0, max_model_len=64, eos=frozenset())
-    request.num_computed_tokens = num_computed_tokens
+    request.has_computed(num_computed_tokens)
     return request
 
 

@@ -15,11 +15,11 @@ import torch
 
 from common.demo_model import demo_model_path
 from common.engine.config import GrammarConfig
+from common.engine.contract.step import NewRequest, NoToken
 from common.engine.grammar.base import Grammar
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.vocabulary import load_vocabulary
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.engine.scheduler.output import DeadEnd, NewRequest
 from common.engine.scheduler.request import Request
 from common.engine.worker.constraints import Constraints
 from common.types import Constraint, RequestId, SamplingParams
@@ -96,7 +96,7 @@ def allowed(constraints: Constraints, rows: list[int]) -> list[set[int]]:
     return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits]
 
 
-def dead_ends(constraints: Constraints, rows: list[int]) -> dict[int, DeadEnd]:
+def dead_ends(constraints: Constraints, rows: list[int]) -> dict[int, NoToken]:
     wait_for(constraints, rows)
     return constraints.mask(rows)[1]
 
@@ -126,12 +126,12 @@ def test_a_matcher_follows_the_output_that_there_is_and_what_is_sampled(
     constraints.accept(1, C)
     assert allowed(constraints, [1]) == [EOS_IDS]
     constraints.accept(1, min(EOS_IDS))
-    assert dead_ends(constraints, [1]) == {0: DeadEnd.COMPLETE}
+    assert dead_ends(constraints, [1]) == {0: NoToken.COMPLETE}
 
 
 def test_output_that_does_not_follow_the_grammar(constraints: Constraints, grammars: Grammars) -> None:
     constraints.add(1, new_request(grammars.compiled(Constraint.regex("abc")), A, A))
-    assert dead_ends(constraints, [0, 1]) == {1: DeadEnd.MISMATCH}
+    assert dead_ends(constraints, [0, 1]) == {1: NoToken.MISMATCH}
 
 
 @pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 9}])
@@ -139,7 +139,7 @@ def test_an_answer_that_may_only_end_has_ended(
     constraints: Constraints, grammars: Grammars, sampling: dict[str, object]
 ) -> None:
     constraints.add(1, new_request(grammars.compiled(Constraint.regex("a")), A, **sampling))
-    assert dead_ends(constraints, [1]) == {0: DeadEnd.COMPLETE}
+    assert dead_ends(constraints, [1]) == {0: NoToken.COMPLETE}
 
 
 def pid_of(grammar: Grammar) -> int:
@@ -191,7 +191,7 @@ def test_a_request_whose_matcher_ends_its_process_twice_ends(constraints: Constr
         constraints.accept(0, A)
         constraints.begin()
         os.kill(pid, signal.SIGKILL)
-    assert dead_ends(constraints, [0]) == {0: DeadEnd.TOO_SLOW}
+    assert dead_ends(constraints, [0]) == {0: NoToken.TOO_SLOW}
 
 
 def test_a_matcher_that_exceeds_its_time_ends() -> None:
@@ -203,7 +203,7 @@ def test_a_matcher_that_exceeds_its_time_ends() -> None:
         if dead_ends(constraints, [0]):
             break
         constraints.accept(0, A)
-    assert dead_ends(constraints, [0]) == {0: DeadEnd.TOO_SLOW}
+    assert dead_ends(constraints, [0]) == {0: NoToken.TOO_SLOW}
     slow.compiler.close()
 
 

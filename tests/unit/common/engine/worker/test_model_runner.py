@@ -6,8 +6,8 @@ import random
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.model import cpu_operators, packed_linear
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker.decode_inputs import RecordedStepError
 from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.worker import Worker
@@ -65,10 +65,10 @@ class Driver:
         for request_id, count in scheduled.items():
             self.computed[request_id] += count
             reaches_end = self.computed[request_id] == len(self.tokens[request_id])
-            assert (request_id in result.sampled) == reaches_end
+            assert (request_id in result.outcomes) == reaches_end
             if reaches_end:
-                self.tokens[request_id] = [*self.tokens[request_id], result.sampled[request_id].token_id]
-                self.outputs[request_id].append(result.sampled[request_id].token_id)
+                self.tokens[request_id] = [*self.tokens[request_id], result.outcomes[request_id][0].token_id]
+                self.outputs[request_id].append(result.outcomes[request_id][0].token_id)
         return result
 
     def remaining(self, request_id):

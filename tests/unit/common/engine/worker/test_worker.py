@@ -6,11 +6,11 @@ import torch
 
 from common.engine.attention.base import KVSpec
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
 from common.engine.phases import PhaseClock
-from common.engine.scheduler.output import NewRequest, SchedulerOutput
 from common.engine.worker import memory
 from common.engine.worker.worker import allocate_kv_cache
 from common.errors import ConfigError
@@ -134,7 +134,7 @@ def test_handoff_between_two_executors(start):
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
     result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), PhaseClock()).result()
-    tokens = [result.sampled[request_id].token_id]
+    tokens = [result.outcomes[request_id][0].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
     assert [(r.job_id, r.num_blocks_ok) for r in saving.poll()] == [(1, 3)]
@@ -143,7 +143,7 @@ def test_handoff_between_two_executors(start):
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
     for step in range(5):
         result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), PhaseClock()).result()
-        tokens.append(result.sampled[request_id].token_id)
+        tokens.append(result.outcomes[request_id][0].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 
 

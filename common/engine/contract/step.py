@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
     from common.engine.grammar.base import Grammar
 
 
-class DeadEnd(enum.Enum):
-    """Why the grammar of a request allows no further token."""
+class NoToken(enum.Enum):
+    """Why a request whose last token was computed has no next one."""
 
-    COMPLETE = enum.auto()  # the answer is whole
-    MISMATCH = enum.auto()  # the output so far does not follow it
-    CONTRADICTION = enum.auto()  # what it allows is excluded by other parameters
-    TOO_SLOW = enum.auto()  # following it takes too long
+    NOT_YET = enum.auto()  # its grammar's mask is late: its last token is to be computed again
+    NON_FINITE = enum.auto()  # no logit is finite
+    MASKED = enum.auto()  # its parameters exclude every token
+    COMPLETE = enum.auto()  # its grammar allows none: the answer is whole
+    MISMATCH = enum.auto()  # its output so far does not follow its grammar
+    CONTRADICTION = enum.auto()  # its grammar allows only what other parameters exclude
+    TOO_SLOW = enum.auto()  # following its grammar takes too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,23 @@ class SchedulerOutput:
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
 
 
+Outcome = list[SampledToken] | NoToken  # at least one token, in order
+
+
+def outcomes_of(
+    request_ids: Sequence[RequestId], samples: Sequence[SampledToken | NoToken]
+) -> dict[RequestId, Outcome]:
+    """Outcomes of requests that have sampled one token at most."""
+    return {
+        request_id: sample if isinstance(sample, NoToken) else [sample]
+        for request_id, sample in zip(request_ids, samples, strict=True)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """The results of a step."""
 
-    sampled: dict[RequestId, SampledToken | None] = field(default_factory=dict)  # None: no logit was finite
-    dead_ends: dict[RequestId, DeadEnd] = field(default_factory=dict)  # these have sampled nothing, and end
-    masked: frozenset[RequestId] = frozenset()  # requests without a token because every one is masked
-    # Requests without a token because their grammar's mask is not there yet: their last token is to be computed again.
-    late: frozenset[RequestId] = frozenset()
+    outcomes: dict[RequestId, Outcome] = field(default_factory=dict)  # of requests whose last token was computed
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written
