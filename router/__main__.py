@@ -12,6 +12,7 @@ import uvloop
 
 from common.config import parse, report_config_error
 from common.errors import ConfigError
+from common.observability.captured_output import captured_output
 from common.observability.logging import setup_logging
 from router.config import RouterConfig
 from router.runtime import Router, settle_garbage_collection
@@ -33,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Runs the router.",
             examples=("baton serve router --host 0.0.0.0 --prefill 10.0.0.1:7001 --decode 10.0.0.2:7002",),
         )
-        setup_logging(config.log_level, "router", config.log_format)
-        uvloop.run(_serve(config) if config.workers == 1 else _supervise(config))
+        with captured_output() as log:
+            setup_logging(config.log_level, "router", config.log_format, stream=log)
+            uvloop.run(_serve(config) if config.workers == 1 else _supervise(config))
     except ConfigError as error:
         return report_config_error(error)
     except WorkersFailedError as error:

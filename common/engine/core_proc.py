@@ -38,6 +38,7 @@ from common.engine.loop import EngineLoop
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError
 from common.imports import kept_imports
+from common.observability.captured_output import log_stream
 from common.observability.logging import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ def main() -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
-    setup_logging(launch.log_level, launch.name, launch.log_format)
+    setup_logging(launch.log_level, launch.name, launch.log_format, stream=log_stream(launch.log_descriptor))
     directory = Path(launch.replies_path.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(directory,), name="parent-watch", daemon=True).start()
     return EngineCoreProc(launch).run()

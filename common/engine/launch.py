@@ -44,6 +44,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  # of the pod; starts each log line
     log_level: int = logging.INFO
     log_format: LogFormat = "console"
+    log_descriptor: int = 2  # inherited; what goes to descriptors 1 and 2 is the parent's to log
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

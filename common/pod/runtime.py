@@ -26,6 +26,7 @@ from prometheus_client import Counter
 from common.config import report_config_error
 from common.engine.client.base import EngineClient
 from common.errors import ConfigError, DeadlineExceededError, EngineDeadError
+from common.observability.captured_output import captured_output
 from common.observability.logging import setup_logging
 from common.observability.loop_figures import LoopFigures
 from common.observability.metrics_server import MetricsServer
@@ -285,9 +286,11 @@ class PodRuntime:
 
 def run_pod(runtime: PodRuntime) -> int:
     """Runs a pod in this process until it ends. Returns the exit code. Called on the main thread."""
-    setup_logging(runtime.config.log_level, runtime.config.pod_id, runtime.config.log_format)
+    config = runtime.config
     try:
-        return asyncio.run(_run(runtime))
+        with captured_output() as log:
+            setup_logging(config.log_level, config.pod_id, config.log_format, stream=log)
+            return asyncio.run(_run(runtime))
     except ConfigError as error:
         return report_config_error(error)
     except EngineDeadError as error:

@@ -25,6 +25,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int
     config: RouterConfig  # with the ports that the parent reserved, and the worker's share of all limits
     usage_descriptor: int  # of the memory in which quotas are counted
+    log_descriptor: int  # of the parent's log; what goes to descriptors 1 and 2 is the parent's to log
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.errors import BatonError, ConfigError, InvalidRequestError
+from common.observability.logging import log_descriptor_in_use
 from router.config import RouterConfig
 from router.security.usage import SharedUsage
 from router.workers.link import Link
@@ -157,7 +158,7 @@ class Supervisor:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "router.workers.worker", str(worker_end.fileno())),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(worker_end.fileno(), self._usage_descriptor),
+            pass_fds=(worker_end.fileno(), self._usage_descriptor, log_descriptor_in_use()),
         )
         self._pids.add(process.pid)
         if self._stopping.is_set():  # asked while it was being started
@@ -171,6 +172,7 @@ class Supervisor:
             num_workers=self._config.workers,
             config=share_of(self._config, number),
             usage_descriptor=self._usage_descriptor,
+            log_descriptor=log_descriptor_in_use(),
         )
         try:
             reply = await link.ask(START, msgspec.msgpack.encode(start), _START_TIMEOUT_S)

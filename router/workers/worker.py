@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from common.errors import ConfigError, UnavailableError
+from common.observability.captured_output import log_stream
 from common.observability.logging import setup_logging
 from router.peers import WorkerContext
 from router.runtime import Router, settle_garbage_collection
@@ -62,7 +63,8 @@ class Worker:
 
     async def _start(self, start: Start) -> StartAnswer:
         config = start.config
-        setup_logging(config.log_level, f"router.{start.number}", config.log_format)
+        log = log_stream(start.log_descriptor)
+        setup_logging(config.log_level, f"router.{start.number}", config.log_format, stream=log)
         usage = SharedUsage(start.usage_descriptor, start.num_workers, start.number)
         context = WorkerContext(LinkedPeers(self._link), usage, shares_ports=True)
         self._starting = asyncio.current_task()

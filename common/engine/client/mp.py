@@ -25,7 +25,7 @@ from common.engine.launch import (
 )
 from common.engine.messages import EngineCommand
 from common.errors import ConfigError, EngineDeadError
-from common.observability.logging import log_format_in_use
+from common.observability.logging import log_descriptor_in_use, log_format_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class AsyncMPClient(AsyncClientBase):
             name=self._name,
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format_in_use(),
+            log_descriptor=log_descriptor_in_use(),
         )
         if len(launch.commands_path.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
             raise ConfigError(f"TMPDIR: {directory} is too long for a socket path", param="TMPDIR")
@@ -88,6 +89,7 @@ class AsyncMPClient(AsyncClientBase):
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "common.engine.core_proc", *arguments),
             stdin=asyncio.subprocess.PIPE,
+            pass_fds=(launch.log_descriptor,),
             start_new_session=True,  # so that the terminal's Ctrl-C goes to this process only
         )
         assert self._process.stdin is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.observability.logging import LineFormatter, fields, log_format_in_use, setup_logging
+from common.observability.logging import LineFormatter, LogFormat, fields, log_format_in_use, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,42 @@ def test_a_second_setup_replaces_the_first() -> None:
     assert second.getvalue().count("once") == 1
 
 
-def test_a_line_break_cannot_fake_a_record() -> None:
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_record_is_printable_and_one_line(monkeypatch: pytest.MonkeyPatch, log_format: LogFormat) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as below
     stream = io.StringIO()
-    setup_logging("info", "decode-0", stream=stream)
-    logging.getLogger("x").info("prompt: %s", "a\n[decode-1] forged")
-    assert "\n    [decode-1] forged" in stream.getvalue()
+    setup_logging("info", "decode-0", log_format, stream=stream)
+    planted = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA1), 0x2028, 0x202E, 0xD800])) + "[decode-1] forged"
+    logging.getLogger("x").info("prompt: %s", planted, extra=fields(request_id=planted))
+    line = stream.getvalue().removesuffix("\n")
+    assert line.isprintable()
+    assert "[decode-1] forged" in line
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_traceback_cannot_fake_a_record(log_format: LogFormat) -> None:
+    stream = io.StringIO()
+    setup_logging("info", "decode-0", log_format, stream=stream)
+    try:
+        raise ValueError("a\n[decode-1] forged \x1b[31m\r[decode-1] forged")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    first, *others = stream.getvalue().split("\n")
+    assert first.isprintable()
+    assert all(line.isprintable() and line.startswith("    ") for line in others[:-1])
+    assert "forged" in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_record_has_a_bounded_length(log_format: LogFormat) -> None:
+    stream = io.StringIO()
+    setup_logging("info", "decode-0", log_format, stream=stream)
+    long = "\n" * 10**6
+    try:
+        raise ValueError(long)
+    except ValueError:
+        logging.getLogger("x").exception("failed: %s", long, extra=fields(path=long))
+    assert len(stream.getvalue()) < 200_000
 
 
 def test_times_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +96,7 @@ def test_times_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
         time.tzset()
 
 
-HOSTILE = 'a"b\n{"level":"error"}\r\x85\u2028\ud800 \x1b[31m'
+HOSTILE = 'a"b\n{"level":"error"}\r\x7f\x85\u2028\ud800 \x1b[31m'
 
 
 def test_a_json_record_is_one_line_with_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
