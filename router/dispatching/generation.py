@@ -169,10 +169,8 @@ class Generation:
         """End it with an error, unless it has ended."""
         if not self.is_over:
             self._error = error
-            level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
-            logger.log(
-                level, "%s: failed: %s: %s", self._transfer_id, error.code.label, error.message, extra=self._fields
-            )
+            text = "%s: failed: %s: %s"
+            logger.log(_level_of(error), text, self._transfer_id, error.code.label, error.message, extra=self._fields)
             self.timeline.end(time.monotonic(), error=error.code.label)
             self._close()
             self._wake()
@@ -329,9 +327,8 @@ class Generation:
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
         self._metrics.prefill_failures.labels(error.code.label).inc()
-        logger.warning(
-            "%s: prefill pod %s failed: %s", self._transfer_id, leg.pod.address, error.message, extra=self._fields
-        )
+        text = "%s: prefill pod %s failed: %s"
+        logger.log(_level_of(error), text, self._transfer_id, leg.pod.address, error.message, extra=self._fields)
         self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
         if legs is self._legs and error.code is ErrorCode.INVALID_ARGUMENT and error.param == _CONSTRAINT_PARAM:
             self.fail(error)  # the decode pod would find the same, after as long a time
@@ -631,3 +628,8 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _level_of(error: BatonError) -> int:
+    """A warning if it is not the client's fault."""
+    return logging.WARNING if error.code.value.http_status >= 500 else logging.INFO

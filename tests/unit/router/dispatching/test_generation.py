@@ -248,6 +248,15 @@ async def test_what_the_client_did_wrong_is_no_warning(start_cluster, caplog, er
     assert record.levelno == level
 
 
+async def test_a_constraint_that_a_pod_refuses_is_no_warning(pair, caplog):
+    caplog.set_level(logging.INFO, "router.dispatching")
+    pair.decode[0].recomputes_only = True
+    pair.prefill[0].failure = InvalidRequestError("no", param="structured_outputs")
+    response = await pair.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"regex": "a"})
+    assert response.status_code == 400
+    assert [record.levelno for record in caplog.records if ": prefill pod " in record.message] == [logging.INFO]
+
+
 async def test_a_fault_of_ours_ends_the_request_and_is_logged(pair, caplog, monkeypatch):
     monkeypatch.setattr(Generation, "_on_prefill_response", lambda *_: 1 / 0)
     pair.decode[0].allowed = 0
