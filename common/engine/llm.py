@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-import random
 import signal
 import threading
 import time
@@ -37,7 +36,7 @@ from common.generation_config import AUTO, read_sampling_defaults
 from common.tokenization import OutputProcessor, Tokenizer
 from common.types import FinishReason, Logprobs, RequestId, SamplingParams
 from common.types.generation import MAX_LOGPROBS
-from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling
+from common.types.validation import settle_sampling, validate_prompt
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
@@ -242,14 +241,7 @@ class LLM:
         has_no_output = sampling.max_tokens == 0 and sampling.prompt_logprobs is not None
         if has_no_output:
             sampling = msgspec.structs.replace(sampling, max_tokens=1)
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=random.randrange(SEED_LIMIT))
-        validate_sampling(sampling, vocab_size=self.spec.vocab_size)
-        if sampling.bad_words:
-            spellings = self._require_tokenizer("bad_words").spellings
-            words = tuple(token_ids for word in sampling.bad_words for token_ids in spellings(word))
-            sampling = msgspec.structs.replace(sampling, bad_word_token_ids=words)
-            validate_sampling(sampling, vocab_size=self.spec.vocab_size)
+        sampling = settle_sampling(sampling, self._spellings, vocab_size=self.spec.vocab_size)
         _check_thinking(sampling)
         if sampling.vllm_xargs and not self.spec.logits_processors:
             raise InvalidRequestError("vllm_xargs: there are no logits processors", param="vllm_xargs")
@@ -278,6 +270,9 @@ class LLM:
             processor=processor,
             has_no_output=has_no_output,
         )
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        return self._require_tokenizer("bad_words").spellings(word)
 
     def _cut(self, prompt: _Prompt, sampling: SamplingParams) -> _Prompt:
         """The end of the prompt that `truncate_prompt_tokens` leaves."""

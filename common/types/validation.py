@@ -1,12 +1,15 @@
 """Range checks at the edge. What passes here is not checked again inside.
 
-Used where parameters enter: in the router's HTTP and gRPC fronts and the offline `LLM`.
+Used where parameters enter: `settle_sampling` by the router and the offline `LLM`, `validate_sampling` by pods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
+
+import msgspec
 
 from common.errors import InvalidRequestError, PromptTooLongError, quoted
 from common.types.constraint import check_constraint
@@ -24,9 +27,7 @@ RANGES = {
     if field.parameter.allowed is not None and field.kind != BIASES
 }
 _OPTIONAL = frozenset(field.name for field in _FIELDS.values() if field.is_optional)
-_COLLECTIONS = [
-    field for field in _FIELDS.values() if field.kind in (ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES)
-]
+_COLLECTIONS = [field for field in _FIELDS.values() if field.kind in (ARGUMENTS, BIASES, TOKEN_IDS, TOKEN_SEQUENCES)]
 _ENTRIES: Mapping[object, str] = {
     ARGUMENTS: "entries",
     BIASES: "entries",
@@ -36,10 +37,32 @@ _ENTRIES: Mapping[object, str] = {
 }
 
 
+def settle_sampling(
+    params: SamplingParams,
+    spellings: Callable[[str], Iterable[tuple[int, ...]]],
+    *,
+    vocab_size: int,
+    names: Mapping[str, str] = _NO_NAMES,
+) -> SamplingParams:
+    """Returns `params` as engines take them: with the token ids of `bad_words`, each as `spellings` has them, and with
+    a random seed if there is none. Checks them and raises as `validate_sampling` does.
+    """
+    if params.bad_words:
+        name = names.get("bad_words", "bad_words")
+        _validate_collection(_FIELDS["bad_words"], params.bad_words, vocab_size, name)
+        spelled = tuple(token_ids for word in params.bad_words for token_ids in spellings(word))
+        params = msgspec.structs.replace(params, bad_word_token_ids=spelled)
+        names = {**names, "bad_word_token_ids": name}
+    if params.seed is None:
+        params = msgspec.structs.replace(params, seed=secrets.randbelow(SEED_LIMIT))
+    validate_sampling(params, vocab_size=vocab_size, names=names)
+    return params
+
+
 def validate_sampling(
     params: SamplingParams, *, vocab_size: int | None = None, names: Mapping[str, str] = _NO_NAMES
 ) -> None:
-    """Checks every field of `params`; token ids must be in [0, vocab_size) if that is given.
+    """Checks every field but `bad_words`; token ids must be in [0, vocab_size) if that is given.
 
     Raises InvalidRequestError. `param` is the field's name in SamplingParams unless `names` maps it to the one that the
     caller's protocol uses.

@@ -47,7 +47,6 @@ from router.gateway.resume import (
     Stream,
     begin,
     digest_of,
-    new_seed,
     read_resume_options,
 )
 from router.gateway.stream_options import UsageReports
@@ -139,7 +138,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if resume.has_ids and not self._api.resumes:
             problem = "only streams of completions and chats have event ids"
             raise InvalidRequestError(f"{RESUMABLE_HEADER}: {problem}", param=RESUMABLE_HEADER)
-        seed = new_seed() if resume.last_id is None else resume.last_id.seed
+        seed = None if resume.last_id is None else resume.last_id.seed
         with (
             self._named(parsed, resume, exchange) as request_id,
             account.admit(self._num_choices(parsed)),
@@ -192,8 +191,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         param = "n" if body.best_of is None or _n(body) < 1 else "best_of"
         return num_choices(body.num_candidates, body.num_prompts, self._service.config.max_choices, param)
 
-    async def _prepare(self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int) -> list[_Prompt]:
-        """Each prompt validated and tokenised. Raises InvalidRequestError if they are too long together."""
+    async def _prepare(
+        self, body: CompletionBody | ChatBody, drafts: Sequence[Draft], seed: int | None
+    ) -> list[_Prompt]:
+        """Each prompt validated and tokenised. `seed` of the first one counts if the body has none, and one is drawn if
+        there is none either. Raises InvalidRequestError if they are too long together."""
         n, limit = body.num_candidates, self._service.max_request_tokens
         model = self._service.model(body.model)
         prompts: list[_Prompt] = []
@@ -201,9 +203,12 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         for number, draft in enumerate(drafts):
             if number:
                 await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
-            seed_of_prompt = (seed + number * n) % SEED_LIMIT if draft.seed is None else draft.seed
+            if draft.seed is None and seed is not None:
+                draft = replace(draft, seed=(seed + number * n) % SEED_LIMIT)
             options = body.reply_options(draft.prompt)
-            request = await model.parsing.prepare(replace(draft, seed=seed_of_prompt), options, model.prepare)
+            request = await model.parsing.prepare(draft, options, model.prepare)
+            if number == 0:
+                seed = request.sampling.settled_seed  # those of the other prompts follow from it
             num_tokens += n * len(request.prompt_token_ids)
             if num_tokens > limit:
                 problem = f"the prompts times n have more than the limit of {limit} tokens (max_request_tokens)"

@@ -33,7 +33,7 @@ from router.gateway.explain import explain
 from router.gateway.field_names import GRPC_NAMES
 from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
-from router.gateway.resume import Stream, begin, digest_of_bytes, new_seed, parse_event_id
+from router.gateway.resume import Stream, begin, digest_of_bytes, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
@@ -285,8 +285,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequestError("best_of greater than n is for Generate, not for GenerateStream", param="best_of")
         last_id = parse_event_id(message.last_event_id) if message.last_event_id else None
         draft = draft_of(message, terms, "" if last_id is None else last_id.request_id)
-        if draft.seed is None:
-            draft = replace(draft, seed=new_seed() if last_id is None else last_id.seed)
+        if draft.seed is None and last_id is not None:
+            draft = replace(draft, seed=last_id.seed)
         options = reply_options(message, draft.prompt)
         request = await self._valid(draft, options)
         num_tokens, limit = num * len(request.prompt_token_ids), self._service.max_request_tokens

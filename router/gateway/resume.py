@@ -19,7 +19,6 @@ import base64
 import binascii
 import hashlib
 import re
-import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +29,6 @@ import msgspec
 
 from common.errors import InvalidRequestError, UnavailableError, quoted
 from common.types import FinishReason
-from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.completion_bodies import CompletionBody
@@ -124,11 +122,6 @@ def digest_of_bytes(kind: str, asked: bytes, tenant: Tenant, fingerprint: bytes)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.digest()[:_NUM_DIGEST_BYTES]
-
-
-def new_seed() -> int:
-    """For a request that names none."""
-    return secrets.randbelow(SEED_LIMIT)
 
 
 def parse_event_id(text: str) -> EventId:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from common.errors import (
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import SamplingParams, hash_prompt, root_hash
-from common.types.validation import SEED_LIMIT, validate_prompt, validate_sampling, validate_token_ids
+from common.types.validation import SEED_LIMIT, settle_sampling, validate_prompt, validate_token_ids
 from router.config import KVFailurePolicy
 from router.metrics import ModelMetrics
 from router.pods import ModelFacts, ModelPods
@@ -88,8 +87,7 @@ class Preprocessor:
         has_no_output = _has_no_output(draft)
         if has_no_output:
             draft = replace(draft, max_tokens=1)
-        sampling = self._sampling(draft, room=max_model_len - len(token_ids))
-        validate_sampling(sampling, vocab_size=model.vocab_size, names=draft.names)
+        sampling = self._sampling(draft, model.vocab_size, room=max_model_len - len(token_ids))
         validate_prompt(
             token_ids,
             vocab_size=model.vocab_size,
@@ -97,10 +95,6 @@ class Preprocessor:
             max_tokens=sampling.max_tokens,
             param=draft.prompt_param,
         )
-        if sampling.bad_words:
-            sampling = msgspec.structs.replace(sampling, bad_word_token_ids=self._spell(sampling.bad_words))
-            names = {**draft.names, "bad_word_token_ids": draft.names.get("bad_words", "bad_words")}
-            validate_sampling(sampling, vocab_size=model.vocab_size, names=names)
         cache_salt = _salt(draft)
         hashes = await self._hash(token_ids, model.block_size, cache_salt)
         tokenize_s = time.monotonic() - started
@@ -160,20 +154,21 @@ class Preprocessor:
             return work(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, token_ids)
 
-    def _sampling(self, draft: Draft, room: int) -> SamplingParams:
-        """All sampling parameters settled. `room` is what the context leaves for the answer."""
+    def _sampling(self, draft: Draft, vocab_size: int, *, room: int) -> SamplingParams:
+        """Valid, with everything settled. `room` is what the context leaves for the answer."""
         defaults = self._sampling_defaults
         max_tokens = draft.max_tokens
         if max_tokens is None:
             wanted = draft.default_max_tokens if defaults.max_tokens is None else defaults.max_tokens
             max_tokens = max(1, room if wanted is None else min(room, wanted))
         sampling = defaults.params(draft.sampling)
-        return msgspec.structs.replace(
+        sampling = msgspec.structs.replace(
             sampling,
             max_tokens=defaults.limit_tokens(max_tokens),
-            seed=secrets.randbits(63) if draft.seed is None else draft.seed,
+            seed=draft.seed,
             stop_token_ids=tuple(dict.fromkeys(sampling.stop_token_ids)),
         )
+        return settle_sampling(sampling, self._tokenizer.spellings, vocab_size=vocab_size, names=draft.names)
 
     def _kv_failure_policy_of(self, draft: Draft) -> KVFailurePolicy:
         match draft.kv_failure_policy:
@@ -183,9 +178,6 @@ class Preprocessor:
                 return policy
             case other:
                 raise _invalid(f"kv_failure_policy must be recompute or fail, got {quoted(other)}", "kv_failure_policy")
-
-    def _spell(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        return tuple(token_ids for word in words for token_ids in self._tokenizer.spellings(word))
 
     async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int, *, is_cut: bool = False) -> list[int]:
         """`is_cut`: only the end of the prompt matters, at most `max_model_len` tokens."""

@@ -152,6 +152,12 @@ async def test_prompts_of_every_form(pair, tokenizer):
     assert all(list(each.request.prompt_token_ids) == ids for each in pair.decode[0].submits[-3:])
 
 
+async def test_choices_of_several_prompts_without_a_seed_have_seeds_in_a_row(pair):
+    await pair.complete(prompt=["a", "b", "c"], max_tokens=2, n=2)
+    seeds = {each.request.sampling.seed for each in pair.decode[0].submits}
+    assert any(seeds == {(first + index) % 2**64 for index in range(6)} for first in seeds)
+
+
 async def test_choices_differ_in_seed_and_count_the_prompt_once(pair):
     one = await pair.complete(prompt="Hello", max_tokens=4, seed=2**64 - 1)
     body = await pair.complete(prompt="Hello", max_tokens=4, n=3, seed=2**64 - 1)
