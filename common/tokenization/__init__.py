@@ -2,6 +2,6 @@
 
 from common.tokenization.chat import ChatTemplate
 from common.tokenization.output import OutputPiece, OutputProcessor
-from common.tokenization.tokenizer import Tokenizer
+from common.tokenization.tokenizer import Tokenizer, TooManyTokensError
 
-__all__ = ["ChatTemplate", "OutputPiece", "OutputProcessor", "Tokenizer"]
+__all__ = ["ChatTemplate", "OutputPiece", "OutputProcessor", "Tokenizer", "TooManyTokensError"]

@@ -20,7 +20,13 @@ from common.tokenization.chat import ChatTemplate
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_SHRINKAGE = 4  # characters that a normaliser may make one of; Unicode's composition stays below
+_CHARS_AT_ONCE = 4  # per token that a text may have: up to so many are encoded without looking at pieces first
+_PIECE_CHARS = 2**14
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than it may have. The message says how many of what it has."""
 
 
 class Tokenizer:
@@ -82,19 +88,20 @@ class Tokenizer:
         wanted = set(texts)
         return frozenset(token_id for token_id in self._special_ids if self._added[token_id] in wanted)
 
-    def may_fit(self, text: str, max_tokens: int) -> bool:
-        """False if `text` certainly has more than `max_tokens` tokens; cheap, unlike encoding it."""
-        return not self._keeps_length or len(text) <= max_tokens * self._longest_token * _MAX_SHRINKAGE
-
     def end_of(self, text: str, max_tokens: int) -> str:
         """The end of `text`, which has at least `max_tokens` tokens if the text has."""
-        max_chars = max_tokens * self._longest_token * _MAX_SHRINKAGE
-        return text[-max_chars:] if self._keeps_length else text
+        starts = range(0, len(text), _PIECE_CHARS)[::-1]
+        return text[self._exceeding(text, starts, max_tokens) or 0 :]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread."""
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return list(map(self._ids.__getitem__, ids))
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`. Releases the GIL, so a long text can be encoded on a thread. Raises TooManyTokensError
+        if there are more than `max_tokens`, after a time in proportion to `max_tokens`, however long the text is."""
+        if max_tokens is not None and not self._may_fit(text, max_tokens):
+            raise TooManyTokensError(f"has {len(text)} characters, more than a context of {max_tokens} tokens holds")
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokensError(f"has {len(encoding)} tokens, more than the limit of {max_tokens}")
+        return list(map(self._ids.__getitem__, encoding.ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know have no text."""
@@ -157,6 +164,25 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
+
+    def _may_fit(self, text: str, max_tokens: int) -> bool:
+        """False if `text` certainly has more than `max_tokens` tokens."""
+        if self._keeps_length and len(text) > max_tokens * self._longest_token * _MAX_SHRINKAGE:
+            return False
+        return self._exceeding(text, range(0, len(text), _PIECE_CHARS), max_tokens) is None
+
+    def _exceeding(self, text: str, starts: Sequence[int], max_tokens: int) -> int | None:
+        """Returns the first of `starts` with which the pieces of `text` that begin there have certainly more than
+        `max_tokens` tokens. None: the text may have fewer, or is so short that it can be encoded at once."""
+        if len(text) <= max_tokens * (_CHARS_AT_ONCE if text.isascii() else 1):  # each of 4 bytes at most
+            return None
+        num_tokens = 0
+        for num_cuts, start in enumerate(starts):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if num_tokens - 2 * num_cuts > 2 * max_tokens:  # as a cut makes two tokens of one, or spoils a few merges
+                return start
+        return None
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         if (content := self._added.get(token_id)) is not None:

@@ -19,7 +19,7 @@ from common.errors import (
     quoted,
 )
 from common.generation_config import SamplingDefaults
-from common.tokenization import Tokenizer
+from common.tokenization import Tokenizer, TooManyTokensError
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, settle_sampling, validate_prompt, validate_token_ids
 from router.config import KVFailurePolicy
@@ -193,14 +193,13 @@ class Preprocessor:
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
             text, add_special_tokens = self._render(prompt), prompt.add_special_tokens
-        if is_cut:
-            text = self._tokenizer.end_of(text, max_model_len)
-        elif not self._tokenizer.may_fit(text, max_model_len):
-            raise PromptTooLongError(
-                f"{param} has {len(text)} characters, more than a context of {max_model_len} tokens holds", param=param
-            )
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if is_cut:
+                text = self._tokenizer.end_of(text, max_model_len)
+            max_tokens = None if is_cut else max_model_len
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        except TooManyTokensError as error:
+            raise PromptTooLongError(f"{param} {error}", param=param) from error
         except UnicodeError as error:
             raise InvalidRequestError(f"{param} is not valid Unicode text: {error}", param=param) from error
 

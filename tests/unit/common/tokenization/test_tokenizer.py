@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import common.demo_model
 from common.errors import JSON_DEPTH, ConfigError, InvalidRequestError
-from common.tokenization import ChatTemplate, Tokenizer
+from common.tokenization import ChatTemplate, Tokenizer, TooManyTokensError
 from tests.unit.common.tokenization.tiny_tokenizers import KINDS, byte_level, sentencepiece
 
 
@@ -130,18 +130,48 @@ def test_torch_is_not_imported():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_surely_does_not_fit_is_refused_unread(kind):
+def test_a_text_of_as_many_tokens_as_it_may_have_is_encoded(kind):
     tokenizer = KINDS[kind]()
-    drops_unknown_characters = kind == "metaspace"  # then a text of any length may have few tokens
-    assert tokenizer.may_fit("e" * 1_000_000, 64) is drops_unknown_characters
 
-    @given(text=st.text(max_size=60))
-    @example(text="e\u0301" * 20)
-    @example(text="0" * 50)
-    def every_text_may_fit_its_own_length(text):
-        assert tokenizer.may_fit(text, len(tokenizer.encode(text)))
+    @settings(deadline=None)
+    @given(text=st.text(max_size=60), times=st.sampled_from([1, 1000]))
+    @example(text="e\u0301" * 20, times=1000)
+    @example(text="0" * 50, times=1000)
+    def every_text_fits_its_own_length(text, times):
+        ids = tokenizer.encode(text * times)
+        assert tokenizer.encode(text * times, max_tokens=len(ids)) == ids
+        if ids:
+            with pytest.raises(TooManyTokensError):
+                tokenizer.encode(text * times, max_tokens=len(ids) - 1)
 
-    every_text_may_fit_its_own_length()
+    every_text_fits_its_own_length()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", ["e", " ", "e\u0301", "\u0301", "😀", "\0", "hello there. "])
+def test_what_has_too_many_tokens_is_refused_half_read(kind, unit, monkeypatch):
+    tokenizer, num_read = KINDS[kind](), 0
+
+    class Backend:
+        def encode_batch_fast(self, texts, **options):
+            nonlocal num_read
+            num_read += sum(map(len, texts))
+            return backend.encode_batch_fast(texts, **options)
+
+    backend = tokenizer._backend
+    text = unit * (1_000_000 // len(unit))
+    if len(tokenizer.encode(text[:1000])) < 100:
+        return  # unknown characters have one token together
+    monkeypatch.setattr(tokenizer, "_backend", Backend())
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode(text, max_tokens=10_000)
+    assert num_read < 250_000
+    num_read = 0
+    end = tokenizer.end_of(text, 10_000)
+    assert num_read < 250_000
+    assert len(backend.encode(end).ids) > 10_000
+    assert len(end) < 250_000
+    assert text.endswith(end)
 
 
 @pytest.mark.parametrize(
