@@ -169,7 +169,9 @@ Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is chosen and when generation ends. The router sets all fields; an absent one has its default."""
+    """How the next token is chosen and when generation ends. An absent field has its default, but seed 0: the router draws
+    seeds.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -709,7 +709,7 @@ class Choice(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of an answer to a chat. Where there are some, finish_reason STOP is HTTP's `tool_calls`."""
+        """Of an answer to a chat. Where there are some, finish_reason is TOOL_CALLS instead of STOP."""
 
     def __init__(
         self,
@@ -794,7 +794,7 @@ class GenerateChunk(_message.Message):
     start_index: _builtins.int
     """Output index of the first of them."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set in the last chunk only."""
+    """Set in the last chunk of the choice only."""
     event_id: _builtins.str
     """With `resumable`: where a broken stream can go on, at any router of the cluster."""
     stop_text: _builtins.str
@@ -812,7 +812,7 @@ class GenerateChunk(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last chunk only."""
+        """Of the choice; set in its last chunk only."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
@@ -914,7 +914,7 @@ class ModelCard(_message.Message):
     name: _builtins.str
     """Name to use in requests."""
     max_model_len: _builtins.int
-    """Most tokens of prompt and answer together."""
+    """Most tokens of prompt and answer together; 0 while no decode pod is ready."""
     def __init__(
         self,
         *,
@@ -999,7 +999,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Most tokens of prompt and answer together; 0 while no pod is ready."""
+    """Most tokens of prompt and answer together."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the prompt."""

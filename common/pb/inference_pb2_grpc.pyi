@@ -40,9 +40,9 @@ class InferenceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the served models."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
-    """Turns a text or a chat into token ids."""
+    """Turns a text or a chat into token ids. UNAVAILABLE while no decode pod is ready."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
-    """Turns token ids into text."""
+    """Turns token ids into text. UNAVAILABLE while no decode pod is ready."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]
     """Tells where a request would go, and generates nothing. Where there are API keys, for operators' keys."""
 
@@ -58,9 +58,9 @@ class InferenceAsyncStub(InferenceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the served models."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Turns a text or a chat into token ids."""
+    """Turns a text or a chat into token ids. UNAVAILABLE while no decode pod is ready."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids into text."""
+    """Turns token ids into text. UNAVAILABLE while no decode pod is ready."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """Tells where a request would go, and generates nothing. Where there are API keys, for operators' keys."""
 
@@ -103,7 +103,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
-        """Turns a text or a chat into token ids."""
+        """Turns a text or a chat into token ids. UNAVAILABLE while no decode pod is ready."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -111,7 +111,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
-        """Turns token ids into text."""
+        """Turns token ids into text. UNAVAILABLE while no decode pod is ready."""
 
     @_abc_1.abstractmethod
     def Explain(

@@ -510,11 +510,9 @@ class HandoffStart(_message.Message):
     connector_address: _builtins.bytes
     """Direct connectors: what the prefill pod needs to write to the decode pod."""
     block_size: _builtins.int
-    """Tokens per KV block of the decode pod. It and the prefill pod's: one divides the"""
+    """Tokens per KV block of the decode pod; must equal the prefill pod's."""
     bytes_per_block: _builtins.int
-    """other, with direct connectors they are equal.
-    Bytes per KV block of the decode pod; per token they equal the prefill pod's.
-    """
+    """Bytes per KV block of the decode pod; must equal the prefill pod's."""
     def __init__(
         self,
         *,
@@ -655,7 +653,7 @@ class HandoffComputing(_message.Message):
     lease_s: _builtins.float
     """Seconds for which it waits for `reserved` or `renew`."""
     block_size: _builtins.int
-    """Tokens per KV block of the prefill pod: the KV comes in such."""
+    """Tokens per KV block of the prefill pod; must equal the decode pod's."""
     quarantine_s: _builtins.float
     """Direct connectors: seconds after a break of this stream in which it may still write."""
     def __init__(

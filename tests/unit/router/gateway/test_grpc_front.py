@@ -271,6 +271,23 @@ async def test_what_cannot_be_resumed_is_refused(stub, cluster):
         await stub.Generate(message, timeout=30)
 
 
+async def test_the_context_is_not_known_without_a_decode_pod(start_cluster):
+    cluster = await start_cluster()
+    await cluster.decode[0].stop()
+    await cluster.until(lambda: not cluster.router.cluster.can_serve)
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        listed = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=30)
+        assert [card.max_model_len for card in listed.models] == [0]
+        for call, message in (
+            (stub.Tokenize, inference_pb2.TokenizeRequest(text="Hello")),
+            (stub.Detokenize, inference_pb2.DetokenizeRequest(token_ids=[5])),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message, timeout=30)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_tokenize_and_detokenize(stub, tokenizer):
     messages = [inference_pb2.ChatMessage(role="user", content="Hello")]
     told = await stub.Tokenize(inference_pb2.TokenizeRequest(text="Hello you"), timeout=30)
