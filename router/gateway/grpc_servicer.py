@@ -161,12 +161,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
         """Token ids of a prompt."""
-        account = self._access.account(tenant_of_call())
+        tenant = tenant_of_call()
+        account = self._access.account(tenant)
         async with self._errors(context, "Tokenize"):
             with account.admit(1):
                 prompt, param = prompt_of(request)
                 model = self._service.model(request.model)
-                token_ids = await model.preprocessor.tokenize(prompt, param)
+                token_ids = await model.preprocessor.tokenize(prompt, param, tenant)
                 account.spend(len(token_ids))
                 return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
@@ -176,11 +177,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
     ) -> inference_pb2.DetokenizeResponse:
         """Text of token ids."""
-        account = self._access.account(tenant_of_call())
+        tenant = tenant_of_call()
+        account = self._access.account(tenant)
         async with self._errors(context, "Detokenize"):
             with account.admit(1):
                 token_ids = list(request.token_ids)
-                text = await self._service.model(request.model).preprocessor.detokenize(token_ids, "token_ids")
+                preprocessor = self._service.model(request.model).preprocessor
+                text = await preprocessor.detokenize(token_ids, "token_ids", tenant)
                 account.spend(len(token_ids))
                 return inference_pb2.DetokenizeResponse(text=text)
 

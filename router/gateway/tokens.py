@@ -38,9 +38,9 @@ class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
             prompt = parsed.as_prompt()
             max_model_len = model.max_model_len  # now: its pods may be gone when the tokens are there
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            token_ids = await model.preprocessor.tokenize(prompt, param)
+            token_ids = await model.preprocessor.tokenize(prompt, param, exchange.tenant)
             account.spend(len(token_ids))
-            pieces = await model.preprocessor.pieces(token_ids) if parsed.return_token_strs else None
+            pieces = await model.preprocessor.pieces(token_ids, exchange.tenant) if parsed.return_token_strs else None
             answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
             await exchange.send_json(msgspec.json.encode(answer))
 
@@ -59,7 +59,8 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
         with MESSAGES_NAMES.in_errors(), account.admit(1):
             terms = read_terms(exchange.given_header, exchange.tenant)
             (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
-            token_ids = await self._service.model(parsed.model).preprocessor.tokenize(draft.prompt, draft.prompt_param)
+            preprocessor = self._service.model(parsed.model).preprocessor
+            token_ids = await preprocessor.tokenize(draft.prompt, draft.prompt_param, exchange.tenant)
             account.spend(len(token_ids))
             await exchange.send_json(msgspec.json.encode(CountedTokens(len(token_ids))))
 
@@ -76,6 +77,6 @@ class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):
     async def _serve(self, parsed: DetokenizeBody, exchange: Exchange, arrived_at: float) -> None:
         account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
         with account.admit(1):
-            text = await model.preprocessor.detokenize(parsed.tokens, "tokens")
+            text = await model.preprocessor.detokenize(parsed.tokens, "tokens", exchange.tenant)
             account.spend(len(parsed.tokens))
             await exchange.send_json(msgspec.json.encode(Detokenized(text)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -22,12 +21,15 @@ from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer, TooManyTokensError
 from common.types import SamplingParams, hash_prompt, root_hash
 from common.types.validation import SEED_LIMIT, settle_sampling, validate_prompt, validate_token_ids
+from router.admission.fair_queue import Ticket
 from router.config import KVFailurePolicy
 from router.metrics import ModelMetrics
 from router.pods import ModelFacts, ModelPods
 from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from router.requests.fair_threads import FairThreads
 from router.requests.ids import check_request_id
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from router.requests.terms import Tenant
 
 _PRIORITIES = range(-(2**31), 2**31)
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
@@ -62,11 +64,11 @@ class Preprocessor:
         self._kv_failure_policy = kv_failure_policy
         self._sampling_defaults = sampling_defaults
         self._max_prompt_tokens = max_prompt_tokens
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._threads = FairThreads(2, "tokenize")
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """Raises InvalidRequestError or a subclass for what the client did wrong, and UnavailableError if no pod could
@@ -79,7 +81,10 @@ class Preprocessor:
         started = time.monotonic()
         longest = self._longest(max_model_len)
         limit = _truncation(draft, longest)
-        token_ids = await self._tokenize(draft.prompt, draft.prompt_param, longest, is_cut=limit is not None)
+        tenant = draft.terms.tenant
+        token_ids = await self._tokenize(
+            draft.prompt, draft.prompt_param, longest, tenant, priority, is_cut=limit is not None
+        )
         if limit is not None:
             token_ids = token_ids[-limit:]
         if self._max_prompt_tokens is not None:
@@ -96,7 +101,7 @@ class Preprocessor:
             param=draft.prompt_param,
         )
         cache_salt = _salt(draft)
-        hashes = await self._hash(token_ids, model.block_size, cache_salt)
+        hashes = await self._hash(token_ids, model.block_size, cache_salt, tenant, priority)
         tokenize_s = time.monotonic() - started
         self._metrics.first_token_phase.labels("tokenize").observe(tokenize_s)
         return GenerationRequest(
@@ -119,24 +124,25 @@ class Preprocessor:
             deadline=draft.arrived_at + min(self._timeout_s, draft.terms.timeout_s or self._timeout_s),
         )
 
-    async def tokenize(self, prompt: Prompt, param: str) -> list[int]:
-        """Token ids of a prompt, which `param` names. Raises as `prepare` does if it is longer than the context."""
+    async def tokenize(self, prompt: Prompt, param: str, tenant: Tenant) -> list[int]:
+        """Token ids of a tenant's prompt, which `param` names. Raises as `prepare` does if it is longer than the
+        context."""
         longest = self._longest(self._model()[1])
-        token_ids = await self._tokenize(prompt, param, longest)
+        token_ids = await self._tokenize(prompt, param, longest, tenant, tenant.priority_of(0))
         _check_length(token_ids, longest, param)
         return token_ids
 
-    async def detokenize(self, token_ids: list[int], param: str) -> str:
+    async def detokenize(self, token_ids: list[int], param: str, tenant: Tenant) -> str:
         """Text of token ids, special ones included. Raises InvalidRequestError for one outside the vocabulary, and as
         `tokenize` does."""
         model, max_model_len = self._model()
         _check_length(token_ids, self._longest(max_model_len), param)
         validate_token_ids(token_ids, vocab_size=model.vocab_size, param=param)
-        return await self._off_loop(self._tokenizer.decode_long, token_ids)
+        return await self._off_loop(self._tokenizer.decode_long, token_ids, tenant)
 
-    async def pieces(self, token_ids: list[int]) -> list[str]:
+    async def pieces(self, token_ids: list[int], tenant: Tenant) -> list[str]:
         """The tokens as the vocabulary spells them."""
-        return await self._off_loop(self._tokenizer.pieces, token_ids)
+        return await self._off_loop(self._tokenizer.pieces, token_ids, tenant)
 
     def _model(self) -> tuple[ModelFacts, int]:
         """The served model and its context. Raises UnavailableError without a pod."""
@@ -148,11 +154,12 @@ class Preprocessor:
     def _longest(self, max_model_len: int) -> int:
         return min(max_model_len, self._max_prompt_tokens or max_model_len)
 
-    async def _off_loop(self, work: Callable[[list[int]], _Result], token_ids: list[int]) -> _Result:
+    async def _off_loop(self, work: Callable[[list[int]], _Result], token_ids: list[int], tenant: Tenant) -> _Result:
         """Runs the work on a thread if it takes long."""
         if len(token_ids) < _THREAD_FROM_DECODED:
             return work(token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, token_ids)
+        ticket = Ticket(tenant, tenant.priority_of(0), len(token_ids))
+        return await self._threads.run(ticket, partial(work, token_ids))
 
     def _sampling(self, draft: Draft, vocab_size: int, *, room: int) -> SamplingParams:
         """Valid, with everything settled. `room` is what the context leaves for the answer."""
@@ -179,14 +186,16 @@ class Preprocessor:
             case other:
                 raise _invalid(f"kv_failure_policy must be recompute or fail, got {quoted(other)}", "kv_failure_policy")
 
-    async def _tokenize(self, prompt: Prompt, param: str, max_model_len: int, *, is_cut: bool = False) -> list[int]:
+    async def _tokenize(
+        self, prompt: Prompt, param: str, max_model_len: int, tenant: Tenant, priority: int, *, is_cut: bool = False
+    ) -> list[int]:
         """`is_cut`: only the end of the prompt matters, at most `max_model_len` tokens."""
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
+        encode = partial(self._encode, prompt, param, max_model_len, is_cut)
         if prompt.size < _THREAD_FROM_CHARS:
-            return self._encode(prompt, param, max_model_len, is_cut)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, prompt, param, max_model_len, is_cut)
+            return encode()
+        return await self._threads.run(Ticket(tenant, priority, prompt.size), encode)
 
     def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int, is_cut: bool) -> list[int]:
         if isinstance(prompt, TextPrompt):
@@ -211,13 +220,15 @@ class Preprocessor:
             variables={**prompt.template_variables, **({"tools": prompt.tools} if prompt.tools else {})},
         )
 
-    async def _hash(self, token_ids: Sequence[int], block_size: int, cache_salt: str) -> bytes:
+    async def _hash(
+        self, token_ids: Sequence[int], block_size: int, cache_salt: str, tenant: Tenant, priority: int
+    ) -> bytes:
         def hashes() -> bytes:
             return b"".join(hash_prompt(token_ids, block_size, root_hash(cache_salt)))
 
         if len(token_ids) < _THREAD_FROM_TOKENS:
             return hashes()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, hashes)
+        return await self._threads.run(Ticket(tenant, priority, len(token_ids)), hashes)
 
 
 def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:

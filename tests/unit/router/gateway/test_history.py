@@ -98,8 +98,8 @@ async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
     calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "city " * 1000})}}]
     threads = pair.router.service.model(None).preprocessor._threads
     submitted = []
-    submit = threads.submit
-    monkeypatch.setattr(threads, "submit", lambda *work: submitted.append(work) or submit(*work))
+    run = threads.run
+    monkeypatch.setattr(threads, "run", lambda *work: submitted.append(work) or run(*work))
     messages = [{"role": "assistant", "tool_calls": calls}]
     assert (await pair.post("/v1/chat/completions", messages=messages, max_tokens=2)).status_code == 200
     assert submitted
