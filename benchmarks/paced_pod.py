@@ -15,10 +15,11 @@ from pathlib import Path
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
+from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
-from common.engine.contract.step import SchedulerOutput
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
 from decode_service.config import DecodeConfig
@@ -45,12 +46,12 @@ class PacedExecutor(InprocExecutor):
         """See Executor."""
         return measured_steps(self._steps, self._budget)
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
         """See Executor."""
         if not step.num_scheduled_tokens:  # the engine only takes notes, as one of any speed does at once
-            return super().submit(step, phases)
+            return super().submit(step, masks, phases)
         due = time.perf_counter() + self._steps.seconds(_described(step))
-        outcome = super().submit(step, phases).result()
+        outcome = super().submit(step, masks, phases).result()
         time.sleep(max(0.0, due - time.perf_counter()))
         return FinishedStep(outcome)
 

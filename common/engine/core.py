@@ -26,6 +26,7 @@ from common.engine.config import CacheConfig, EngineConfig
 from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import Executor, ModelFacts, RunningStep
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
+from common.engine.grammar.masks import GrammarMasks
 from common.engine.kv_cache import KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import (
@@ -118,6 +119,7 @@ class EngineCore:
                 grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
                 measured_steps=executor.measure_steps(),
             )
+            self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:
             self.close()
             raise
@@ -214,6 +216,7 @@ class EngineCore:
         step_s = finished - max(flight.began, self._last_end)
         self._last_end = finished
         step = flight.step
+        self._masks.step_ended(result.outcomes)
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         cache = self._scheduler.take_cache_change()
         return EngineCoreOutputs(
@@ -244,7 +247,8 @@ class EngineCore:
         if observer is not None:
             observer.begin_step(step)
         self.phases.enter(Phase.PREPARE)
-        running = self._executor.submit(step, self.phases)
+        self._masks.step_scheduled(step, self._scheduler.grammar_of)
+        running = self._executor.submit(step, self._masks.masks, self.phases)
         if observer is not None:
             observer.end_step()
         return _Flight(step, running, began)
@@ -304,9 +308,9 @@ class EngineCore:
     def close(self) -> None:
         """Ends the threads and releases the executor. Idempotent."""
         self._actor.stop()
-        self._executor.close()
         if self._grammars is not None:
             self._grammars.close()
+        self._executor.close()
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:

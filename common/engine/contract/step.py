@@ -5,13 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from common.engine.kv_connector import Fence
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
-
-if TYPE_CHECKING:
-    from common.engine.grammar.base import Grammar
 
 
 class NoToken(enum.Enum):
@@ -36,7 +33,6 @@ class NewRequest:
     sampling: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
-    grammar: Grammar | None = None  # that its output follows
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from common.engine.config import Kernels
+from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
 from common.engine.phases import PhaseClock
@@ -83,9 +84,9 @@ class Executor(Protocol):
         """Opens the connector over the KV cache, if there is one; the caller uses it until `close`. `on_settled` may
         be called from any thread, also between steps."""
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
-        """Begins one step: removes dropped requests, runs the forward pass, samples. Called in Phase.PREPARE; notes in
-        `phases` what comes after it, also while its result is waited for."""
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+        """Begins one step: removes dropped requests, runs the forward pass, samples with `masks`. Called in
+        Phase.PREPARE; notes in `phases` what comes after it, also while its result is waited for."""
 
     def close(self) -> None:
         """Releases everything, the connector included. Idempotent; safe after a partial start."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
@@ -235,7 +236,7 @@ class FakeExecutor:
             self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
         )
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> FinishedStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> FinishedStep:
         """See Executor."""
         phases.enter(Phase.FORWARD)
         return FinishedStep(self.execute(step))

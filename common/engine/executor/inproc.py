@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import ModelFacts, OpenConnector, RunningStep
 from common.engine.phases import PhaseClock
@@ -43,9 +44,9 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
         """See Executor."""
-        return self._worker.submit(step, phases)
+        return self._worker.submit(step, masks, phases)
 
     def close(self) -> None:
         """See Executor."""

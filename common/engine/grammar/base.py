@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.engine.contract.masks import BITS
 from common.engine.grammar.processes import GrammarProcess
 from common.types import Constraint
-
-BITS = 32  # tokens in a word of a mask; token t is bit t % 32 of word t // 32
 
 
 class Vocabulary(NamedTuple):

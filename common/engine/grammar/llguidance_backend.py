@@ -9,7 +9,8 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.grammar.base import BITS, CompiledGrammar, Matcher, Vocabulary
+from common.engine.contract.masks import BITS
+from common.engine.grammar.base import CompiledGrammar, Matcher, Vocabulary
 from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
 from common.types.constraint import MAX_CONSTRAINT_DEPTH

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -51,6 +52,9 @@ from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, knee_tokens, measured_knee, prefill_work
 from common.step_times import StepTimes
 from common.types import RequestId
+
+if TYPE_CHECKING:
+    from common.engine.grammar.base import Grammar
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
@@ -404,9 +408,13 @@ class Scheduler:
             sampling=request.sampling,
             block_ids=[block.block_id for block in self._kv.blocks(request)],
             num_computed_tokens=request.num_computed_tokens,
-            grammar=request.grammar,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
+
+    def grammar_of(self, request_id: RequestId) -> Grammar | None:
+        """Returns the grammar that the output of a live request follows, if it has one."""
+        request = self._places.live.get(request_id)
+        return None if request is None else request.grammar
 
     def take_urgent_news(self) -> list[RequestOutput]:
         """Returns outputs that should be sent before the step runs; called after `schedule`. Often none."""

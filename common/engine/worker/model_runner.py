@@ -13,6 +13,7 @@ import torch
 from common.engine.attention.base import ProjectionAttention
 from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
+from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.step import (
     ModelRunnerOutput,
     NewRequest,
@@ -29,13 +30,13 @@ from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
 from common.engine.worker.batch import BatchPacker, PackedBatch
-from common.engine.worker.constraints import TokenMask
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
 from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
-from common.types import Logprobs, RequestId, SampledToken, SamplingParams
+from common.engine.worker.token_mask import TokenMask
+from common.types import Logprobs, RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
-        grammar_step_s: float = 0.005,
     ) -> None:
-        """`grammar_step_s`: see Constraints."""
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._loaded = loaded
@@ -85,7 +84,6 @@ class ModelRunner:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
-            grammar_step_s=grammar_step_s,
         )
         self._packer = BatchPacker(self._table, self._block_size, loaded.device)
 
@@ -96,12 +94,12 @@ class ModelRunner:
     def run(self, num_scheduled_tokens: dict[RequestId, int]) -> ModelRunnerOutput:
         """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
-        return self.submit(num_scheduled_tokens, PhaseClock()).result()
+        return self.submit(num_scheduled_tokens, no_masks, PhaseClock()).result()
 
     @torch.inference_mode()
-    def submit(self, num_scheduled_tokens: dict[RequestId, int], phases: PhaseClock) -> RunningStep:
+    def submit(self, num_scheduled_tokens: dict[RequestId, int], masks: MaskSource, phases: PhaseClock) -> RunningStep:
         """Begins to. The step is over at once unless a GPU computes it and kernels can sample all requests.
-        `phases`: see Executor."""
+        `masks` and `phases`: see Executor."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
@@ -121,7 +119,7 @@ class ModelRunner:
             return self._sampling
         if before is not None:
             before.settle()
-        return FinishedStep(self._finish(batch, logits))
+        return FinishedStep(self._finish(batch, logits, masks))
 
     def _samples_on_device(self, batch: PackedBatch) -> bool:
         rows = batch.sampled_rows
@@ -132,11 +130,14 @@ class ModelRunner:
             and bool(self._table.kernels_can_sample[rows].all())
         )
 
-    def _finish(self, batch: PackedBatch, logits: torch.Tensor) -> ModelRunnerOutput:
+    def _finish(self, batch: PackedBatch, logits: torch.Tensor, masks: MaskSource) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
-        samples = self._sample(batch, logits[: len(batch.sampled_ids)])
+        found = masks(batch.sampled_ids)  # while the device computes the logits
+        logits = logits[: len(batch.sampled_ids)]
+        rows = batch.sampled_rows
+        samples = self._sample(rows, logits, None) if found is None else self._sample_masked(rows, logits, found)
         return ModelRunnerOutput(outcomes_of(batch.sampled_ids, samples), prompt_logprobs)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
@@ -204,40 +205,26 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001  whatever a compiler or the modelling code raises
             logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
-    def _sample(self, batch: PackedBatch, logits: torch.Tensor) -> Sequence[Sample]:
-        """Samples for the batch's `sampled_ids`, in order."""
-        constraints = self._table.constraints
-        if not constraints:
-            return self._sample_rows(batch.sampled_rows, logits, None)
-        late = constraints.wait(batch.sampled_rows.tolist())  # while the device computes the logits
-        if not late:
-            return self._sample_constrained(batch.sampled_rows, logits.float())
-        self._table.put_off(batch.sampled_rows[late])
-        samples = np.full(len(batch.sampled_rows), NoToken.NOT_YET, dtype=object)
-        kept = np.delete(np.arange(len(samples)), late)
+    def _sample_masked(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks) -> list[Sample]:
+        """Samples for rows of which some have a mask, and some get no token."""
+        samples = np.full(len(rows), None, dtype=object)
+        for position, no_token in masks.no_tokens.items():
+            samples[position] = no_token
+        late = [position for position, no_token in masks.no_tokens.items() if no_token is NoToken.NOT_YET]
+        self._table.put_off(rows[late])
+        kept = np.flatnonzero(samples == None)  # noqa: E711  of each element
         if len(kept):
-            own = logits[torch.from_numpy(kept).to(logits.device)].float()
-            samples[kept] = self._sample_constrained(batch.sampled_rows[kept], own)
+            logits = logits[torch.from_numpy(kept).to(logits.device)].float()
+            places = np.searchsorted(kept, masks.positions)
+            own = self._sample(rows[kept], logits, TokenMask(places.tolist(), masks.words))
+            for place in places.tolist():
+                if isinstance(own[place], NoToken) and bool((logits[place] == -torch.inf).all()):
+                    own[place] = NoToken.CONTRADICTION
+            samples[kept] = own
         found: list[Sample] = samples.tolist()
         return found
 
-    def _sample_constrained(self, rows: npt.NDArray[np.int64], logits: torch.Tensor) -> list[Sample]:
-        """Samples for rows of which some have a grammar, whose masks are here. `logits` is overwritten."""
-        constraints = self._table.constraints
-        mask, dead_ends = constraints.mask(rows.tolist())
-        samples = self._sample_rows(rows, logits, mask)
-        for position, row in enumerate(rows.tolist()):
-            sample = samples[position]
-            if position in dead_ends:
-                samples[position] = dead_ends[position]
-            elif isinstance(sample, SampledToken):
-                constraints.accept(row, sample.token_id)
-            elif constraints.has(row) and bool((logits[position] == -torch.inf).all()):
-                samples[position] = NoToken.CONTRADICTION
-        constraints.begin()
-        return samples
-
-    def _sample_rows(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None) -> list[Sample]:
+    def _sample(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None) -> list[Sample]:
         """Samples for rows of the request table, which notes the tokens. With a mask, `logits` is overwritten."""
         if self._table.are_plain(rows):
             tokens = self._sampler.sample_plain(logits, mask)

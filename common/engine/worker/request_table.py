@@ -17,7 +17,6 @@ from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
-from common.engine.worker.constraints import Constraints
 from common.types import RequestId, SamplingParams
 
 
@@ -33,9 +32,7 @@ class RequestTable:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
-        grammar_step_s: float = 0.005,
     ) -> None:
-        """`grammar_step_s`: see Constraints."""
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._processors = processors
@@ -56,7 +53,6 @@ class RequestTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [SamplingParams()] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
-        self.constraints = Constraints(vocab_size, eos_token_ids, grammar_step_s)
         # Few requests are in these, often none.
         self._not_plain: set[int] = set()  # rows; see sampler.is_plain
         self.num_prompt_logits: dict[int, int] = {}  # by row: leading tokens whose logits are wanted
@@ -74,7 +70,6 @@ class RequestTable:
             self._add(new)
         for request_id, block_ids in step.new_block_ids.items():
             self._append_blocks(self._rows[request_id], block_ids)
-        self.constraints.begin()
 
     def put_off(self, rows: npt.NDArray[np.int64]) -> None:
         """The last token of each of the rows counts as computed no longer: nothing was sampled after it."""
@@ -159,7 +154,9 @@ class RequestTable:
         if processors or not is_plain(new.sampling):
             self._not_plain.add(row)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self.kernels_can_sample[row] = new.sampling.kernels_can_sample and not processors and new.grammar is None
+        self.kernels_can_sample[row] = (
+            new.sampling.kernels_can_sample and not processors and new.sampling.structured_outputs is None
+        )
         self.is_penalised[row] = new.sampling.is_penalised
         self._draw_params[row] = draw_params(new.sampling)
         is_simple = self.kernels_can_sample[row] and not self.is_penalised[row]
@@ -167,7 +164,6 @@ class RequestTable:
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._params[row] = new.sampling
         self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
-        self.constraints.add(row, new)
         if new.wants_prompt_logprobs:
             self.num_prompt_logits[row] = new.num_prompt_tokens - 1
         self._num_blocks[row] = 0
@@ -184,7 +180,6 @@ class RequestTable:
         if row is None:
             return
         self.version += 1
-        self.constraints.drop(row)
         self._not_plain.discard(row)
         self.num_prompt_logits.pop(row, None)
         self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch

@@ -14,6 +14,7 @@ from common.cores import num_usable_cores
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
+from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector, RunningStep
 from common.engine.kv_connector import ConnectorFactory, Fence, WorkerConnector
@@ -100,7 +101,6 @@ class Worker:
             processors=load_processors(
                 self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
             ),
-            grammar_step_s=self._config.grammar_step_s,
         )
         if not self._config.model.enforce_eager:
             self._runner.record_decodes()
@@ -134,18 +134,18 @@ class Worker:
         """See Executor.num_failed_recordings."""
         return 0 if self._runner is None else self._runner.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        running, fence = self._runner.submit(step.num_scheduled_tokens, phases), self._fence()
+        running, fence = self._runner.submit(step.num_scheduled_tokens, masks, phases), self._fence()
         return running if fence is None else _FencedStep(running, fence)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
-        return self.submit(step, PhaseClock()).result()
+        return self.submit(step, no_masks, PhaseClock()).result()
 
     def close(self) -> None:
         """See Executor.close."""

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.paced_pod import PACE_VARIABLE, PacedExecutor
 from common.engine.config import EngineConfig, ModelConfig
+from common.engine.contract.masks import no_masks
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import FinishedStep
 from common.engine.executor.inproc import InprocExecutor
@@ -21,13 +22,13 @@ PROFILE = Path(__file__).parents[1] / "planning" / "profile.json"
 def test_only_a_step_that_computes_something_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PACE_VARIABLE, str(PROFILE))
     monkeypatch.setattr(InprocExecutor, "__init__", lambda self, config: None)
-    monkeypatch.setattr(InprocExecutor, "submit", lambda self, step, phases: FinishedStep(ModelRunnerOutput()))
+    monkeypatch.setattr(InprocExecutor, "submit", lambda self, step, masks, phases: FinishedStep(ModelRunnerOutput()))
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     executor = PacedExecutor(EngineConfig(model=ModelConfig(model="demo")))
-    executor.submit(SchedulerOutput(), PhaseClock())
+    executor.submit(SchedulerOutput(), no_masks, PhaseClock())
     assert slept == []
     step = SchedulerOutput(num_scheduled_tokens={RequestId("r"): 64}, total_num_scheduled_tokens=64)
-    executor.submit(step, PhaseClock())
+    executor.submit(step, no_masks, PhaseClock())
     assert len(slept) == 1
     assert slept[0] > 0

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from common.engine.config import CacheConfig, EngineConfig
+from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.base import RunningStep
 from common.engine.executor.fake import FakeExecutor, MemoryConnector
@@ -48,9 +49,9 @@ class TimedExecutor(FakeExecutor):
         super().__init__(block_size=4, connector=MemoryConnector())
         self._clock = clock
 
-    def submit(self, step: SchedulerOutput, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
         if not step.num_scheduled_tokens:
-            return super().submit(step, phases)
+            return super().submit(step, masks, phases)
         self._clock.now += 1
         phases.enter(Phase.FORWARD)
         self._clock.now += 2

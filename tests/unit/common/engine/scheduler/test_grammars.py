@@ -91,7 +91,8 @@ def test_a_grammar_that_is_known_costs_no_wait(grammars: FakeGrammars) -> None:
     engine = engine_with(grammars)
     engine.add(create_request("a", structured_outputs=DIGITS), create_request("b"))
     step = engine.step()
-    assert {new.request_id: new.grammar for new in step.new_requests} == {"a": GRAMMAR, "b": None}
+    grammar_of = engine.scheduler.grammar_of
+    assert {new.request_id: grammar_of(new.request_id) for new in step.new_requests} == {"a": GRAMMAR, "b": None}
 
 
 def test_a_constraint_that_cannot_be_compiled_ends_its_request(grammars: FakeGrammars) -> None:
@@ -148,7 +149,9 @@ def test_a_preempted_request_keeps_its_grammar(grammars: FakeGrammars) -> None:
     engine.add(*requests)
     introduced = []
     while engine.scheduler.has_unfinished:
-        introduced += [(new.request_id, new.grammar) for new in engine.step().new_requests]
+        introduced += [
+            (new.request_id, engine.scheduler.grammar_of(new.request_id)) for new in engine.step().new_requests
+        ]
     assert engine.scheduler.stats().num_preemptions
     assert len(introduced) > 2
     assert {grammar for _, grammar in introduced} == {GRAMMAR}

@@ -1,4 +1,4 @@
-"""The grammars of the requests that a worker runs, and the masks of the tokens that they allow.
+"""The grammars of the requests that run, and the masks of the tokens that they allow.
 
 Matchers are in processes of their own. A request's matcher is told of a token as soon as it is sampled, and answers
 with the mask of the next one while the model computes. What is not there when the logits are, within a bound of time
@@ -10,19 +10,19 @@ from __future__ import annotations
 import itertools
 import select
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from common.engine.contract.step import NewRequest, NoToken
-from common.engine.grammar.base import BITS, Grammar
+from common.engine.contract.masks import BITS, BatchMasks
+from common.engine.contract.step import NoToken, Outcome, SchedulerOutput
+from common.engine.grammar.base import Grammar
 from common.engine.grammar.processes import GrammarProcess
 from common.engine.grammar.protocol import Mask, MatcherState
 from common.errors import InvalidRequestError
-from common.types import SamplingParams
+from common.types import RequestId, SamplingParams
 
 # CPU time that a matcher may take for each token, however many there are: some times what it usually takes.
 _LEAST_SHARE_S = 0.00025
@@ -52,35 +52,8 @@ class _Constrained:
         return self.words is None and self.failure is None
 
 
-class TokenMask:
-    """Tokens that some rows of a batch allow."""
-
-    def __init__(self, rows: Sequence[int], words: npt.NDArray[np.int32]) -> None:
-        """`words` [rows, words]: see `common.engine.grammar.base`."""
-        self._rows = rows
-        self._words = words
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Excludes other tokens from `logits` [batch, vocabulary], in place, on their device."""
-        allowed = self._unpacked(logits.device, logits.shape[1])
-        if len(self._rows) == len(logits):
-            logits.masked_fill_(~allowed, -torch.inf)
-        else:
-            index = torch.tensor(self._rows, dtype=torch.int64).to(logits.device)
-            logits[index] = logits[index].masked_fill_(~allowed, -torch.inf)
-
-    def _unpacked(self, device: torch.device, vocab_size: int) -> torch.Tensor:
-        """Whether each token is allowed, [rows, vocabulary]."""
-        if device.type == "cpu":
-            unpacked = np.unpackbits(self._words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-            return torch.from_numpy(unpacked).view(torch.bool)
-        words = torch.from_numpy(self._words).pin_memory().to(device, non_blocking=True)
-        bits = (words[:, :, None] >> torch.arange(BITS, device=device, dtype=torch.int32)) & 1
-        return bits.flatten(1)[:, :vocab_size].bool()
-
-
-class Constraints:
-    """By row of the request table; rows of requests without a grammar are not in it."""
+class GrammarMasks:
+    """The running requests that have a grammar. Used on the step loop's thread."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], step_s: float) -> None:
         """`step_s`: seconds that a step waits for masks at most, and CPU time of all matchers together for a step."""
@@ -91,86 +64,87 @@ class Constraints:
                 self._eos.view(np.uint32)[token_id // BITS] |= np.uint32(1 << (token_id % BITS))
         self._step_s = step_s
         self._matcher_ids = itertools.count()
-        self._by_row: dict[int, _Constrained] = {}
+        self._by_request: dict[RequestId, _Constrained] = {}
 
     def __len__(self) -> int:
-        return len(self._by_row)
+        return len(self._by_request)
 
-    def add(self, row: int, new: NewRequest) -> None:
-        """Takes a request's grammar up, and follows the output that it has already."""
-        if new.grammar is not None:
-            output = new.token_ids[new.num_prompt_tokens :]
-            self._by_row[row] = _Constrained(new.grammar, new.sampling, output, next(self._matcher_ids))
+    def step_scheduled(self, step: SchedulerOutput, grammar_of: Callable[[RequestId], Grammar | None]) -> None:
+        """Takes up the grammars of the step's new requests, whose output so far is followed, and drops those of others.
+        Called before the model computes."""
+        for request_id in step.dropped_request_ids if self._by_request else ():
+            self._drop(request_id)
+        for new in step.new_requests:
+            grammar = grammar_of(new.request_id)
+            if grammar is not None:
+                output = new.token_ids[new.num_prompt_tokens :]
+                self._by_request[new.request_id] = _Constrained(grammar, new.sampling, output, next(self._matcher_ids))
+        self._begin()
 
-    def drop(self, row: int) -> None:
-        """Forgets a row. Idempotent."""
-        entry = self._by_row.pop(row, None)
+    def step_ended(self, outcomes: Mapping[RequestId, Outcome]) -> None:
+        """Takes the tokens that a step has sampled, so that the next masks are filled meanwhile."""
+        for request_id, entry in self._by_request.items():
+            tokens = outcomes.get(request_id)
+            for token in tokens if isinstance(tokens, list) else ():
+                entry.output.append(token.token_id)
+                entry.words = None
+                if entry.process is not None:
+                    entry.process.accept(entry.matcher_id, token.token_id, self._share_s)
+        self._begin()
+
+    def masks(self, request_ids: Sequence[RequestId]) -> BatchMasks | None:
+        """See MaskSource."""
+        known = self._by_request
+        entries = [(position, known[each]) for position, each in enumerate(request_ids) if each in known]
+        if not entries:
+            return None
+        self._await([entry for _, entry in entries], is_all=len(entries) == len(request_ids))
+        no_tokens: dict[int, NoToken] = {}
+        positions: list[int] = []
+        masks: list[npt.NDArray[np.int32]] = []
+        for position, entry in entries:
+            words = entry.words
+            if words is None:
+                no_tokens[position] = entry.failure or NoToken.NOT_YET
+                continue
+            if entry.params.ignore_eos or len(entry.output) < entry.params.min_tokens:
+                words = words & ~self._eos
+            if words.any():
+                positions.append(position)
+                masks.append(words)
+            else:
+                no_tokens[position] = NoToken.COMPLETE
+        words = np.stack(masks) if masks else np.empty((0, self._num_words), dtype=np.int32)
+        return BatchMasks(positions, words, no_tokens)
+
+    def close(self) -> None:
+        """Forgets all requests. Idempotent."""
+        for request_id in list(self._by_request):
+            self._drop(request_id)
+
+    def _drop(self, request_id: RequestId) -> None:
+        entry = self._by_request.pop(request_id, None)
         if entry is not None:
             if entry.process is not None:
                 entry.process.close_matcher(entry.matcher_id)
                 entry.process.flush()
             entry.grammar.release()
 
-    def has(self, row: int) -> bool:
-        """Whether the row's request has a grammar."""
-        return row in self._by_row
-
-    def accept(self, row: int, token_id: int) -> None:
-        """Takes a sampled token."""
-        entry = self._by_row.get(row)
-        if entry is not None:
-            entry.output.append(token_id)
-            entry.words = None
-            if entry.process is not None:
-                entry.process.accept(entry.matcher_id, token_id, self._share_s)
-
-    def begin(self) -> None:
-        """Lets the matchers begin with what they were told of. Called before the model computes, and after it."""
-        if self._by_row:
-            for entry in self._by_row.values():
+    def _begin(self) -> None:
+        """Lets the matchers begin with what they were told of."""
+        if self._by_request:
+            for entry in self._by_request.values():
                 if entry.process is None and entry.failure is None:
                     self._open(entry)
-            for process in self._processes(self._by_row.values()):
+            for process in self._processes(self._by_request.values()):
                 process.flush()
-
-    def wait(self, rows: Sequence[int]) -> list[int]:
-        """Waits for the masks of rows of a batch. Returns the positions, in `rows`, of those that are late."""
-        constrained = self._among(rows)
-        if constrained:
-            self._await([entry for _, entry in constrained], is_all=len(constrained) == len(rows))
-        return [position for position, entry in constrained if entry.is_pending]
-
-    def mask(self, rows: Sequence[int]) -> tuple[TokenMask | None, dict[int, NoToken]]:
-        """What rows of a batch, none of which is late, allow next; and the positions, in `rows`, of those that allow
-        nothing."""
-        constrained = self._among(rows)
-        if not constrained:
-            return None, {}
-        words = np.empty((len(constrained), self._num_words), dtype=np.int32)
-        dead_ends: dict[int, NoToken] = {}
-        for number, (position, entry) in enumerate(constrained):
-            if entry.failure is not None:
-                dead_ends[position] = entry.failure
-                words[number] = -1
-                continue
-            assert entry.words is not None, "its mask is late"
-            words[number] = entry.words
-            if entry.params.ignore_eos or len(entry.output) < entry.params.min_tokens:
-                words[number] &= ~self._eos
-        for number in np.flatnonzero(~words.any(axis=1)).tolist():
-            dead_ends[constrained[number][0]] = NoToken.COMPLETE
-            words[number] = -1  # its token is not used
-        return TokenMask([position for position, _ in constrained], words), dead_ends
-
-    def _among(self, rows: Sequence[int]) -> list[tuple[int, _Constrained]]:
-        return [(position, self._by_row[row]) for position, row in enumerate(rows) if row in self._by_row]
 
     # -- processes --------------------------------------------------------------------------------------------------
 
     @property
     def _share_s(self) -> float:
         """CPU seconds of a step for each matcher."""
-        return max(_LEAST_SHARE_S, self._step_s / len(self._by_row))
+        return max(_LEAST_SHARE_S, self._step_s / len(self._by_request))
 
     def _open(self, entry: _Constrained) -> None:
         """Asks a process to follow the output so far, if there is one."""
@@ -206,7 +180,7 @@ class Constraints:
         poll.poll(1000 * timeout_s)
 
     def _receive(self, entries: list[_Constrained]) -> None:
-        by_id = {entry.matcher_id: entry for entry in self._by_row.values()}
+        by_id = {entry.matcher_id: entry for entry in self._by_request.values()}
         for process in self._processes(entries):
             for message in process.receive():
                 assert isinstance(message, Mask)
@@ -221,7 +195,7 @@ class Constraints:
     def _bury(self, process: GrammarProcess) -> None:
         """A process has ended: of the CPU time or the memory that the matcher at work took, or for another reason. The
         requests of its grammar go on with another process."""
-        for entry in self._by_row.values():
+        for entry in self._by_request.values():
             if entry.process is process:
                 if entry.matcher_id == process.at_work_on:
                     entry.num_deaths += 1

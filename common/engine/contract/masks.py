@@ -1,0 +1,32 @@
+"""Masks of the tokens that grammars allow, as the engine's core hands them to whatever samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common.engine.contract.step import NoToken
+from common.types import RequestId
+
+BITS = 32  # tokens in a word of a mask; token t is bit t % 32 of word t // 32
+
+
+class BatchMasks(NamedTuple):
+    """What the grammars of some requests of a batch allow next. Positions are those of the requests in the batch."""
+
+    positions: list[int]  # of the requests that have a mask; each allows at least one token
+    words: npt.NDArray[np.int32]  # [positions, words]
+    no_tokens: dict[int, NoToken]  # positions of requests that get no token in this step
+
+
+MaskSource = Callable[[Sequence[RequestId]], BatchMasks | None]
+"""Returns the masks for the requests of a batch that sample, in order; None: no request has a grammar. Called once the
+logits of the step are being computed; waits for masks a bounded time."""
+
+
+def no_masks(request_ids: Sequence[RequestId]) -> BatchMasks | None:
+    """The MaskSource of steps without grammars."""
+    return None

@@ -1,0 +1,42 @@
+"""Steps and their results are plain data."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from common.engine.contract.step import (
+    ModelRunnerOutput,
+    NewRequest,
+    NoToken,
+    PromptLogprobs,
+    SchedulerOutput,
+    outcomes_of,
+)
+from common.types import Constraint, Logprobs, RequestId, SampledToken, SamplingParams
+
+A, B = RequestId("a"), RequestId("b")
+SAMPLING = SamplingParams(temperature=0.5, seed=3, logit_bias={4: 1.0}, structured_outputs=Constraint.regex("x"))
+TOKEN = SampledToken(7, Logprobs(-0.5, [(7, -0.5), (8, -1.0)], 1))
+STEP = SchedulerOutput(
+    new_requests=[NewRequest(A, [1, 2, 3], 2, SAMPLING, [4, 5], 1, wants_prompt_logprobs=True)],
+    new_block_ids={B: [6]},
+    num_scheduled_tokens={A: 2, B: 1},
+    total_num_scheduled_tokens=3,
+    work=3.5,
+    num_context_tokens=9,
+    dropped_request_ids=[RequestId("c")],
+)
+RESULT = ModelRunnerOutput(
+    {A: [TOKEN, SampledToken(9)], B: NoToken.NOT_YET}, {A: PromptLogprobs(1, [Logprobs(-1.0, [])])}
+)
+
+
+@pytest.mark.parametrize("message", [STEP, RESULT, SchedulerOutput(), ModelRunnerOutput()])
+def test_messages_can_be_encoded(message: SchedulerOutput | ModelRunnerOutput) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+
+
+def test_outcomes_of_one_sample_each() -> None:
+    samples = [TOKEN, NoToken.MASKED]
+    assert outcomes_of([A, B], samples) == {A: [TOKEN], B: NoToken.MASKED}
