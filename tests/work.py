@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Coroutine
 from types import FrameType, ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+_T = TypeVar("_T")
 
 
 class LineCounter:
@@ -21,6 +25,14 @@ class LineCounter:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._previous)
+
+    async def most_in_a_turn(self, work: Coroutine[Any, Any, _T]) -> tuple[int, _T]:
+        """Runs `work`. Returns how many lines ran in the busiest turn of the event loop, and what `work` returned."""
+        task, most, num_before = asyncio.create_task(work), 0, self.num_lines
+        while not task.done():
+            await asyncio.sleep(0)
+            most, num_before = max(most, self.num_lines - num_before), self.num_lines
+        return most, await task
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in self._files:

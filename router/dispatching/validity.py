@@ -37,11 +37,14 @@ def invalid_prompt_logprobs(
 
 def _invalid_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs], num_top: int, vocab_size: int) -> str:
     for position in logprobs:
-        if any(not _is_logprob(value) for value in (position.sampled, *(each.logprob for each in position.top))):
+        top = list(position.top)  # once: each time it would be wrapped again
+        values = [each.logprob for each in top]
+        values.append(position.sampled)
+        if not (max(values) <= _MAX_LOGPROB and sum(values) <= math.inf):  # not a number: then the sum is none, either
             return "a log probability that is none"
-        if len(position.top) > num_top:
-            return f"{len(position.top)} alternatives, {num_top} were asked for"
-        if any(each.token_id >= vocab_size for each in position.top):
+        if len(top) > num_top:
+            return f"{len(top)} alternatives, {num_top} were asked for"
+        if top and max([each.token_id for each in top]) >= vocab_size:
             return f"an alternative outside the vocabulary of {vocab_size}"
     return ""
 
@@ -91,7 +94,3 @@ def checked_report(report: pods_pb2.DecodeReport, num_prompt_tokens: int) -> pod
 def checked_seconds(value: float) -> float:
     """0 if no clock shows that."""
     return value if 0 <= value <= _LONGEST_S else 0.0
-
-
-def _is_logprob(value: float) -> bool:
-    return not math.isnan(value) and value <= _MAX_LOGPROB

@@ -20,6 +20,9 @@ from router.pods.suspicion import Cause
 logger = logging.getLogger(__name__)
 
 
+_AT_ONCE = 256  # tokens of a prompt whose log probabilities a sink gets at once; takes a few milliseconds
+
+
 class DeltaSink(Protocol):
     """The request side of a decode leg. Called on the event loop; must not block."""
 
@@ -71,6 +74,7 @@ class DecodeSession:
             async for events in call:
                 now = time.monotonic()
                 for delta in events.deltas:
+                    await self._deliver_prompt(delta, now)
                     self._deliver(delta, now)
             error = UnavailableError("the pod ended the session")
         except grpc.aio.AioRpcError as failure:
@@ -102,6 +106,17 @@ class DecodeSession:
             reason = common_pb2.ErrorCode.ValueType(code.value.number)
             failed = pods_pb2.PrefillFailed(request_id=request_id, epoch=epoch, reason=reason)
             self._send(pods_pb2.DecodeCommand(prefill_failed=failed))
+
+    async def _deliver_prompt(self, delta: pods_pb2.TokenDelta, now: float) -> None:
+        """Delivers log probabilities of the prompt but for the last ones, and takes them from the delta. There may be
+        very many, so others have their turn in between."""
+        while len(delta.prompt_logprobs) > _AT_ONCE:
+            start, part = delta.prompt_start, delta.prompt_logprobs[:_AT_ONCE]
+            request_id = delta.request_id
+            self._deliver(pods_pb2.TokenDelta(request_id=request_id, prompt_start=start, prompt_logprobs=part), now)
+            del delta.prompt_logprobs[:_AT_ONCE]
+            delta.prompt_start += _AT_ONCE
+            await asyncio.sleep(0)
 
     def _deliver(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         sink = self._sinks.get(delta.request_id)

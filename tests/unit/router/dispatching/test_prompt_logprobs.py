@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from common.pb import common_pb2
+from router.dispatching import validity
 from router.testing import FakeDecodePod, counting_reply
+from tests.work import LineCounter
 
 PROMPT = [600, 601, 602]
 BODY = {"prompt": PROMPT, "max_tokens": 4, "prompt_logprobs": 1, "temperature": 0, "return_token_ids": True}
@@ -61,3 +63,14 @@ async def test_a_migrated_request_does_not_ask_for_them_again(start_cluster):
     request = other.submits[0].request
     assert not request.sampling.HasField("prompt_logprobs")
     assert len(request.output_token_ids) == 2
+
+
+async def test_those_of_a_long_prompt_are_taken_bit_by_bit(start_cluster):
+    cluster = await start_cluster()
+    with LineCounter(validity) as work:
+        most_lines, answer = await work.most_in_a_turn(cluster.complete(**{**BODY, "prompt": [600] * 3000}))
+    (choice,) = answer["choices"]
+    assert [*choice["prompt_logprobs"][1]] == ["600"]
+    assert len(choice["prompt_logprobs"]) == 3000
+    assert work.num_lines > 3000  # each is checked
+    assert most_lines < 300 * work.num_lines / 3000

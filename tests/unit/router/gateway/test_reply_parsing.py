@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from importlib.metadata import EntryPoint
@@ -403,20 +402,8 @@ async def test_a_long_reply_is_resumed_bit_by_bit():
     text = f"{ANALYSIS}Hm.<|end|>{ASSISTANT}" * 3000
     whole, resumed = reply_parser("harmony", ASSISTANT), reply_parser("harmony", ASSISTANT)
     replies(whole, list(text), ended=False)
-    most_lines = 0
-
-    async def watch():
-        nonlocal most_lines
-        while True:
-            num_before = work.num_lines
-            await asyncio.sleep(0)
-            most_lines = max(most_lines, work.num_lines - num_before)
-
     with LineCounter(harmony, splits) as work:
-        watching = asyncio.create_task(watch())
-        await asyncio.sleep(0)
-        await resumed.replay(text, range(len(text)))
-        watching.cancel()
+        most_lines, _ = await work.most_in_a_turn(resumed.replay(text, range(len(text))))
     assert resumed.num_reasoning_tokens == whole.num_reasoning_tokens > 0
     assert work.num_lines < 20 * len(text)
     assert most_lines < 100_000
