@@ -12,14 +12,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ParallelConfig
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.base import FinishedStep, RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
+from common.pod.config import PodConfig
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
 from decode_service.config import DecodeConfig
@@ -56,11 +59,6 @@ class PacedExecutor(InprocExecutor):
         return FinishedStep(outcome)
 
 
-def create_executor(config: EngineConfig) -> PacedExecutor:
-    """An ExecutorFactory."""
-    return PacedExecutor(config)
-
-
 def _described(step: SchedulerOutput) -> Step:
     counts = step.num_scheduled_tokens.values()
     num_decoding = sum(count == 1 for count in counts)
@@ -69,16 +67,21 @@ def _described(step: SchedulerOutput) -> Step:
     return Step(total - num_decoding, num_decoding, len(counts), step.num_context_tokens, attended)
 
 
+def _engine_config(settings: PodConfig) -> EngineConfig:
+    return msgspec.structs.replace(
+        settings.engine_config(), parallel=ParallelConfig(executor="benchmarks.paced_pod:PacedExecutor")
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the pod until SIGTERM."""
     role, *options = argv
-    executor = f"{PacedExecutor.__module__}:{create_executor.__name__}".replace("__main__", "benchmarks.paced_pod")
     if role == "prefill":
         prefill = parse(PrefillConfig, options, prog=role, section=role).named(role)
-        engine = AsyncMPClient(prefill.engine_config(), executor=executor, name=prefill.pod_id)
+        engine = AsyncMPClient(_engine_config(prefill), name=prefill.pod_id)
         return run_pod(PodRuntime("prefill", prefill, engine, lambda pod: PrefillFront(pod, prefill)))
     decode = parse(DecodeConfig, options, prog=role, section=role).named(role)
-    engine = AsyncMPClient(decode.engine_config(), executor=executor, name=decode.pod_id)
+    engine = AsyncMPClient(_engine_config(decode), name=decode.pod_id)
     return run_pod(PodRuntime("decode", decode, engine, lambda pod: DecodeFront(pod, decode)))
 
 

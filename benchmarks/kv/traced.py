@@ -9,14 +9,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ParallelConfig
 from common.engine.executor.base import RunningStep
 from common.engine.executor.inproc import InprocExecutor
+from common.pod.config import PodConfig
 from common.pod.runtime import PodRuntime, run_pod
-from common.types import RequestId
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
 from prefill_service.config import PrefillConfig
@@ -40,23 +43,27 @@ class TracedExecutor(InprocExecutor):
         assert runner is not None
         submit = runner.submit
 
-        def traced(num_scheduled_tokens: dict[RequestId, int]) -> RunningStep:
+        def traced(*arguments: Any) -> RunningStep:
             started = time.monotonic()
-            running = submit(num_scheduled_tokens)
+            running = submit(*arguments)
             os.write(self._trace, f"{started} {time.monotonic()}\n".encode())
             return running
 
         runner.submit = traced  # type: ignore[method-assign]
 
 
+def _engine_config(settings: PodConfig) -> EngineConfig:
+    return msgspec.structs.replace(settings.engine_config(), parallel=ParallelConfig(executor=_EXECUTOR))
+
+
 def build(role: str, settings: Sequence[str]) -> PodRuntime:
     """The pod that these settings describe, as its own program builds it."""
     if role == "prefill":
         prefill = parse(PrefillConfig, settings, prog=role, section=role).named("prefill")
-        engine = AsyncMPClient(prefill.engine_config(), executor=_EXECUTOR, name=prefill.pod_id)
+        engine = AsyncMPClient(_engine_config(prefill), name=prefill.pod_id)
         return PodRuntime("prefill", prefill, engine, lambda pod: PrefillFront(pod, prefill))
     decode = parse(DecodeConfig, settings, prog=role, section=role).named("decode")
-    engine = AsyncMPClient(decode.engine_config(), executor=_EXECUTOR, name=decode.pod_id)
+    engine = AsyncMPClient(_engine_config(decode), name=decode.pod_id)
     return PodRuntime("decode", decode, engine, lambda pod: DecodeFront(pod, decode))
 
 

@@ -22,7 +22,7 @@ import torch
 from common.demo_model import demo_model_path
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.core import EngineCore
-from common.engine.launch import DEFAULT_EXECUTOR, load_executor_factory
+from common.engine.executor.inproc import InprocExecutor
 from common.engine.messages import AddRequest, EngineCoreOutputs
 from common.types import RequestId, SamplingParams
 
@@ -81,7 +81,7 @@ class _Engine:
         self._num_requests = 0
         self._core = EngineCore(
             config,
-            load_executor_factory(DEFAULT_EXECUTOR)(config),
+            InprocExecutor(config),
             on_wakeup=lambda: None,
             on_news=lambda _: None,
             on_failure=_raise,

@@ -118,6 +118,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the model runs."""
+
+    executor: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="What runs the model: inproc, in the engine's process; or module:factory of an Executor.",
+        ),
+    ] = "inproc"
+
+
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output: how grammars are compiled, and how many are kept."""
 
@@ -187,6 +199,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
 

@@ -23,15 +23,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from common.engine.executor.registry import EXECUTORS
 from common.engine.launch import (
-    DEFAULT_EXECUTOR,
     EXIT_FAILED,
     EXIT_ORPHANED,
     EngineFailed,
     EngineProcReply,
     EngineReady,
     Launch,
-    load_executor_factory,
     read_launch,
 )
 from common.engine.loop import EngineLoop
@@ -139,7 +138,7 @@ class EngineCoreProc:
     def _start(self) -> EngineLoop:
         with self._without_compiler():
             with kept_imports():  # torch and transformers
-                factory = load_executor_factory(self._launch.executor)
+                factory = EXECUTORS.find(self._launch.config.parallel.executor)
             executor = factory(self._launch.config)
             loop = EngineLoop(self._launch.config, executor, self._output.emit)
         try:
@@ -154,7 +153,7 @@ class EngineCoreProc:
         return loop
 
     def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
-        if self._launch.executor != DEFAULT_EXECUTOR:  # which may need neither torch nor transformers
+        if self._launch.config.parallel.executor.startswith("fake"):  # which may need neither torch nor transformers
             return contextlib.nullcontext()
         from common.engine.model.without_compiler import without_compiler
 

@@ -11,22 +11,15 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 import struct
-from collections.abc import Callable
 from typing import BinaryIO
 
 import msgspec
 
 from common.engine.config import EngineConfig
-from common.engine.executor.base import Executor
 from common.engine.messages import CallResult, EngineCoreOutputs, EngineSpec
 from common.errors import BatonError, ConfigError, EngineDeadError, ModelLoadError
 from common.observability.logging import LogFormat
-
-ExecutorFactory = Callable[[EngineConfig], Executor]
-
-DEFAULT_EXECUTOR = "common.engine.executor.inproc:InprocExecutor"
 
 EXIT_FAILED = 70  # an EngineFailed was sent
 EXIT_ORPHANED = 71  # the parent is gone
@@ -38,7 +31,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process."""
 
     config: EngineConfig
-    executor: str  # "module:factory", an ExecutorFactory
     commands_path: str  # the child binds here and pulls EngineCommands
     replies_path: str  # the parent binds here and pulls EngineProcReplies
     name: str = ""  # of the pod; starts each log line
@@ -96,12 +88,3 @@ def _read_exactly(stream: BinaryIO, length: int) -> bytes:
             raise EOFError(f"the stream ended after {len(parts)} of {length} bytes")
         parts += part
     return bytes(parts)
-
-
-def load_executor_factory(path: str) -> ExecutorFactory:
-    """Imports "module:factory". Raises ConfigError if it does not exist."""
-    try:
-        factory: ExecutorFactory = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"executor: cannot import {path!r}: {error}", param="executor") from error
-    return factory

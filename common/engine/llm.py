@@ -27,7 +27,7 @@ from tqdm import tqdm
 from common.beam_search import BeamSearch, EarlyStopping, Hypothesis
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
@@ -62,9 +62,9 @@ class Completion:
 class LLM:
     """A model, ready to generate. A context manager; not thread-safe.
 
-    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig and GrammarConfig: dtype, max_model_len,
-    kv_cache_memory, num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises ConfigError naming
-    the option, or ModelLoadError, if the engine cannot be started with them.
+    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig and GrammarConfig: dtype,
+    max_model_len, kv_cache_memory, num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises
+    ConfigError naming the option, or ModelLoadError, if the engine cannot be started with them.
     """
 
     def __init__(
@@ -446,6 +446,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "model": ModelConfig,
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
+        "parallel": ParallelConfig,
         "grammar": GrammarConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
@@ -454,6 +455,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "model": {"model": model},
         "cache": {},
         "scheduler": {"target_itl_ms": None},
+        "parallel": {},
         "grammar": {},
     }
     for name, value in options.items():

@@ -16,6 +16,7 @@ from common.engine.config import (
     GrammarConfig,
     KVConnectorConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from common.observability.logging import LogFormat, LogLevel
@@ -90,6 +91,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     grammar: GrammarConfig = GrammarConfig()
     announcing: AnnounceConfig = AnnounceConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
@@ -124,6 +126,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             model=model,
             cache=self.cache,
             scheduler=self.scheduler,
+            parallel=self.parallel,
             grammar=self.grammar,
             connector=self._connector_config(),
         )

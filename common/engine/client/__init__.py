@@ -7,14 +7,10 @@ thread, `common.engine.client.inproc.InprocClient` without asyncio.
 from common.engine.client.base import EngineClient
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig
-from common.engine.launch import DEFAULT_EXECUTOR
 
 __all__ = ["AsyncMPClient", "EngineClient", "create_client"]
 
 
-def create_client(config: EngineConfig, *, executor: str = DEFAULT_EXECUTOR, name: str = "") -> EngineClient:
-    """Creates a client of an engine process, which `start` starts; `name` of the pod marks its log lines.
-
-    `executor` names an ExecutorFactory as "module:factory".
-    """
-    return AsyncMPClient(config, executor=executor, name=name)
+def create_client(config: EngineConfig, *, name: str = "") -> EngineClient:
+    """Creates a client of an engine process, which `start` starts; `name` of the pod marks its log lines."""
+    return AsyncMPClient(config, name=name)

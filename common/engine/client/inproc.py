@@ -13,7 +13,7 @@ import msgspec
 from common.engine.config import EngineConfig
 from common.engine.core import EngineCore
 from common.engine.executor.base import Executor
-from common.engine.launch import DEFAULT_EXECUTOR, load_executor_factory
+from common.engine.executor.registry import EXECUTORS
 from common.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -42,7 +42,7 @@ class InprocClient:
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         """`executor`: runs the model; by default, in this process."""
         if executor is None:
-            executor = load_executor_factory(DEFAULT_EXECUTOR)(config)
+            executor = EXECUTORS.find(config.parallel.executor)(config)
         self._wakeup = threading.Event()
         self._news: deque[RequestOutput] = deque()  # of transfers, between steps
         self._dead = ""

@@ -16,7 +16,6 @@ import zmq
 from common.engine.client.async_base import AsyncClientBase
 from common.engine.config import MAX_SOCKET_PATH, EngineConfig
 from common.engine.launch import (
-    DEFAULT_EXECUTOR,
     EXIT_FAILED,
     EngineProcReply,
     EngineReady,
@@ -46,14 +45,12 @@ class AsyncMPClient(AsyncClientBase):
         self,
         config: EngineConfig,
         *,
-        executor: str = DEFAULT_EXECUTOR,
         name: str = "",
         start_timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
-        """`executor` is the "module:factory" of an ExecutorFactory; `name` of the pod marks process and log lines."""
+        """`name` of the pod marks process and log lines."""
         super().__init__(start_timeout_s=start_timeout_s)
         self._config = config
-        self._executor = executor
         self._name = name
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineProcReply] = msgspec.msgpack.Decoder(EngineProcReply)
@@ -74,7 +71,6 @@ class AsyncMPClient(AsyncClientBase):
         self._directory = directory
         launch = Launch(
             config=self._config,
-            executor=self._executor,
             commands_path=f"ipc://{directory}/commands",
             replies_path=f"ipc://{directory}/replies",
             name=self._name,

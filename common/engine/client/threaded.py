@@ -8,7 +8,8 @@ import threading
 
 from common.engine.client.async_base import AsyncClientBase
 from common.engine.config import EngineConfig
-from common.engine.launch import EngineFailed, EngineProcReply, EngineReady, ExecutorFactory
+from common.engine.executor.registry import ExecutorFactory
+from common.engine.launch import EngineFailed, EngineProcReply, EngineReady
 from common.engine.loop import EngineLoop
 from common.engine.messages import EngineCommand
 

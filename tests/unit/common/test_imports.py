@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.engine.client.mp import AsyncMPClient
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError
 from common.imports import kept_imports
 
@@ -52,7 +52,7 @@ def test_a_role_is_imported_without_collections_and_exempt_from_later_ones(tmp_p
 async def test_an_engine_is_imported_without_collections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "an_executor.py").write_text(EXECUTOR)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    client = AsyncMPClient(EngineConfig(), executor="an_executor:create")
+    client = AsyncMPClient(EngineConfig(parallel=ParallelConfig(executor="an_executor:create")))
     with pytest.raises(ConfigError, match="collects: False, later: True"):
         await client.start()
     await client.close()

@@ -15,9 +15,9 @@ import pytest
 from common.engine.client import AsyncMPClient
 from common.engine.client.async_base import AsyncClientBase
 from common.engine.client.threaded import AsyncInprocClient
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig
 from common.engine.executor.fake import expected_tokens
-from common.engine.launch import load_executor_factory
+from common.engine.executor.registry import EXECUTORS
 from common.engine.messages import (
     AddRequest,
     KVReceived,
@@ -38,8 +38,13 @@ CONFIG = EngineConfig(
     cache=CacheConfig(block_size=4, num_blocks=512),
     connector=KVConnectorConfig(factory="m:f", name="n", options={"a": 1, "b": "c", "d": 0.5, "e": True}),
 )
-FAKE = "common.engine.executor.fake:create_fake_executor"
+FAKE = "fake"
 TIMEOUT_S = 30.0
+
+
+def with_executor(name: str) -> EngineConfig:
+    return msgspec.structs.replace(CONFIG, parallel=ParallelConfig(executor=name))
+
 
 ClientFactory = Callable[..., AsyncClientBase]
 
@@ -51,9 +56,9 @@ async def create(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     def factory(executor: str = FAKE) -> AsyncClientBase:
         if request.param == "process":
-            client: AsyncClientBase = AsyncMPClient(CONFIG, executor=executor, name="test")
+            client: AsyncClientBase = AsyncMPClient(with_executor(executor), name="test")
         else:
-            client = AsyncInprocClient(CONFIG, load_executor_factory(executor))
+            client = AsyncInprocClient(CONFIG, EXECUTORS.find(executor))
         clients.append(client)
         return client
 
@@ -147,7 +152,7 @@ def carry_news(client: AsyncClientBase, address: bytes, output: RequestOutput) -
 
 async def test_direct_handoff(create: ClientFactory) -> None:
     """Both roles in one engine, which writes into its own KV cache."""
-    client = create("common.engine.executor.fake:create_fake_direct_executor")
+    client = create("fake-direct")
     spec = await client.start()
     assert spec.is_direct
     for role in ("consumer", "producer"):  # in this order, none of the prompt is cached when the consumer starts
@@ -272,6 +277,6 @@ async def test_close_without_start(create: ClientFactory) -> None:
 
 
 async def test_executor_that_does_not_exist() -> None:
-    client = AsyncMPClient(CONFIG, executor="common.engine.nowhere:create")
+    client = AsyncMPClient(with_executor("common.engine.nowhere:create"))
     with pytest.raises(ConfigError, match=r"common\.engine\.nowhere"):
         await client.start()

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from common.engine.client import AsyncMPClient, create_client, mp
-from common.engine.config import CacheConfig, EngineConfig
+from common.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from common.engine.executor.fake import expected_tokens
 from common.engine.messages import AddRequest
 from common.errors import ConfigError, EngineDeadError
@@ -24,14 +25,18 @@ from tests.unit.common.engine.fake_engines import MODULE
 
 ROOT = Path(__file__).parents[5]
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=512))
-FAKE = "common.engine.executor.fake:create_fake_executor"
+FAKE = "fake"
 TIMEOUT_S = 30.0
+
+
+def with_executor(name: str) -> EngineConfig:
+    return msgspec.structs.replace(CONFIG, parallel=ParallelConfig(executor=name))
 
 
 @pytest.fixture
 async def slow_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncMPClient]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    client = AsyncMPClient(CONFIG, executor=f"{MODULE}:create_slow")
+    client = AsyncMPClient(with_executor(f"{MODULE}:create_slow"))
     await client.start()
     yield client
     await client.close()
@@ -118,7 +123,7 @@ async def test_close_while_held_up(slow_client: AsyncMPClient, monkeypatch: pyte
 
 async def test_cancelled_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    client = AsyncMPClient(CONFIG, executor=FAKE)
+    client = AsyncMPClient(with_executor(FAKE))
     start = asyncio.create_task(client.start())
     await until(lambda: client.pid is not None)
     start.cancel()
@@ -130,7 +135,7 @@ async def test_cancelled_start_leaves_nothing_behind(tmp_path: Path, monkeypatch
 
 async def test_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    client = create_client(CONFIG, executor=FAKE)
+    client = create_client(with_executor(FAKE))
     await client.start()
     (name,) = os.listdir(tmp_path)
     assert os.stat(tmp_path / name).st_mode & 0o777 == 0o700
@@ -143,16 +148,16 @@ async def test_directory_too_long_for_sockets(tmp_path: Path, monkeypatch: pytes
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with pytest.raises(ConfigError, match="TMPDIR"):
-        await AsyncMPClient(CONFIG, executor=FAKE).start()
+        await AsyncMPClient(with_executor(FAKE)).start()
 
 
 PARENT = f"""
 import asyncio, os
 from common.engine.client import AsyncMPClient
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ParallelConfig
 
 async def main():
-    client = AsyncMPClient(EngineConfig(), executor={FAKE!r})
+    client = AsyncMPClient(EngineConfig(parallel=ParallelConfig(executor={FAKE!r})))
     await client.start()
     print(client.pid, flush=True)
     await asyncio.Event().wait()

@@ -1,0 +1,20 @@
+"""The executors by name: values of the setting `executor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.engine.config import EngineConfig
+from common.engine.executor.base import Executor
+from common.engine.registry import Registry
+
+ExecutorFactory = Callable[[EngineConfig], Executor]
+
+EXECUTORS: Registry[ExecutorFactory] = Registry(
+    "executor",
+    {
+        "inproc": "common.engine.executor.inproc:InprocExecutor",
+        "fake": "common.engine.executor.fake:create_fake_executor",
+        "fake-direct": "common.engine.executor.fake:create_fake_direct_executor",
+    },
+)
