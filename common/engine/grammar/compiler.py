@@ -20,6 +20,7 @@ from common.engine.grammar.cache import Kept, ProblemCache, ProcessCache
 from common.engine.grammar.compile_queue import CompileQueue, Job
 from common.engine.grammar.processes import ForkServer, GrammarProcess
 from common.engine.grammar.protocol import Compiled, Ready, Settings
+from common.engine.grammar.serving import TOO_SLOW
 from common.engine.scheduler.grammars import GrammarAnswer
 from common.engine.scheduler.request import Request
 from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, OverloadedError
@@ -251,7 +252,7 @@ class GrammarCompiler:
 
     def _too_slow(self, compiling: _Compiling) -> InvalidRequestError:
         if compiling.is_compiled:
-            return GrammarTooSlowError("matching it takes too much time or memory")
+            return GrammarTooSlowError(TOO_SLOW)
         return InvalidRequestError(f"it takes more than {self._config.grammar_timeout_s:g} s to compile")
 
     def _end(self, process: GrammarProcess) -> int | None:

@@ -40,7 +40,7 @@ from common.types import Constraint
 
 NICENESS = 10  # while compiling
 TOO_LARGE = "it takes too much memory to compile"
-TOO_SLOW = "matching it takes too long"
+TOO_SLOW = "following it takes too much time or memory"
 _BAD_ALLOC = "std::bad_alloc"  # as C++ says it
 _CHUNK = 65536
 _TRIAL_S = 0.25  # CPU seconds for all tokens of the trial, which take some milliseconds
@@ -127,8 +127,9 @@ def _try_out(grammar: CompiledGrammar, vocabulary: Vocabulary, text: str) -> str
     for number in range(_NUM_TRIALS):
         try:
             _follow(grammar.matcher(), vocabulary, favourites[number:] + favourites[:number])
-        except _EXCEEDED:
-            return TOO_SLOW
+        except _EXCEEDED as error:
+            reason = str(error).partition("\n")[0]  # states follow
+            return f"{TOO_SLOW}: {reason}" if reason else TOO_SLOW
     return ""
 
 

@@ -159,7 +159,15 @@ def test_a_grammar_whose_states_grow_is_refused_before_its_request_is_admitted()
     result = compiling.result(Constraint.grammar('root ::= (("a"? "a"?){1,40}){1,40} "z"'))
     assert isinstance(result, GrammarTooSlowError)
     assert result.param == "structured_outputs"
+    assert "too much time or memory" in result.message
     compiling.compiler.close()
+
+
+def test_bounds_of_a_library_are_named(compiling: Compiling) -> None:
+    names = {f"p{number}": {"type": "string", "maxLength": 400} for number in range(900)}
+    result = compiling.result(Constraint.json_schema({"type": "object", "properties": names}))
+    assert isinstance(result, GrammarTooSlowError)
+    assert "max is 2000" in result.message
 
 
 def test_a_request_that_has_ended_gets_no_answer_and_ends_the_compiling() -> None:
