@@ -33,12 +33,12 @@ class MessagesFormat(TypedEventsFormat):
         super().__init__(*args, **options)
         self._num_blocks = 0  # of the stream so far
 
-    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> list[bytes]:
         """See AnswerFormat."""
         (answer,) = answers
         content = [_block(run) for run in runs_of(answer.parts)]
         ending = _ending(answer.finish_label, answer.stop_reason)
-        return msgspec.json.encode({**self._message, "content": content, **ending, "usage": _usage(usage)})
+        return [msgspec.json.encode({**self._message, "content": content, **ending, "usage": _usage(usage)})]
 
     def opening(
         self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None

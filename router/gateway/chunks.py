@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
 from common.errors import BatonError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.gateway.encoded import EncodedList, encode_parts
 from router.gateway.errors import OPENAI_DONE, openai_error_events
 from router.gateway.one_line import encode_line
 from router.gateway.prompt_logprobs import finite
@@ -32,10 +32,10 @@ class Answer:
     def __init__(self) -> None:
         self.text: list[str] = []
         self.parts: list[Part] = []  # of an answer that is parsed; their text is in `text` as well
-        self.logprobs: dict[str, list[bytes]] = {}  # by field: values as JSON, without the brackets
+        self.logprobs: dict[str, EncodedList] = {}  # by field
         self.finish_label: str | None = None
         self.stop_reason: str | int | None = None  # see TextDelta
-        self.token_ids: list[int] = []
+        self.token_ids = EncodedList()
         self.log_probability = 0.0  # of its tokens together, if pods report theirs
         self.prompt_fields: dict[str, Any] = {}  # what is said of its prompt
 
@@ -84,7 +84,7 @@ class AnswerFormat(ABC):
         answer, and `usage` are its token counts so far."""
         raise NotImplementedError
 
-    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
+    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, EncodedList]) -> bytes:
         """Event with the prompt and the log probabilities of its tokens, before an answer."""
         raise NotImplementedError
 
@@ -108,8 +108,8 @@ class AnswerFormat(ABC):
         """Events that end a stream with an error."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
-        """Body of a response that is not streamed; `echoes` precede the answers' texts."""
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> list[bytes]:
+        """Body of a response that is not streamed, in parts; `echoes` precede the answers' texts."""
 
     def add(self, answer: Answer, delta: TextDelta, echo: str) -> None:
         """Takes the next delta of an answer that is sent whole. What takes long to encode is encoded now, so that the
@@ -171,9 +171,9 @@ class ChoicesFormat(AnswerFormat):
         finish, end = _FINISH[delta.finish_reason], self._end_with(usage)
         return b"".join((head, text, self._after_text, b',"logprobs":', logprobs, more, finish, end))
 
-    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, list[bytes]]) -> bytes:
+    def echo_chunk(self, index: int, echo: str, logprobs: Mapping[str, EncodedList]) -> bytes:
         """See AnswerFormat."""
-        values = encode_line(self._joined(logprobs))
+        values = encode_line({**{name: encoded.whole() for name, encoded in logprobs.items()}, **self._no_logprobs})
         head, text = self._text_head(index), encode_line(echo)
         return b"".join((head, text, self._after_text, b',"logprobs":', values, _FINISH[None], self._end))
 
@@ -205,30 +205,29 @@ class ChoicesFormat(AnswerFormat):
     def _add_tokens(self, answer: Answer, delta: TextDelta, echo: str) -> None:
         super()._add_tokens(answer, delta, echo)
         if self._wants_token_ids:
-            answer.token_ids += delta.token_ids
+            answer.token_ids.extend(delta.token_ids)
         if delta.logprobs:
             for name, values in zip(self._logprob_fields, self.logprobs(delta, len(echo)), strict=True):
-                answer.logprobs.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
+                answer.logprobs.setdefault(name, EncodedList()).extend(values)
 
-    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> list[bytes]:
         """See AnswerFormat."""
         choices = []
         for index, (answer, echo) in enumerate(zip(answers, echoes, strict=True)):
-            logprobs = self._joined(answer.logprobs) if self._wants_logprobs else None
+            logprobs = self._logprobs_of_answer(answer) if self._wants_logprobs else None
             choice = self.choice(index, echo + "".join(answer.text), answer, logprobs)
             of_tokens = {"token_ids": answer.token_ids} if self._wants_token_ids else {}
             choices.append({**choice, "stop_reason": answer.stop_reason, **of_tokens})
         return self._body(choices, answers, usage)
 
-    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> list[bytes]:
         """What is said of a prompt is part of each choice."""
         for choice, answer in zip(choices, answers, strict=True):
             choice.update(answer.prompt_fields)
-        return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage})
+        return encode_parts({**self._identity, "choices": choices, "usage": usage})
 
-    def _joined(self, logprobs: Mapping[str, list[bytes]]) -> dict[str, Any]:
-        values = {name: Raw(b"[%b]" % b",".join(logprobs.get(name, []))) for name in self._logprob_fields}
-        return {**values, **self._no_logprobs}
+    def _logprobs_of_answer(self, answer: Answer) -> dict[str, Any]:
+        return {**{name: answer.logprobs.get(name, []) for name in self._logprob_fields}, **self._no_logprobs}
 
 
 class CompletionFormat(ChoicesFormat):
@@ -288,10 +287,10 @@ class ChatFormat(ChoicesFormat):
             role += b',"prompt_token_ids":' + encode_line(prompt_token_ids)
         return self._chunk_head + str(index).encode() + role + self._end_with(usage)
 
-    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> bytes:
+    def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> list[bytes]:
         """All choices have the same prompt."""
         fields = answers[0].prompt_fields if answers else {}
-        return msgspec.json.encode({**self._identity, "choices": choices, "usage": usage, **fields})
+        return encode_parts({**self._identity, "choices": choices, "usage": usage, **fields})
 
     def logprobs(self, delta: TextDelta, offset: int) -> Sequence[list[Any]]:
         """One object per token."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from common.errors import InvalidRequestError
@@ -33,6 +33,7 @@ from router.gateway.choices import (
 )
 from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
 from router.gateway.completion_bodies import CompletionBody, parse_completion
+from router.gateway.encoded import EncodedList
 from router.gateway.endpoint import JsonEndpoint
 from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
@@ -102,6 +103,7 @@ class _Job:
     constraint_name: str  # what the client calls the field that constrains the answer
     echoes_logprobs: bool  # those of the prompt's tokens precede those of each choice
     prompt_fields: frozenset[str]  # what else is said of prompts: their token ids, log probabilities
+    prompt_ids: dict[int, EncodedList] = field(default_factory=dict)  # by the identity of a prompt's list of token ids
 
 
 class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
@@ -310,10 +312,10 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 num_tokens += len(found.token_ids)
                 answers.append(Answer())
                 answers[-1].text.append(found.text)
-                answers[-1].token_ids = found.token_ids
+                answers[-1].token_ids.extend(found.token_ids)
                 answers[-1].finish_label, answers[-1].stop_reason = found.finish_reason.label, found.stop_token_id
                 if body.return_token_ids:
-                    answers[-1].prompt_fields["prompt_token_ids"] = prompt.request.prompt_token_ids
+                    answers[-1].prompt_fields["prompt_token_ids"] = EncodedList(prompt.request.prompt_token_ids)
         num_prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in prompts)
         usage = usage_of(num_prompt_tokens, num_tokens, cached_tokens=0)
         await exchange.send_json(answer_format.whole(answers, [""] * len(answers), usage))
@@ -351,7 +353,9 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
             answer.prompt_fields["prompt_logprobs"] = await by_token_id(tokenizer, token_ids, logprobs)
         if "prompt_token_ids" in job.prompt_fields:
-            answer.prompt_fields["prompt_token_ids"] = token_ids
+            if id(token_ids) not in job.prompt_ids:
+                job.prompt_ids[id(token_ids)] = EncodedList(token_ids)
+            answer.prompt_fields["prompt_token_ids"] = job.prompt_ids[id(token_ids)]
 
     async def _stream(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
         ids = job.event_ids

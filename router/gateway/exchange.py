@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any
 
 from common.errors import (
@@ -162,16 +162,21 @@ class Exchange:
             watcher.cancel()
 
     async def send_json(
-        self, body: bytes, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+        self, body: bytes | Sequence[bytes], *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
-        """A whole response."""
-        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        """A whole response; between parts of the body, others have their turn."""
+        *parts, last = [body] if isinstance(body, bytes) else body
+        num_bytes = len(last) + sum(map(len, parts))
+        own = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
         own += self._identification()
         if status == 200:
             own += self._of_success()
         self._note_status(status)
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
-        await self._send({"type": "http.response.body", "body": body})
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await self._send({"type": "http.response.body", "body": last})
 
     async def send_events(self, events: bytes) -> None:
         """Server-sent events, encoded; the first call sends status 200 before them."""

@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from common.pb import common_pb2
 from common.tokenization import OutputProcessor, Tokenizer
+from router.gateway.encoded import EncodedList
 
 NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms
@@ -20,11 +19,11 @@ _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms
 
 async def echoed(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
-) -> dict[str, list[bytes]]:
-    """As OpenAI has them beside an echo: values of four parallel lists, as JSON without the brackets."""
+) -> dict[str, EncodedList]:
+    """As OpenAI has them beside an echo: values of four parallel lists."""
     text_of = tokenizer.token_text
     processor = OutputProcessor(tokenizer)
-    values: dict[str, list[bytes]] = {}
+    values: dict[str, EncodedList] = {}
     for part in _slices(token_ids):
         tops: list[dict[str, float] | None] = []
         for index in part:
@@ -42,21 +41,20 @@ async def echoed(
             "text_offset": processor.push(token_ids[part.start : part.stop]).offsets,
         }
         for name, entries in lists.items():
-            values.setdefault(name, []).append(msgspec.json.encode(entries)[1:-1])
+            values.setdefault(name, EncodedList()).extend(entries)
         await asyncio.sleep(0)
     return values
 
 
 async def by_token_id(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
-) -> msgspec.Raw:
+) -> EncodedList:
     """As vLLM has them: a list of mappings from token id to log probability, rank and text."""
-    parts = [b"null"]
+    values = EncodedList([None])
     for part in _slices(token_ids):
-        entries = [_by_token_id(tokenizer, token_ids[index], logprobs[index - 1]) for index in part if index]
-        parts += [msgspec.json.encode(entries)[1:-1]] if entries else []
+        values.extend([_by_token_id(tokenizer, token_ids[index], logprobs[index - 1]) for index in part if index])
         await asyncio.sleep(0)
-    return msgspec.Raw(b"[%b]" % b",".join(parts))
+    return values
 
 
 def _by_token_id(tokenizer: Tokenizer, token_id: int, position: common_pb2.PositionLogprobs) -> dict[int, Any]:

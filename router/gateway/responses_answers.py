@@ -29,14 +29,14 @@ class ResponsesFormat(TypedEventsFormat):
         self._text: list[str] = []  # of the item that is being streamed
         self._finish_label: str | None = None
 
-    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> bytes:
+    def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> list[bytes]:
         """See AnswerFormat."""
         (answer,) = answers
         runs = list(runs_of(answer.parts))
         output = [self._item(run, number) for number, run in enumerate(runs)]
         if runs and not isinstance(runs[-1], Call):
             output[-1]["status"] = _status_of_last(answer.finish_label)
-        return msgspec.json.encode(self._response(answer.finish_label, output, usage))
+        return [msgspec.json.encode(self._response(answer.finish_label, output, usage))]
 
     def opening(
         self, index: int, usage: dict[str, Any] | None = None, prompt_token_ids: Sequence[int] | None = None

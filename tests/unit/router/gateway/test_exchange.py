@@ -112,3 +112,23 @@ async def test_what_the_work_raises_is_raised():
 
     with pytest.raises(ValueError, match="of the work"):
         await Client().exchange().run_while_connected(fail())
+
+
+async def test_others_have_their_turn_between_the_parts_of_a_body():
+    sent, turns = [], 0
+
+    async def send(message):
+        sent.append((message.get("body", b""), message.get("more_body", False), turns))
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    exchange = Exchange({"type": "http", "headers": []}, Client().receive, send)
+    await exchange.send_json([b"[1,", b"2,", b"3]"])
+    counting.cancel()
+    assert [(body, more) for body, more, _ in sent[1:]] == [(b"[1,", True), (b"2,", True), (b"3]", False)]
+    assert len({turn for *_, turn in sent[1:]}) == 3

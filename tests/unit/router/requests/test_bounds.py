@@ -17,6 +17,8 @@ from common.errors import JSON_DEPTH
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import SamplingParams, constraint
 from common.types.parameters import parameters_of
+from router.gateway import completions
+from router.gateway.encoded import EncodedList
 from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
@@ -370,6 +372,20 @@ async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
     answer = await pair.complete(prompt=prompt, echo=True, n=16, max_tokens=1)
     assert len({choice["text"] for choice in answer["choices"]}) == 1
     assert spelled.count(prompt) == 1
+
+
+async def test_token_ids_of_a_prompt_are_encoded_once_for_all_choices(pair, monkeypatch):
+    encoded = []
+
+    def encode(entries=()):
+        encoded.append(list(entries))
+        return EncodedList(entries)
+
+    monkeypatch.setattr(completions, "EncodedList", encode)
+    prompts = [[300] * 3000, [301] * 3000]
+    answer = await pair.complete(prompt=prompts, return_token_ids=True, n=8, max_tokens=1)
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[0]] * 8 + [prompts[1]] * 8
+    assert sorted(filter(None, encoded)) == prompts
 
 
 FIELDS = {
