@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from common.errors import JSON_DEPTH
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import SamplingParams, constraint
 from common.types.parameters import parameters_of
+from router.dispatching import generation
 from router.gateway import completions
 from router.gateway.encoded import EncodedList
 from router.requests import bounds
@@ -372,6 +374,29 @@ async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
     answer = await pair.complete(prompt=prompt, echo=True, n=16, max_tokens=1)
     assert len({choice["text"] for choice in answer["choices"]}) == 1
     assert spelled.count(prompt) == 1
+
+
+async def test_long_prompts_are_dispatched_few_at_a_time(start_cluster, monkeypatch):
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=131_072)])
+    turn, tokens = 0, Counter()
+    open_legs = generation.open_legs
+
+    def open_and_count(request, *more):
+        tokens[turn] += len(request.prompt_token_ids)
+        return open_legs(request, *more)
+
+    async def count_turns():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(generation, "open_legs", open_and_count)
+    counting = asyncio.create_task(count_turns())
+    await cluster.complete(prompt=[600] * 60_000, n=16, max_tokens=1)
+    counting.cancel()
+    assert sum(tokens.values()) == 16 * 60_000
+    assert max(tokens.values()) < 200_000
 
 
 async def test_token_ids_of_a_prompt_are_encoded_once_for_all_choices(pair, monkeypatch):
