@@ -22,6 +22,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_SHRINKAGE = 4  # characters that a normaliser may make one of; Unicode's composition stays below
 _CHARS_AT_ONCE = 4  # per token that a text may have: up to so many are encoded without looking at pieces first
 _PIECE_CHARS = 2**14
+_MAX_SPELLINGS = 1024  # of words that are kept: a request may have hundreds, and spell them for many prompts
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,6 +54,7 @@ class Tokenizer:
         self._keeps_length = self.byte_level or _keeps_unknown_characters(backend.model)
         # Bounded by the vocabulary, and a hit costs a third of a decode.
         self._bytes_of = functools.cache(self._uncached_token_bytes)
+        self._spellings_of = functools.lru_cache(_MAX_SPELLINGS)(self._uncached_spellings)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -132,9 +134,7 @@ class Tokenizer:
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a word, as it begins a text and after a space."""
-        word = word.lstrip()
-        variants = (tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
-        return [token_ids for token_ids in dict.fromkeys(variants) if token_ids]
+        return list(self._spellings_of(word))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; part of a character where characters are split over tokens."""
@@ -183,6 +183,11 @@ class Tokenizer:
             if num_tokens - 2 * num_cuts > 2 * max_tokens:  # as a cut makes two tokens of one, or spoils a few merges
                 return start
         return None
+
+    def _uncached_spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        word = word.lstrip()
+        variants = (tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
+        return tuple(token_ids for token_ids in dict.fromkeys(variants) if token_ids)
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         if (content := self._added.get(token_id)) is not None:

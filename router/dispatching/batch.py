@@ -1,7 +1,7 @@
 """The generations of one request of a client: they get their turn together and end together.
 
-A generation takes half a millisecond to dispatch, and longer if its prompt is long, so they are dispatched a few at a
-time.
+A generation takes half a millisecond to dispatch, and longer if it has a long prompt or many biases, so they are
+dispatched a few at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from router.admission.goodput import OVERDUE, Timing, kept_limits
 from router.admission.metrics import AdmissionMetrics
 from router.dispatching.generation import Generation
 from router.metrics import RouterMetrics
+from router.requests.request import GenerationRequest
 from router.timelines.book import TimelineBook
 from router.tracing.tracing import RequestTracing
 
 _AT_ONCE = 16
-_TOKENS_AT_ONCE = 2**17  # of prompts; copying them into messages takes some 7 ms
+_SIZE_AT_ONCE = 2**17  # tokens of prompts; to copy them into messages takes some 7 ms
+_SIZE_OF_ENTRY = 8  # as many tokens take as long as one entry of a sampling parameter
 
 
 class Batch:
@@ -63,11 +65,11 @@ class Batch:
     def dispatch(self) -> None:
         """Send the next few except those that were aborted while they waited. Raises what dispatching raises; leaving
         the context then ends those that were sent."""
-        num_tokens = 0
+        size = 0
         for generation in self.generations[self._num_sent : self._num_sent + _AT_ONCE]:
-            if num_tokens >= _TOKENS_AT_ONCE:
+            if size >= _SIZE_AT_ONCE:
                 break
-            num_tokens += len(generation.request.prompt_token_ids)
+            size += _size_of(generation.request)
             self._num_sent += 1
             if not generation.is_over:
                 self._stack.enter_context(generation)
@@ -103,3 +105,10 @@ class Batch:
         for generation, timing in zip(self.generations, timings, strict=True):
             for limit, is_kept in kept_limits(generation.request, timing).items():
                 self._admission_metrics.limits.labels(limit, "met" if is_kept else "missed").inc()
+
+
+def _size_of(request: GenerationRequest) -> int:
+    sampling = request.sampling
+    lists = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_word_token_ids)
+    num_entries = sum(len(entries) for entries in lists if entries)
+    return len(request.prompt_token_ids) + _SIZE_OF_ENTRY * num_entries

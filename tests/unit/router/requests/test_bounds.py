@@ -286,6 +286,10 @@ BODIES = {
     "many values": {"prompt": [5] * 3_000_000},
     "a schema": {"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * 10**6]}}},
     "values of a schema": {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": [[]] * 100_000}},
+    "a schema of quotes": {
+        "prompt": "x",
+        "structured_outputs": {"json": '"' + '\\"' * 60_000},
+    },  # of which none ends it
     "a choice": {"prompt": "x", "structured_outputs": {"choice": ["a" * 20] * 4000}},
 }
 
@@ -366,6 +370,19 @@ async def test_log_probabilities_are_bounded_over_all_choices(pair, path, body, 
     assert refused.json()["error"]["param"] == param
 
 
+async def test_constraints_and_bad_words_are_read_once_for_all_prompts(pair, monkeypatch):
+    tokenizer, spelled, checked = pair.router.service.model(None).tokenizer, [], []
+    encode, check_shape = tokenizer.encode, constraint.check_json_shape
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: spelled.append(text) or encode(text, **more))
+    monkeypatch.setattr(
+        constraint, "check_json_shape", lambda *encoded: checked.append(encoded) or check_shape(*encoded)
+    )
+    schema = {"enum": ["once"]}
+    await pair.complete(prompt=["x"] * 32, max_tokens=1, structured_outputs={"json": schema}, bad_words=["onceword"])
+    assert len(checked) == 1
+    assert spelled.count("onceword") == spelled.count(" onceword") == 1
+
+
 async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
     tokenizer, spelled = pair.router.service.model(None).tokenizer, []
     decode = tokenizer.decode
@@ -376,14 +393,24 @@ async def test_a_prompt_is_spelled_once_for_all_choices(pair, monkeypatch):
     assert spelled.count(prompt) == 1
 
 
-async def test_long_prompts_are_dispatched_few_at_a_time(start_cluster, monkeypatch):
-    cluster = await start_cluster([], [FakeDecodePod(max_model_len=131_072)])
-    turn, tokens = 0, Counter()
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"prompt": [600] * 60_000, "n": 16}, 3),
+        ({"prompt": [600], "n": 64, "allowed_token_ids": list(range(8192))}, 3),
+        ({"prompt": [600], "n": 64, "logit_bias": {str(number): 1 for number in range(8192)}}, 3),
+        ({"prompt": [600], "n": 64}, 16),
+    ],
+    ids=["a prompt", "allowed tokens", "biases", "none"],
+)
+async def test_large_requests_are_dispatched_few_at_a_time(start_cluster, monkeypatch, body, most):
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=131_072, vocab_size=10_000)])
+    turn, dispatched = 0, Counter()
     open_legs = generation.open_legs
 
-    def open_and_count(request, *more):
-        tokens[turn] += len(request.prompt_token_ids)
-        return open_legs(request, *more)
+    def open_and_count(*arguments):
+        dispatched[turn] += 1
+        return open_legs(*arguments)
 
     async def count_turns():
         nonlocal turn
@@ -393,10 +420,10 @@ async def test_long_prompts_are_dispatched_few_at_a_time(start_cluster, monkeypa
 
     monkeypatch.setattr(generation, "open_legs", open_and_count)
     counting = asyncio.create_task(count_turns())
-    await cluster.complete(prompt=[600] * 60_000, n=16, max_tokens=1)
+    await cluster.complete(**body, max_tokens=1)
     counting.cancel()
-    assert sum(tokens.values()) == 16 * 60_000
-    assert max(tokens.values()) < 200_000
+    assert dispatched.total() == body["n"]
+    assert max(dispatched.values()) <= most
 
 
 async def test_token_ids_of_a_prompt_are_encoded_once_for_all_choices(pair, monkeypatch):
