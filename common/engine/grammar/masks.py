@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import select
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from common.engine.contract.masks import BITS, BatchMasks
 from common.engine.contract.step import NoToken, Outcome, SchedulerOutput
 from common.engine.grammar.base import Grammar
 from common.engine.grammar.processes import GrammarProcess
-from common.engine.grammar.protocol import Mask, MatcherState
+from common.engine.grammar.protocol import Masks, MatcherState
 from common.errors import InvalidRequestError
 from common.types import RequestId, SamplingParams
 
@@ -83,13 +84,17 @@ class GrammarMasks:
 
     def step_ended(self, outcomes: Mapping[RequestId, Outcome]) -> None:
         """Takes the tokens that a step has sampled, so that the next masks are filled meanwhile."""
+        accepted: defaultdict[GrammarProcess, list[tuple[int, list[int]]]] = defaultdict(list)
         for request_id, entry in self._by_request.items():
-            tokens = outcomes.get(request_id)
-            for token in tokens if isinstance(tokens, list) else ():
-                entry.output.append(token.token_id)
+            outcome = outcomes.get(request_id)
+            if isinstance(outcome, list):
+                token_ids = [token.token_id for token in outcome]
+                entry.output += token_ids
                 entry.words = None
                 if entry.process is not None:
-                    entry.process.accept(entry.matcher_id, token.token_id, self._share_s)
+                    accepted[entry.process].append((entry.matcher_id, token_ids))
+        for process, token_ids_by_matcher in accepted.items():
+            process.accept(token_ids_by_matcher, self._share_s)
         self._begin()
 
     def masks(self, request_ids: Sequence[RequestId]) -> BatchMasks | None:
@@ -183,12 +188,12 @@ class GrammarMasks:
         by_id = {entry.matcher_id: entry for entry in self._by_request.values()}
         for process in self._processes(entries):
             for message in process.receive():
-                assert isinstance(message, Mask)
-                entry = by_id[message.matcher_id]
-                entry.late_since = None
-                entry.failure = _FAILURES.get(message.state)
-                if entry.failure is None:
-                    entry.words = np.frombuffer(message.words, dtype=np.int32)
+                assert isinstance(message, Masks)
+                for matcher_id, state, words in process.take(message):
+                    entry = by_id[matcher_id]
+                    entry.late_since = None
+                    entry.failure = _FAILURES.get(state)
+                    entry.words = words if entry.failure is None else None
             if process.is_gone:
                 self._bury(process)
 

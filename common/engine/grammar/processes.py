@@ -10,7 +10,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from common.engine.grammar.protocol import (
     Accept,
@@ -22,7 +26,8 @@ from common.engine.grammar.protocol import (
     Frames,
     FromGrammar,
     FromServer,
-    Mask,
+    Masks,
+    MatcherState,
     Open,
     Reap,
     Settings,
@@ -36,6 +41,7 @@ from common.types import Constraint
 _TIMEOUT_S = 60.0  # for the fork server to start, or to answer
 _CHUNK = 2**18
 _LATE_NICENESS = 19
+_NO_WORDS = np.empty(0, dtype=np.int32)
 _Answer = TypeVar("_Answer", Started, Forked, Ended)
 
 
@@ -148,10 +154,10 @@ class GrammarProcess:
         self._awaited.append(matcher_id)
         self._put(Open(matcher_id, token_ids, share_s))
 
-    def accept(self, matcher_id: int, token_id: int, share_s: float) -> None:
-        """Hands over a token, and asks for the next mask. Sent by `flush`."""
-        self._awaited.append(matcher_id)
-        self._put(Accept(matcher_id, token_id, share_s))
+    def accept(self, token_ids: list[tuple[int, list[int]]], share_s: float) -> None:
+        """Hands over the tokens of a step by matcher, and asks for the next masks. Sent by `flush`."""
+        self._awaited.extend(matcher_id for matcher_id, _ in token_ids)
+        self._put(Accept(token_ids, share_s))
 
     def close_matcher(self, matcher_id: int) -> None:
         """Drops a matcher. Sent by `flush`."""
@@ -174,7 +180,7 @@ class GrammarProcess:
             self._unsent.clear()  # `receive` finds out that it is gone
 
     def receive(self) -> list[FromGrammar]:
-        """Returns the answers that are here; of masks only the last that was asked for, of matchers that are open."""
+        """Returns the answers that are here."""
         answers: list[FromGrammar] = []
         try:
             while data := self._socket.recv(_CHUNK):
@@ -184,14 +190,20 @@ class GrammarProcess:
             self.flush()
         except OSError:
             self.is_gone = True
-        wanted = [each for each in answers if not isinstance(each, Mask) or self._takes(each)]
+        return answers
+
+    def take(self, masks: Masks) -> Iterator[tuple[int, MatcherState, npt.NDArray[np.int32]]]:
+        """Yields state and mask [words] of each matcher that is open and of which no later mask was asked for. The mask
+        is empty unless it follows the grammar."""
+        num_masks = sum(state == "following" for _, state in masks.states)
+        words = iter(np.frombuffer(masks.words, dtype=np.int32).reshape(num_masks, -1) if num_masks else ())
+        for matcher_id, state in masks.states:
+            assert matcher_id == self._awaited.popleft(), "answers come in order"
+            mask = next(words) if state == "following" else _NO_WORDS
+            if matcher_id in self._open and matcher_id not in self._awaited:
+                yield matcher_id, state, mask
         if not self._awaited:
             self._cpu_when_late = None
-        return wanted
-
-    def _takes(self, mask: Mask) -> bool:
-        assert mask.matcher_id == self._awaited.popleft(), "answers come in order"
-        return mask.matcher_id in self._open and mask.matcher_id not in self._awaited
 
     def note_late(self, cpu_s: float) -> None:
         """An answer is late. Lowers the priority of the process if that has taken more CPU time than `cpu_s` since the

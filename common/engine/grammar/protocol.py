@@ -4,7 +4,8 @@ it, over Unix sockets.
 Engine to fork server:  `Settings` once, then `Fork` with the socket of the process to be, and `Reap`.
 Fork server to engine:  `Started` once, then `Forked` or `Ended`, one answer to each message.
 Engine to a grammar:    `Compile` once, then `Open`, `Accept` and `Close` of matchers.
-A grammar to engine:    `Compiled`, and `Ready` if that went well, then a `Mask` for each `Open` and `Accept`, in order.
+A grammar to engine:    `Compiled`, and `Ready` if that went well, then `Masks`: one for each `Open`, and for each
+                        matcher of an `Accept`, in order.
 """
 
 from __future__ import annotations
@@ -91,10 +92,9 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accept(msgspec.Struct, frozen=True, tag=True):
-    """Accept a token, and send the mask of the next one."""
+    """Accept the tokens of a step, and send the masks of the next ones."""
 
-    matcher_id: int
-    token_id: int
+    token_ids: list[tuple[int, list[int]]]  # by matcher
     share_s: float
 
 
@@ -104,18 +104,17 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     matcher_id: int
 
 
-class Mask(msgspec.Struct, frozen=True, tag=True):
-    """The tokens that may come next: int32 words as `Matcher.fill` writes them; empty unless it follows the grammar."""
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """The tokens that may come next, of some matchers."""
 
-    matcher_id: int
-    state: MatcherState
-    words: bytes = b""
+    states: list[tuple[int, MatcherState]]  # by matcher
+    words: bytes  # int32 as `Matcher.fill` writes them, of those that follow the grammar
 
 
 ToServer = Fork | Reap
 FromServer = Started | Forked | Ended
 ToGrammar = Compile | Open | Accept | Close
-FromGrammar = Compiled | Ready | Mask
+FromGrammar = Compiled | Ready | Masks
 
 _encoder = msgspec.msgpack.Encoder()
 _Message = TypeVar("_Message")

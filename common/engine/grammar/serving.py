@@ -27,7 +27,7 @@ from common.engine.grammar.protocol import (
     Compile,
     Compiled,
     Frames,
-    Mask,
+    Masks,
     MatcherState,
     Open,
     Ready,
@@ -45,6 +45,7 @@ _BAD_ALLOC = "std::bad_alloc"  # as C++ says it
 _CHUNK = 65536
 _TRIAL_S = 0.25  # CPU seconds for all tokens of the trial, which take some milliseconds
 _NUM_TRIALS, _TRIAL_TOKENS = 3, 48
+_HOLD_S = 0.0005  # that a mask waits for others, to be sent with them
 _EXCEEDED = (MemoryError, RuntimeError)  # of what the libraries raise where memory or bounds of their own are exceeded
 
 
@@ -186,31 +187,42 @@ class _Matchers:
                 for message in frames.feed(data):
                     match message:
                         case Open(matcher_id, token_ids, share_s):
-                            account = _Account(self._grammar.matcher(), self._settings.match_s)
-                            self._accounts[matcher_id] = account
-                            engine.sendall(self._answer(matcher_id, account, token_ids, share_s))
-                        case Accept(matcher_id, token_id, share_s):
-                            account = self._accounts[matcher_id]
-                            engine.sendall(self._answer(matcher_id, account, [token_id], share_s))
+                            self._accounts[matcher_id] = _Account(self._grammar.matcher(), self._settings.match_s)
+                            self._answer(engine, [(matcher_id, token_ids)], share_s)
+                        case Accept(token_ids_by_matcher, share_s):
+                            self._answer(engine, token_ids_by_matcher, share_s)
                         case Close(matcher_id):
                             self._accounts.pop(matcher_id, None)
 
-    def _answer(self, matcher_id: int, account: _Account, token_ids: list[int], share_s: float) -> bytes:
-        """Follows the tokens, fills the mask. The kernel ends the process if the time runs out meanwhile."""
-        if account.state == "following":
-            account.add(share_s * max(1, len(token_ids)))
-            began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, account.left_s)
-            try:
-                if not all(account.matcher.accept(token_id) for token_id in token_ids):
-                    account.state = "lost"
-                else:
-                    account.matcher.fill(self._words)
-            except _EXCEEDED:
-                account.state = "too_slow"
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            account.left_s -= time.process_time() - began
-            if account.left_s <= 0 and account.state == "following":
-                account.state = "too_slow"
-        words = self._words.tobytes() if account.state == "following" else b""
-        return frame(Mask(matcher_id, account.state, words))
+    def _answer(self, engine: socket.socket, token_ids: list[tuple[int, list[int]]], share_s: float) -> None:
+        """Follows tokens and sends masks: many at once, but none that is ready waits long for the others."""
+        states: list[tuple[int, MatcherState]] = []
+        words = bytearray()
+        due = time.monotonic() + _HOLD_S
+        for number, (matcher_id, added) in enumerate(token_ids, 1):
+            account = self._accounts[matcher_id]
+            if account.state == "following":
+                self._follow(account, added, share_s)
+            states.append((matcher_id, account.state))
+            if account.state == "following":
+                words += self._words.data
+            if number == len(token_ids) or time.monotonic() > due:
+                engine.sendall(frame(Masks(states, bytes(words))))
+                states, words, due = [], bytearray(), time.monotonic() + _HOLD_S
+
+    def _follow(self, account: _Account, token_ids: list[int], share_s: float) -> None:
+        """Takes tokens and fills the mask. The kernel ends the process if the time runs out meanwhile."""
+        account.add(share_s * max(1, len(token_ids)))
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, account.left_s)
+        try:
+            if not all(account.matcher.accept(token_id) for token_id in token_ids):
+                account.state = "lost"
+            else:
+                account.matcher.fill(self._words)
+        except _EXCEEDED:
+            account.state = "too_slow"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        account.left_s -= time.process_time() - began
+        if account.left_s <= 0 and account.state == "following":
+            account.state = "too_slow"

@@ -207,6 +207,8 @@ class ModelRunner:
 
     def _sample_masked(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks) -> list[Sample]:
         """Samples for rows of which some have a mask, and some get no token."""
+        if not masks.no_tokens:
+            return self._sample_all_masked(rows, logits.float(), masks)
         samples = np.full(len(rows), None, dtype=object)
         for position, no_token in masks.no_tokens.items():
             samples[position] = no_token
@@ -214,15 +216,19 @@ class ModelRunner:
         self._table.put_off(rows[late])
         kept = np.flatnonzero(samples == None)  # noqa: E711  of each element
         if len(kept):
-            logits = logits[torch.from_numpy(kept).to(logits.device)].float()
-            places = np.searchsorted(kept, masks.positions)
-            own = self._sample(rows[kept], logits, TokenMask(places.tolist(), masks.words))
-            for place in places.tolist():
-                if isinstance(own[place], NoToken) and bool((logits[place] == -torch.inf).all()):
-                    own[place] = NoToken.CONTRADICTION
-            samples[kept] = own
+            own = logits[torch.from_numpy(kept).to(logits.device)].float()
+            places = np.searchsorted(kept, masks.positions).tolist()
+            samples[kept] = self._sample_all_masked(rows[kept], own, BatchMasks(places, masks.words, {}))
         found: list[Sample] = samples.tolist()
         return found
+
+    def _sample_all_masked(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks) -> list[Sample]:
+        """Samples for rows that all get a token. `logits` is overwritten."""
+        samples = self._sample(rows, logits, TokenMask(masks.positions, masks.words))
+        for position in masks.positions:
+            if isinstance(samples[position], NoToken) and bool((logits[position] == -torch.inf).all()):
+                samples[position] = NoToken.CONTRADICTION
+        return samples
 
     def _sample(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None) -> list[Sample]:
         """Samples for rows of the request table, which notes the tokens. With a mask, `logits` is overwritten."""

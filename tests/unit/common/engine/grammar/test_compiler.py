@@ -21,7 +21,7 @@ from common.engine.grammar.cache import ProblemCache
 from common.engine.grammar.compile_queue import MAX_PENDING, CompileQueue
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.processes import GrammarProcess
-from common.engine.grammar.protocol import Mask
+from common.engine.grammar.protocol import Masks
 from common.engine.grammar.vocabulary import load_vocabulary
 from common.engine.scheduler.grammars import GrammarAnswer
 from common.engine.scheduler.request import Request
@@ -77,13 +77,13 @@ def new_request(constraint: Constraint, tenant: str = "") -> Request:
     return Request(message, added_at=0.0, max_model_len=64, eos=frozenset())
 
 
-def masks(process: GrammarProcess) -> list[Mask]:
-    """The next masks."""
+def states(process: GrammarProcess) -> list[str]:
+    """States of the matchers whose masks come next."""
     deadline = time.monotonic() + DEADLINE_S
     while not (answers := process.receive()) and not process.is_gone:
         assert time.monotonic() < deadline
         select.select([process], [], [], 1.0)
-    return cast("list[Mask]", answers)
+    return [state for masks in answers for _, state, _ in process.take(cast("Masks", masks))]
 
 
 def wait_until_gone(pid: int) -> None:
@@ -231,7 +231,7 @@ def test_a_process_that_is_gone_is_started_again(compiling: Compiling) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.open(1, [], 1.0)
     process.flush()
-    assert masks(process) == []
+    assert states(process) == []
     assert process.is_gone
     grammar.release()
     assert compiling.process(grammar).pid != process.pid
@@ -247,12 +247,12 @@ def test_a_matcher_that_takes_too_long_ends(compiling: Compiling) -> None:
     process = slow.process(grammar)
     process.open(7, [], 0.0)
     process.flush()
-    states: list[str] = []
-    while not process.is_gone and "too_slow" not in states:
-        states += [mask.state for mask in masks(process)]
-        process.accept(7, TOKEN_A, 0.0)
+    seen: list[str] = []
+    while not process.is_gone and "too_slow" not in seen:
+        seen += states(process)
+        process.accept([(7, [TOKEN_A])], 0.0)
         process.flush()
-    assert set(states) <= {"following", "too_slow"}
+    assert set(seen) <= {"following", "too_slow"}
     slow.compiler.close()
     assert not slow.failures
 
