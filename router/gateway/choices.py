@@ -12,7 +12,7 @@ import msgspec
 
 from common.errors import InvalidRequestError
 from router.dispatching.text_generation import TextDelta
-from router.requests.bounds import MAX_LOGPROB_VALUES
+from router.requests.bounds import MAX_LOGPROB_VALUES, MAX_RULED_TOKENS
 from router.requests.preprocess import choices_of
 from router.requests.request import GenerationRequest
 
@@ -72,6 +72,21 @@ def check_num_prompt_logprobs(requests: Sequence[GenerationRequest], n: int, par
     num_tokens = n * sum(len(request.prompt_token_ids) for request in requests)
     if num_tokens * (num_top + 1) > MAX_LOGPROB_VALUES:
         problem = f"prompt tokens of all choices times ({param} + 1) must be at most {MAX_LOGPROB_VALUES}"
+        raise InvalidRequestError(f"{param}: {problem}", param=param)
+
+
+def check_num_ruled_tokens(requests: Sequence[GenerationRequest], n: int) -> None:
+    """Raises InvalidRequestError if biases, masks and bad words of `n` choices of each of `requests`, for all of which
+    they are the same, name more tokens than a pod should keep for one client."""
+    sampling, num = requests[0].sampling, n * len(requests)
+    named = {
+        "logit_bias": len(sampling.logit_bias or ()),
+        "allowed_token_ids": len(sampling.allowed_token_ids),
+        "bad_words": sum(map(len, sampling.bad_word_token_ids)),
+    }
+    if num > 1 and num * sum(named.values()) > MAX_RULED_TOKENS:
+        problem = f"the choices times the tokens of {', '.join(named)} must be at most {MAX_RULED_TOKENS}"
+        param = max(named, key=named.__getitem__)
         raise InvalidRequestError(f"{param}: {problem}", param=param)
 
 

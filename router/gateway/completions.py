@@ -27,6 +27,7 @@ from router.gateway.choices import (
     candidates_of,
     check_num_logprobs,
     check_num_prompt_logprobs,
+    check_num_ruled_tokens,
     log_probability,
     num_choices,
     together,
@@ -220,6 +221,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         requests = [prompt.request for prompt in prompts]
         check_num_logprobs(requests, n, names["num_logprobs"])
         check_num_prompt_logprobs(requests, n, names.get("prompt_logprobs", "prompt_logprobs"))
+        check_num_ruled_tokens(requests, n)
         return prompts
 
     async def _job(

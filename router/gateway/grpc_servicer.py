@@ -26,6 +26,7 @@ from router.gateway.choices import (
     candidates_of,
     check_num_logprobs,
     check_num_prompt_logprobs,
+    check_num_ruled_tokens,
     num_choices,
     together,
 )
@@ -298,6 +299,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequestError(problem, param=draft.prompt_param)
         check_num_logprobs([request], num, "num_logprobs")
         check_num_prompt_logprobs([request], num, "prompt_logprobs")
+        check_num_ruled_tokens([request], num)
         choices, event_ids = candidates_of(request, num, n), None
         model = self._service.model_of(request)
         if last_id is not None or message.resumable:

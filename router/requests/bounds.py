@@ -17,6 +17,7 @@ MAX_TOOLS_BYTES = 512 * 2**10  # of all tools of a request, as JSON
 MAX_TOOL_VALUES = 2**16  # of all tools of a request: JSON values, about 20 ms of checking
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
+MAX_RULED_TOKENS = 2**18  # that biases, masks and bad words name, of all choices of a request that has several
 MAX_LOGPROB_VALUES = (
     2**19
 )  # of prompts, or of all choices of a request that has several; JSON has up to 80 bytes for each

@@ -96,6 +96,7 @@ FIELDS: dict[str, list[float | str]] = {
     "logprobs, top_logprobs, prompt_logprobs": [MAX_LOGPROBS],
     "n or best_of with use_beam_search": ["MAX_BEAMS", MAX_LOGPROBS],
     "length_penalty": [beams._LENGTH_PENALTIES.low, beams._LENGTH_PENALTIES.high],
+    "tokens of logit_bias, allowed_token_ids and bad_words together, with several choices": ["MAX_RULED_TOKENS"],
     "log probabilities of an answer with several choices": ["MAX_LOGPROB_VALUES", 1],
     "log probabilities of prompts, also by echo with logprobs": ["MAX_LOGPROB_VALUES", 1],
     "repetition_penalty": [0.01, 100],
