@@ -19,6 +19,8 @@ from common.engine.sampling.rules import NO_RULES, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
 from common.types import RequestId, SamplingParams
 
+_NO_PARAMS = SamplingParams()
+
 
 class RequestTable:
     """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens. Memory is touched where used."""
@@ -51,7 +53,7 @@ class RequestTable:
         self._mixed_seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._params = [SamplingParams()] * max_num_seqs
+        self._params = [_NO_PARAMS] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
         # Few requests are in these, often none.
         self._not_plain: set[int] = set()  # rows; see sampler.is_plain
@@ -182,5 +184,6 @@ class RequestTable:
         self.version += 1
         self._not_plain.discard(row)
         self.num_prompt_logits.pop(row, None)
+        self._params[row], self._rules[row] = _NO_PARAMS, NO_RULES  # whose tables may be large
         self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
         self._free_rows.append(row)
