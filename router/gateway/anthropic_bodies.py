@@ -174,7 +174,8 @@ class CountBody(_Fields, kw_only=True, forbid_unknown_fields=True):
 
     def _check_num_blocks(self) -> None:
         contents = [self.system, *(turn.content for turn in self.messages)]
-        num_blocks = sum(len(content) for content in contents if isinstance(content, list))
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        num_blocks = len(blocks) + sum(len(block.content) for block in blocks if isinstance(block.content, list))
         if num_blocks > MAX_CONTENT_PARTS:
             problem = f"messages must have at most {MAX_CONTENT_PARTS} blocks, got {num_blocks}"
             raise InvalidRequestError(problem, param="messages")

@@ -374,6 +374,8 @@ def _description(kind: mi.Type) -> str:
 def _type_of(kind: mi.Type) -> str:
     """In the words of JSON."""
     match kind:
+        case mi.Metadata(extra_json_schema={"type": "array"}):  # decoded later
+            return "list of object"
         case mi.Metadata():
             return _type_of(kind.type)
         case mi.UnionType():

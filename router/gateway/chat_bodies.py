@@ -10,9 +10,11 @@ from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError
 from router.gateway.chat_prompts import (
+    Documents,
     chat_prompt,
     check_continuation,
     constraint_of_calls,
+    decode_documents,
     decode_variables,
     reply_options_of,
 )
@@ -61,9 +63,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         bool | None, Meta(description="Begin the prompt as the tokenizer says, before what the template writes.")
     ] = None
     chat_template_kwargs: Annotated[Raw, Meta(description="Variables of the template.")] = field(default_factory=Raw)
-    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents, for templates that take them.")] = (
-        None
-    )
+    documents: Documents = field(default_factory=Raw)
     reasoning_effort: Annotated[
         Name | None,
         Meta(description="Variable of the template, with `enable_thinking`, which is false if it is `none`."),
@@ -98,7 +98,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         prompt = chat_prompt(
             self.messages,
             tools=tools if choice.may_call else [],
-            num_tool_chars=len(bytes(self.tools)),
+            num_more_chars=sum(len(bytes(each)) for each in (self.tools, self.documents, self.chat_template_kwargs)),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
@@ -162,8 +162,8 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     def _template_variables(self) -> dict[str, Any]:
         """What the template may know beside the messages; chat_template_kwargs win."""
         variables: dict[str, Any] = {}
-        if self.documents is not None:
-            variables["documents"] = self.documents
+        if (documents := decode_documents(self.documents)) is not None:
+            variables["documents"] = documents
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
             variables["enable_thinking"] = self.reasoning_effort != "none"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from common.errors import InvalidRequestError
 from common.types import Constraint
-from router.gateway.decoding import request_errors
+from router.gateway.decoding import check_field_values, request_errors
 from router.gateway.messages import Message
 from router.gateway.reply import ReplyOptions
 from router.gateway.tools.forced import forced_calls
@@ -18,7 +18,17 @@ from router.gateway.tools.request import Tool, ToolChoice, name_of
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_BYTES
 from router.requests.request import ChatPrompt
 
+_documents_decoder = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _variables_decoder = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+Documents = Annotated[
+    Raw,
+    Meta(
+        description="Documents, for templates that take them.",
+        extra_json_schema={"type": "array", "items": {"type": "object"}},
+    ),
+]
 
 
 class Continuing(Protocol):
@@ -39,13 +49,14 @@ def chat_prompt(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] = (),
-    num_tool_chars: int = 0,
+    num_more_chars: int,
     add_generation_prompt: bool,
     continue_final_message: bool,
     add_special_tokens: bool,
     template_variables: Mapping[str, Any],
 ) -> ChatPrompt:
-    """The conversation for the template. Raises InvalidRequestError."""
+    """The conversation for the template. `num_more_chars`: of what it gets beside the messages. Raises
+    InvalidRequestError."""
     if not messages:
         raise InvalidRequestError("messages is empty", param="messages")
     num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
@@ -55,7 +66,7 @@ def chat_prompt(
     return ChatPrompt(
         [message.as_template_input(index) for index, message in enumerate(messages)],
         tools=tools,
-        num_chars=sum(message.size for message in messages) + num_tool_chars,
+        num_chars=sum(message.size for message in messages) + num_more_chars,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=add_special_tokens,
@@ -91,6 +102,16 @@ def reply_options_of(
         shows_reasoning=shows_reasoning,
         budget_needs_reasoning=budget_needs_reasoning,
     )
+
+
+def decode_documents(value: Raw) -> list[dict[str, Any]] | None:
+    """`documents` as sent. Raises InvalidRequestError."""
+    if not len(bytes(value)):
+        return None
+    check_field_values(value, "documents")
+    with request_errors("documents"):
+        documents: list[dict[str, Any]] | None = _documents_decoder.decode(value)
+        return documents
 
 
 def decode_variables(value: Raw) -> dict[str, Any]:

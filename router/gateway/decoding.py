@@ -6,11 +6,13 @@ import difflib
 import re
 
 import msgspec
+from msgspec import Raw
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, json_problem, quoted
 from router.gateway.field_names import FieldNames
 from router.gateway.stream_options import StreamOptions
 from router.gateway.structured import FORMAT, STRUCTURED, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from router.requests.bounds import MAX_FIELD_VALUES
 
 _SEPARATORS = b",[{"  # each begins another JSON value
 _AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")
@@ -28,8 +30,27 @@ _MAX_GUESSED_CHARS = 64  # of an unknown field's name; comparing takes as long a
 def check_num_values(body: bytes, limit: int) -> None:
     """Raises PayloadTooLargeError if the JSON holds more than `limit` values, which would take long to parse. Commas
     and brackets within texts count as well."""
-    if len(body) > limit and len(body) - len(body.translate(None, _SEPARATORS)) > limit:
+    if _has_more_values(body, limit):
         raise PayloadTooLargeError(f"the body holds more JSON values than the limit of {limit} (max_body_values)")
+
+
+def check_encoding(body: bytes) -> None:
+    """Raises InvalidRequestError for what is not UTF-8, also in fields that are decoded later."""
+    if not body.isascii():
+        with request_errors():
+            body.decode()
+
+
+def check_field_values(value: Raw, param: str) -> None:
+    """Raises InvalidRequestError if a field that was kept as it was sent holds more values than may be decoded at once.
+    Commas and brackets within texts count as well."""
+    if _has_more_values(bytes(value), MAX_FIELD_VALUES):
+        problem = f"{param} holds more JSON values than the limit of {MAX_FIELD_VALUES}"
+        raise InvalidRequestError(problem, param=param)
+
+
+def _has_more_values(encoded: bytes, limit: int) -> bool:
+    return len(encoded) > limit and len(encoded) - len(encoded.translate(None, _SEPARATORS)) > limit
 
 
 class _Name:
@@ -49,7 +70,7 @@ class _Name:
         return False
 
 
-_names_decoder = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, name: _Name(name))
+_names_decoder = msgspec.json.Decoder(dict[_Name, Raw], dec_hook=lambda _, name: _Name(name))
 
 
 def check_fields_are_unique(body: bytes) -> None:
@@ -87,7 +108,7 @@ def _malformed(error: Exception) -> str:
 def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | None) -> InvalidRequestError:
     """ "Expected `int`, got `str` - at `$.max_tokens`" -> "max_tokens: expected `int`, got `str`"."""
     where = _AT.search(message)
-    path = ".".join(filter(None, (field, where["path"] if where else "")))
+    path = ".".join(filter(None, (field, where["path"] if where else ""))).replace(".[", "[")
     problem = message[: where.start()] if where else message
     if unknown := _UNKNOWN.match(problem):
         name = unknown["name"]

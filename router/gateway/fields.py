@@ -188,6 +188,9 @@ def _is_idle(value: Raw, idle: tuple[object, ...]) -> bool:
     """Whether a value asks for nothing; whatever is long asks for something."""
     if len(bytes(value)) > _MAX_IDLE_BYTES:
         return False
-    decoded = msgspec.json.decode(value)
+    try:
+        decoded = msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):  # such as a number that is too large
+        return False
     # Python takes false for 0 and true for 1.
     return any(decoded == each and isinstance(decoded, bool) == isinstance(each, bool) for each in (None, *idle))

@@ -178,7 +178,7 @@ def _chat(chat: inference_pb2.ChatPrompt) -> ChatPrompt:
     return chat_prompt(
         _messages(chat.messages),
         tools=tools if _tool_choice(chat, tools).may_call else (),
-        num_tool_chars=len(bytes(sent_tools)),
+        num_more_chars=len(bytes(sent_tools)) + len(chat.chat_template_kwargs),
         add_generation_prompt=opens,
         continue_final_message=chat.continue_final_message,
         add_special_tokens=chat.add_special_tokens,

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.decoding import check_field_values
 from router.requests.bounds import MAX_NAME_CHARS
 
 _TEXT_TYPES = ("text", "input_text", "output_text")  # the latter two of OpenAI's other API
@@ -46,15 +47,17 @@ class Message(msgspec.Struct, kw_only=True):
         return len(content) + sum(map(len, others))
 
     def as_template_input(self, index: int) -> dict[str, Any]:
-        """What the chat template sees, see `common.tokenization.chat`. Raises InvalidRequestError for what is not
-        text."""
+        """What the chat template sees, see `common.tokenization.chat`, with calls as they were sent: they are decoded
+        where the chat is rendered. Raises InvalidRequestError for what is not text, and for calls that hold too much.
+        """
         where = f"messages[{index}]"
         message: dict[str, Any] = {"role": self.role, "content": self._content(f"{where}.content")}
         for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         for name in ("tool_calls", "function_call"):
-            if value := _decoded(getattr(self, name)):
+            if bytes(value := getattr(self, name)):
+                check_field_values(value, f"{where}.{name}")
                 message[name] = value
         return message
 
@@ -75,7 +78,3 @@ def text_of(part: ContentPart | str, where: str) -> str:
     if text is None:
         raise InvalidRequestError(f"{where} has a part without text", param=where)
     return text
-
-
-def _decoded(value: Raw) -> Any:
-    return msgspec.json.decode(value) if len(bytes(value)) else None

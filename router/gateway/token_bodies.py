@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta, Raw, field
 
 from router.gateway.chat_bodies import has_messages
-from router.gateway.chat_prompts import chat_prompt, check_continuation, decode_variables
+from router.gateway.chat_prompts import (
+    Documents,
+    chat_prompt,
+    check_continuation,
+    decode_documents,
+    decode_variables,
+)
 from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
 from router.gateway.generation_body import ModelName
@@ -70,23 +76,22 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     chat_template_kwargs: Annotated[Raw, Meta(description="Variables of the template.")] = field(default_factory=Raw)
     tools: Annotated[Raw, Meta(description="Functions that the model may call.")] = field(default_factory=Raw)
-    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents, for templates that take them.")] = (
-        None
-    )
+    documents: Documents = field(default_factory=Raw)
 
     def as_prompt(self) -> ChatPrompt:
         """What is to be tokenised. Raises InvalidRequestError."""
         _REFUSED_FIELDS.check(self)
         check_continuation(self)
-        documents = {} if self.documents is None else {"documents": self.documents}
+        documents = decode_documents(self.documents)
+        variables = {} if documents is None else {"documents": documents}
         return chat_prompt(
             self.messages,
             tools=read_tools(self.tools),
-            num_tool_chars=len(bytes(self.tools)),
+            num_more_chars=sum(len(bytes(each)) for each in (self.tools, self.documents, self.chat_template_kwargs)),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=self.add_special_tokens is True,
-            template_variables=documents | decode_variables(self.chat_template_kwargs),
+            template_variables=variables | decode_variables(self.chat_template_kwargs),
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from common.errors import (
     InvalidRequestError,
     PromptTooLongError,
     UnavailableError,
+    json_problem,
     quoted,
 )
 from common.generation_config import SamplingDefaults
@@ -214,7 +215,7 @@ class Preprocessor:
 
     def _render(self, prompt: ChatPrompt) -> str:
         return self._tokenizer.render_chat(
-            prompt.messages,
+            [_decoded(message, f"messages[{index}]") for index, message in enumerate(prompt.messages)],
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
             variables={**prompt.template_variables, **({"tools": prompt.tools} if prompt.tools else {})},
@@ -250,6 +251,22 @@ def choices_of(request: GenerationRequest, n: int) -> list[GenerationRequest]:
 def choice_id(request_id: str, index: int) -> str:
     """The id of one choice of a request that has several."""
     return f"{request_id}-{index}"
+
+
+def _decoded(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A message with the values of fields that were kept as they were sent, but for empty ones."""
+    sent = {name: value for name, value in message.items() if isinstance(value, msgspec.Raw)}
+    if not sent:
+        return message
+    values = {name: _decode(value, f"{where}.{name}") for name, value in sent.items()}
+    return {name: values.get(name, value) for name, value in message.items() if name not in values or values[name]}
+
+
+def _decode(value: msgspec.Raw, param: str) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _invalid(f"{param} is not valid JSON: {json_problem(error)}", param) from error
 
 
 def _truncation(draft: Draft, longest: int) -> int | None:

@@ -9,11 +9,10 @@ import msgspec
 from msgspec import Raw
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.decoding import check_field_values
 from router.gateway.tools.base import MAX_NAME_CHARS
 from router.gateway.tools.json_scanner import MAX_DEPTH
-from router.requests.bounds import MAX_TOOL_VALUES, MAX_TOOLS, MAX_TOOLS_BYTES
-
-_SEPARATORS = b",[{"  # each begins another JSON value
+from router.requests.bounds import MAX_TOOLS, MAX_TOOLS_BYTES
 
 Tool = Mapping[str, Any]
 """As it was sent: its type, and a function with a name."""
@@ -77,8 +76,7 @@ def read_tools(value: Raw) -> list[Tool]:
         return []
     if num_bytes > MAX_TOOLS_BYTES:
         raise _invalid(f"tools must have at most {MAX_TOOLS_BYTES} bytes of JSON, got {num_bytes}", "tools")
-    if num_bytes > MAX_TOOL_VALUES and num_bytes - len(bytes(value).translate(None, _SEPARATORS)) > MAX_TOOL_VALUES:
-        raise _invalid(f"tools hold more JSON values than the limit of {MAX_TOOL_VALUES}", "tools")
+    check_field_values(value, "tools")
     try:
         items = _list_decoder.decode(value) or []
     except msgspec.ValidationError as error:

@@ -69,7 +69,8 @@ FIELDS: dict[str, list[float | str]] = {
     "request_id": [ids._MAX_CHARS],
     "messages": ["MAX_MESSAGES", "MAX_CONTENT_PARTS"],
     "chat_template_kwargs": ["MAX_TEMPLATE_BYTES"],
-    "tools": ["MAX_TOOLS", "MAX_TOOLS_BYTES", "MAX_TOOL_VALUES", MAX_NAME_CHARS, MAX_DEPTH],
+    "documents, a message's tool_calls and function_call": ["MAX_FIELD_VALUES"],
+    "tools": ["MAX_TOOLS", "MAX_TOOLS_BYTES", "MAX_FIELD_VALUES", MAX_NAME_CHARS, MAX_DEPTH],
     "response_format, structured_outputs": [
         "MAX_CONSTRAINT_BYTES",
         "MAX_CONSTRAINT_DEPTH",

@@ -252,3 +252,25 @@ async def test_errors_are_counted(cluster):
     await cluster.post(TEXT, prompt="")
     await cluster.post(TEXT, prompt="a", model="gpt-9")
     assert counts() == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, b'{"messages": [{"role": "assistant", "tool_calls": [%b]}]}', "messages[0].tool_calls"),
+        (CHAT, b'{"messages": [{"role": "assistant", "function_call": %b}]}', "messages[0].function_call"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "documents": [{"a": %b}]}', "documents[0]"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": %b}', "tool_choice"),
+        ("/v1/responses", b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": %b}}]}', ""),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "function_call": %b}', "function_call"),
+    ],
+)
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999"])
+async def test_what_cannot_be_decoded_of_fields_that_are_kept_as_they_were_sent(cluster, path, body, param, value):
+    headers = {"content-type": "application/json"}
+    response = await cluster.client.post(path, content=body % value, headers=headers)
+    error = error_of(response, 400)
+    if value == b"1e999":
+        assert (error["param"] or "").startswith(param)
+    else:
+        assert "utf-8" in error["message"]

@@ -93,15 +93,26 @@ async def test_what_cannot_be_rendered_is_refused_by_name(pair, message, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
-async def test_a_history_of_nothing_but_calls_is_long(pair, monkeypatch):
-    """Long conversations are rendered beside the event loop, whatever makes them long."""
-    calls = [{"function": {"name": "f", "arguments": json.dumps({"x": "city " * 1000})}}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
+LONG_CALLS = [{"function": {"name": "f", "arguments": json.dumps({"x": "city " * 1000})}}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "assistant", "tool_calls": LONG_CALLS}]},
+        {"messages": MESSAGES, "documents": [{"text": "city " * 1000}]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"x": "city " * 1000}},
+    ],
+    ids=["calls", "documents", "variables"],
+)
+async def test_a_long_conversation_is_rendered_beside_the_event_loop(pair, monkeypatch, body):
+    """Whatever makes it long."""
     threads = pair.router.service.model(None).preprocessor._threads
     submitted = []
     run = threads.run
     monkeypatch.setattr(threads, "run", lambda *work: submitted.append(work) or run(*work))
-    messages = [{"role": "assistant", "tool_calls": calls}]
-    assert (await pair.post("/v1/chat/completions", messages=messages, max_tokens=2)).status_code == 200
+    assert (await pair.post("/v1/chat/completions", **body, max_tokens=2)).status_code == 200
     assert submitted
 
 
