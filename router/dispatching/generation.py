@@ -24,7 +24,14 @@ from typing import Self
 
 import msgspec
 
-from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnavailableError
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    ErrorCode,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
@@ -330,7 +337,7 @@ class Generation:
         text = "%s: prefill pod %s failed: %s"
         logger.log(_level_of(error), text, self._transfer_id, leg.pod.address, error.message, extra=self._fields)
         self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
-        if legs is self._legs and error.code is ErrorCode.INVALID_ARGUMENT and error.param == _CONSTRAINT_PARAM:
+        if legs is self._legs and isinstance(error, InvalidRequestError) and error.param == _CONSTRAINT_PARAM:
             self.fail(error)  # the decode pod would find the same, after as long a time
             return
         if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):

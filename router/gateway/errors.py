@@ -63,6 +63,7 @@ def openai_error_events(error: BatonError) -> bytes:
 
 _ANTHROPIC_TYPES = {
     ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
+    ErrorCode.GRAMMAR_TOO_SLOW: "invalid_request_error",
     ErrorCode.NOT_FOUND: "not_found_error",
     ErrorCode.TOO_LARGE: "request_too_large",
     ErrorCode.UNAUTHENTICATED: "authentication_error",

@@ -120,7 +120,7 @@ def errors_of_constraint(name: str) -> Iterator[None]:
     except InvalidRequestError as error:
         if error.param != STRUCTURED:
             raise
-        raise InvalidRequestError(error.message, param=name) from error
+        raise type(error)(error.message, param=name) from error
 
 
 def _is_given(value: object) -> bool:

@@ -166,10 +166,11 @@ def bytes_of(cluster, tokens) -> str:
 
 
 REFUSED = [
-    ({"regex": "(a[b"}, "position 5"),
-    ({"json": {"type": "strin"}}, "strin"),
-    ({"grammar": "root ::= foo"}, "line 1"),
-    ({"structural_tag": {"format": {"type": "none"}}}, ""),
+    ({"regex": "(a[b"}, "position 5", "invalid_argument"),
+    ({"json": {"type": "strin"}}, "strin", "invalid_argument"),
+    ({"grammar": "root ::= foo"}, "line 1", "invalid_argument"),
+    ({"grammar": 'root ::= (("a"? "a"?){1,40}){1,40} "z"'}, "too much time", "grammar_too_slow"),
+    ({"structural_tag": {"format": {"type": "none"}}}, "", "invalid_argument"),
 ]
 
 
@@ -184,11 +185,12 @@ async def test_what_cannot_be_compiled_is_refused_at_once(tmp_path):
         running_cluster(tmp_path, "llama") as cluster,
         httpx.AsyncClient(base_url=cluster.router.http_url, timeout=DEADLINE_S) as client,
     ):
-        for constraint, problem in REFUSED:
+        for constraint, problem, code in REFUSED:
             for _ in range(2):  # the pods know the second one, and refuse it as they take it
                 body = {"prompt": PROMPT, "structured_outputs": constraint}
                 error = error_of(await client.post("/v1/completions", json=body))
-                assert (error["param"], problem in error["message"]) == ("structured_outputs", True), error
+                assert (error["param"], error["code"]) == ("structured_outputs", code), error
+                assert problem in error["message"]
         body = {"prompt": PROMPT, "response_format": {"type": "structural_tag", "format": {"type": "none"}}}
         assert error_of(await client.post("/v1/completions", json=body))["param"] == "response_format"
         answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})

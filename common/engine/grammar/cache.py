@@ -84,7 +84,7 @@ class ProcessCache:
         if kept is None or grammar not in kept.users:
             return []
         kept.users.discard(grammar)
-        if kept.process.is_gone:
+        if kept.process.is_gone or (kept.process.is_late and not kept.users):
             del self._kept[grammar.constraint]
             return [kept.process]
         return self._trim()

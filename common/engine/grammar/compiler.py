@@ -130,6 +130,8 @@ class GrammarCompiler:
         with self._lock:
             self._raise_problem(grammar)
             kept = self._processes.find(grammar.constraint)
+            if kept is not None and not kept.users and not kept.process.is_alive():
+                kept = None
             if kept is not None and not kept.process.is_gone:
                 kept.users.add(grammar)
                 return kept.process
@@ -157,6 +159,7 @@ class GrammarCompiler:
                 return
             self._is_closed = True
         self._wake()
+        self._server.stop()
         if self._thread is not None:
             self._thread.join()
         self._waker.close()
@@ -233,7 +236,8 @@ class GrammarCompiler:
         now = time.monotonic()
         for process, compiling in list(self._compiling.items()):
             if compiling.due <= now:
-                self._refuse(process, self._too_slow(compiling))
+                self._end(process)
+                self._settle(compiling.job, OverloadedError("its grammar could not be compiled in time"))
             elif not compiling.job.waiting:
                 self._end(process)
                 with self._lock:
@@ -243,10 +247,13 @@ class GrammarCompiler:
         """Ends a process; its constraint is impossible. None: it died, and its exit code tells of what."""
         compiling = self._compiling[process]
         exit_code = self._end(process)
+        name = _exit_name(exit_code)
+        if problem is None and exit_code in (None, -signal.SIGKILL):  # by somebody else, or for lack of memory
+            self._settle(compiling.job, OverloadedError(f"the process that compiled its grammar ended ({name})"))
+            return
         if problem is None and (compiling.is_compiled or exit_code == -signal.SIGPROF):
             problem = self._too_slow(compiling)
         elif problem is None:
-            name = _exit_name(exit_code)
             problem = InvalidRequestError(f"it takes too much memory to compile, or is nested too deep ({name})")
         self._settle(compiling.job, _impossible(problem))
 
@@ -264,7 +271,7 @@ class GrammarCompiler:
         with self._lock:
             grammars = self._queue.settle(job)
             if isinstance(result, GrammarProcess):
-                users = {grammar for grammar in grammars if grammar not in self._asking.values()}
+                users = set(grammars).difference(self._asking.values())
                 self._to_end += self._processes.put(job.constraint, Kept(result, num_bytes, users))
             elif isinstance(result, InvalidRequestError):
                 self._problems.put(job.constraint, result)

@@ -10,6 +10,7 @@ ends it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common.engine.grammar.base import GrammarBackend, Vocabulary
@@ -30,6 +32,7 @@ from common.types import Constraint
 
 _CHUNK = 65536
 _FRAME = 2**20  # more than the settings take
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class _Absent(types.ModuleType):
@@ -86,6 +89,7 @@ class ForkServer:
         gc.collect()
         gc.freeze()  # pages that the collector does not touch stay shared with the processes to be
         self._engine.sendall(frame(Started()))
+        run = partial(serve, backend=backend, vocabulary=vocabulary, settings=settings)
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._engine, _CHUNK, 1)
             if not data:
@@ -93,19 +97,23 @@ class ForkServer:
             for message in self._frames.feed(data):
                 match message:
                     case Fork():
-                        pid = self._fork(descriptors[0], lambda peer: serve(peer, backend, vocabulary, settings))
-                        self._engine.sendall(frame(Forked(pid)))
+                        self._engine.sendall(frame(self._fork(descriptors[0], run)))
                     case Reap(pid):
                         _, status = os.waitpid(pid, 0)
                         self._engine.sendall(frame(Ended(os.waitstatus_to_exitcode(status))))
 
-    def _fork(self, descriptor: int, run: Callable[[socket.socket], None]) -> int:
-        pid = os.fork()
+    def _fork(self, descriptor: int, run: Callable[[socket.socket], None]) -> Forked:
+        try:
+            pid = os.fork()
+        except OSError as error:  # too little memory, or too many processes
+            os.close(descriptor)
+            return Forked(0, str(error))
         if pid:
             os.close(descriptor)
-            return pid
+            return Forked(pid)
         code = 1
         try:
+            _die_with_parent()
             self._engine.close()
             os.close(0)
             with socket.socket(fileno=descriptor) as peer, contextlib.suppress(ConnectionError):  # the engine left
@@ -117,8 +125,16 @@ class ForkServer:
             os._exit(code)
 
 
+def _die_with_parent() -> None:
+    """Has the kernel end this process when its parent ends, where it can: one that computes, or that is stopped, does
+    not notice that a socket is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Entry point of the process."""
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when to stop
     _leave_out_torch()
     with socket.socket(fileno=os.dup(0)) as engine, contextlib.suppress(ConnectionError):  # the engine is gone

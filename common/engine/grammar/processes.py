@@ -35,10 +35,11 @@ from common.engine.grammar.protocol import (
     ToGrammar,
     frame,
 )
-from common.errors import BatonError, InvalidRequestError
+from common.errors import BatonError, InvalidRequestError, OverloadedError
 from common.types import Constraint
 
-_TIMEOUT_S = 60.0  # for the fork server to start, or to answer
+_START_TIMEOUT_S = 60.0  # for the fork server
+_TIMEOUT_S = 10.0  # for its answers, each of which takes milliseconds
 _CHUNK = 2**18
 _LATE_NICENESS = 19
 _NO_WORDS = np.empty(0, dtype=np.int32)
@@ -46,8 +47,8 @@ _Answer = TypeVar("_Answer", Started, Forked, Ended)
 
 
 class ForkServer:
-    """Starts processes of grammars. Started by the first, and again by the next one after it has ended. Not
-    thread-safe."""
+    """Starts processes of grammars, which end with it. Started by the first, and again by the next one after it has
+    ended. Not thread-safe, but for `stop`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -58,32 +59,43 @@ class ForkServer:
     def start(self, constraint: Constraint) -> GrammarProcess:
         """Returns a process that compiles `constraint`. Raises InvalidRequestError if the model has no tokenizer,
         BatonError if no process can be started."""
-        if self._socket is None:
-            self._start()
-        own, others = socket.socketpair()
         try:
-            pid = self._ask(frame(Fork()), Forked, others).pid
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            own, others = socket.socketpair()
+        except OSError as error:  # too many files or processes
+            raise OverloadedError(f"no process can be started for the grammar: {error}") from error
+        try:
+            with others:
+                forked = self._ask(frame(Fork()), Forked, others)
+            if forked.problem:
+                raise OverloadedError(f"no process can be started for the grammar: {forked.problem}")
         except BatonError:
             own.close()
             raise
-        finally:
-            others.close()
-        process = GrammarProcess(own, pid)
+        process = GrammarProcess(own, forked.pid, self._process)
         process.compile(constraint)
         return process
 
     def reap(self, process: GrammarProcess) -> int | None:
         """Ends a process, if it has not ended. Returns its exit code; None: it is not known. Called once."""
-        process.kill()
-        if self._socket is None:
+        is_own = process.server is self._process  # else its id may be another process's by now
+        process.close(may_kill=is_own)
+        if self._socket is None or not is_own:
             return None
         try:
             return self._ask(frame(Reap(process.pid)), Ended).exit_code
         except BatonError:
             return None
 
+    def stop(self) -> None:
+        """Ends the server's process, so that no call waits for it. May be called from any thread."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
-        """Ends the server; processes of grammars end as their sockets are closed. Idempotent."""
+        """Ends the server, and with it the processes of grammars. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -95,7 +107,7 @@ class ForkServer:
     def _start(self) -> None:
         self.close()
         self._socket, others = socket.socketpair()
-        self._socket.settimeout(_TIMEOUT_S)
+        self._socket.settimeout(_START_TIMEOUT_S)
         self._frames = Frames(FromServer)
         command = [sys.executable, "-m", "common.engine.grammar.fork_server"]
         with others:
@@ -104,6 +116,7 @@ class ForkServer:
         if started.problem:
             self.close()
             raise InvalidRequestError(started.problem)
+        self._socket.settimeout(_TIMEOUT_S)
 
     def _ask(self, message: bytes, answer: type[_Answer], descriptor: socket.socket | None = None) -> _Answer:
         assert self._socket is not None
@@ -117,7 +130,7 @@ class ForkServer:
                 answers = self._frames.feed(data)
         except (OSError, EOFError) as error:  # a time-out among them
             self.close()
-            raise BatonError("the process that compiles grammars failed; the pod's log has the details") from error
+            raise OverloadedError("the process that compiles grammars failed; the pod's log has the details") from error
         [found] = answers
         assert isinstance(found, answer)
         return found
@@ -127,8 +140,10 @@ class GrammarProcess:
     """A process with one grammar. Used by one thread at a time: the compiler's, then the step loop's. Calls never wait:
     what the socket does not take is sent later."""
 
-    def __init__(self, own: socket.socket, pid: int) -> None:
+    def __init__(self, own: socket.socket, pid: int, server: object) -> None:
+        """`server`: whatever stands for the fork server that has started it."""
         self.pid = pid
+        self.server = server
         self.is_gone = False  # it has ended, or its socket is closed
         self._socket = own
         self._socket.setblocking(False)
@@ -163,6 +178,19 @@ class GrammarProcess:
         """Drops a matcher. Sent by `flush`."""
         self._open.discard(matcher_id)
         self._put(Close(matcher_id))
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended. Called when it has no open matcher; what it still answers is dropped."""
+        for message in self.receive():
+            assert isinstance(message, Masks)
+            for _ in self.take(message):
+                pass
+        return not self.is_gone
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is at work and has a lower priority."""
+        return self._is_demoted and bool(self._awaited)
 
     @property
     def at_work_on(self) -> int | None:
@@ -225,12 +253,14 @@ class GrammarProcess:
                 return time.clock_gettime(~self.pid << 3 | 2)  # the clock of clock_getcpuclockid(3)
         return time.monotonic()
 
-    def kill(self) -> None:
-        """Ends the process and closes the socket. Idempotent. Its id is taken until the fork server reaps it."""
+    def close(self, *, may_kill: bool) -> None:
+        """Closes the socket, and ends the process if its id is still its own, as it is until the fork server reaps it.
+        Idempotent."""
         if not self.is_gone:
             self.is_gone = True
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                if may_kill:
+                    os.kill(self.pid, signal.SIGKILL)
         self._socket.close()
 
     def _put(self, message: ToGrammar) -> None:

@@ -50,6 +50,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
     """The process was started. Its id stays taken until it is reaped."""
 
     pid: int
+    problem: str = ""  # why it was not
 
 
 class Reap(msgspec.Struct, frozen=True, tag=True):

@@ -295,3 +295,55 @@ def test_refused_constraints_are_kept_within_bounds() -> None:
     cache.put(Constraint.regex("x" * 1500), problem)
     assert cache.num_bytes <= 3000
     assert len(cache) == 1
+
+
+def test_grammars_outlive_no_fork_server_and_another_one_takes_over() -> None:
+    compiling = Compiling(grammar_cache_entries=2)
+    grammars = [compiling.result(Constraint.regex(letter)) for letter in "ab"]
+    first = cast("Grammar", grammars[0])
+    process = compiling.process(first)
+    server = compiling.compiler._server._process
+    assert server is not None
+    server.kill()
+    process.open(1, [], 1.0)
+    process.flush()
+    states(process)
+    assert process.is_gone
+    first.release()
+    servers = set()
+    for number in range(5):  # evicts what the first server had started
+        assert isinstance(compiling.result(Constraint.regex(f"x{number}")), Grammar)
+        servers.add(compiling.compiler._server._process)
+    assert len(servers) == 1
+    assert compiling.process(first).pid != process.pid
+    compiling.compiler.close()
+    assert not compiling.failures
+
+
+def test_closing_does_not_wait_for_a_fork_server_that_is_stopped() -> None:
+    compiling = Compiling()
+    grammar = compiling.result(Constraint.regex("a"))
+    process = compiling.process(cast("Grammar", grammar))
+    server = compiling.compiler._server._process
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    compiling.ask(Constraint.regex("b"))
+    compiling.compiler.close()
+    assert server.poll() is not None
+    wait_until_gone(process.pid)
+
+
+def test_a_process_that_others_kill_is_not_its_constraints_fault() -> None:
+    compiling = Compiling(grammar_timeout_s=60)
+    constraint = Constraint.regex(f"({'a?' * 300}){{300}}z")
+    compiling.ask(constraint)
+    deadline = time.monotonic() + DEADLINE_S
+    while not compiling.compiler._compiling:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    [process] = compiling.compiler._compiling
+    os.kill(process.pid, signal.SIGKILL)
+    [answer] = compiling.answers()
+    assert isinstance(answer.result, OverloadedError)
+    assert compiling.compiler.ask(new_request(constraint)) is None  # it is tried again
+    compiling.compiler.close()
