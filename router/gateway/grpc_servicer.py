@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -27,6 +26,7 @@ from router.gateway.choices import (
     check_num_logprobs,
     check_num_prompt_logprobs,
     check_num_ruled_tokens,
+    log_probability,
     num_choices,
     together,
 )
@@ -43,6 +43,7 @@ from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_AT_ONCE = 256  # log probabilities of a prompt that are copied
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
 
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -101,9 +102,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._errors(context, "Generate") as record,
             self._run(request, context, record, is_stream=False) as job,
         ):
-            answers = zip(job.generations, job.parsers, strict=True)
-            choices = _chosen(request, await together([_choice(*each) for each in answers]))
-            return inference_pb2.GenerateResponse(request_id=job.request_id, choices=choices, usage=_usage(job))
+            response = inference_pb2.GenerateResponse(request_id=job.request_id)
+            answers = enumerate(zip(job.generations, job.parsers, strict=True))
+            scores = await together([_fill(response.choices.add(index=index), *each) for index, each in answers])
+            if len(scores) > (request.n or 1):
+                response = await _with_best(response, scores, request)
+            response.usage.CopyFrom(_usage(job))
+            return response
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: inference_pb2.GenerateRequest, context: _StreamContext
@@ -345,20 +350,25 @@ def _found(index: int, found: Found) -> inference_pb2.Choice:
     return choice
 
 
-def _chosen(message: inference_pb2.GenerateRequest, choices: list[inference_pb2.Choice]) -> list[inference_pb2.Choice]:
-    """The choices that are returned, numbered."""
-    scores = [math.fsum(each.sampled for each in choice.logprobs) for choice in choices]
-    chosen = [choices[at] for at in best_of(scores, len(choices), message.n or 1)]
-    for index, choice in enumerate(chosen):
+async def _with_best(
+    response: inference_pb2.GenerateResponse, scores: Sequence[float], message: inference_pb2.GenerateRequest
+) -> inference_pb2.GenerateResponse:
+    """The response with the choices that are returned, numbered. Others have their turn while they are copied."""
+    best = inference_pb2.GenerateResponse(request_id=response.request_id)
+    for index, at in enumerate(best_of(scores, len(scores), message.n or 1)):
+        choice = response.choices[at]
         choice.index = index
         if not message.options.HasField("num_logprobs"):
             choice.ClearField("logprobs")
-    return chosen
+        best.choices.append(choice)
+        await asyncio.sleep(0)
+    return best
 
 
-async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inference_pb2.Choice:
-    choice = inference_pb2.Choice()
-    text, reasoning = [], []
+async def _fill(choice: inference_pb2.Choice, generation: TextGeneration, parser: ReplyParser | None) -> float:
+    """Puts an answer into the response, where it stays: copying it at its end could hold up others. Returns the log
+    probability of its tokens together, if pods report theirs."""
+    text, reasoning, score = [], [], 0.0
     async for delta in generation:
         gained = _gained(delta, parser)
         text.append(gained.text)
@@ -366,11 +376,15 @@ async def _choice(generation: TextGeneration, parser: ReplyParser | None) -> inf
         choice.tool_calls.extend(gained.tool_calls)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
+        score += log_probability(delta)
         choice.finish_reason = finish_reason_to_pb(_reason(delta, parser))
         _set_stop_reason(choice, delta)
-    choice.prompt_logprobs.extend(generation.generation.prompt_logprobs)
+    of_prompt = generation.generation.prompt_logprobs
+    for start in range(0, len(of_prompt), _AT_ONCE):
+        choice.prompt_logprobs.extend(of_prompt[start : start + _AT_ONCE])
+        await asyncio.sleep(0)
     choice.text, choice.reasoning = "".join(text), "".join(reasoning)
-    return choice
+    return score
 
 
 def _chunk(job: _Job, index: int, delta: TextDelta) -> inference_pb2.GenerateChunk:

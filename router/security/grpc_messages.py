@@ -140,6 +140,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
             try:
                 try:
                     request = await take(self._read(messages, context, parse))
+                    await asyncio.sleep(0)  # others' turn: a large message takes some 10 ms to parse
                     return await answered(serve, request, context)
                 except BatonError as error:  # of reading: a servicer turns its own into statuses
                     self._on_error(error)
