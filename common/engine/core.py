@@ -90,6 +90,7 @@ class EngineCore:
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step
         self._ahead: _Flight | None = None  # the next step, if it was begun already
+        self._has_computed = True  # the last step has computed something
         self._port: TransferPort | None = None
         self._actor = TransferActor(
             on_notes=on_wakeup,
@@ -216,6 +217,7 @@ class EngineCore:
         step_s = finished - max(flight.began, self._last_end)
         self._last_end = finished
         step = flight.step
+        self._has_computed = bool(step.num_scheduled_tokens)
         self._masks.step_ended(result.outcomes)
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         cache = self._scheduler.take_cache_change()
@@ -229,6 +231,7 @@ class EngineCore:
 
     def _begin_next(self) -> _Flight:
         self.phases.enter(Phase.SCHEDULE)
+        self._scheduler.masks_arrived(self._masks.arrived(may_wait=not self._has_computed))
         began = self._clock()
         step = self._scheduler.schedule(began)
         self._tell_urgent_news()

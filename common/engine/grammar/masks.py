@@ -66,6 +66,7 @@ class GrammarMasks:
         self._step_s = step_s
         self._matcher_ids = itertools.count()
         self._by_request: dict[RequestId, _Constrained] = {}
+        self._late: dict[RequestId, _Constrained] = {}  # those that got no token because their mask was not there
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -103,7 +104,7 @@ class GrammarMasks:
         entries = [(position, known[each]) for position, each in enumerate(request_ids) if each in known]
         if not entries:
             return None
-        self._await([entry for _, entry in entries], is_all=len(entries) == len(request_ids))
+        self._await([entry for _, entry in entries])
         no_tokens: dict[int, NoToken] = {}
         positions: list[int] = []
         masks: list[npt.NDArray[np.int32]] = []
@@ -111,6 +112,8 @@ class GrammarMasks:
             words = entry.words
             if words is None:
                 no_tokens[position] = entry.failure or NoToken.NOT_YET
+                if entry.failure is None:
+                    self._late[request_ids[position]] = entry
                 continue
             if entry.params.ignore_eos or len(entry.output) < entry.params.min_tokens:
                 words = words & ~self._eos
@@ -122,12 +125,31 @@ class GrammarMasks:
         words = np.stack(masks) if masks else np.empty((0, self._num_words), dtype=np.int32)
         return BatchMasks(positions, words, no_tokens)
 
+    def arrived(self, *, may_wait: bool) -> list[RequestId]:
+        """Returns the requests whose late masks are there by now, or will never be. `may_wait`: there is nothing else
+        to compute, so that it may wait for any of them, no longer than a step does."""
+        if not self._late:
+            return []
+        entries = list(self._late.values())
+        self._receive(entries)
+        if may_wait and all(entry.is_pending for entry in entries):
+            self._wait(entries, self._step_s)
+            self._receive(entries)
+        for entry in entries:
+            if entry.is_pending:
+                self._note_late(entry)
+        found = [request_id for request_id, entry in self._late.items() if not entry.is_pending]
+        for request_id in found:
+            del self._late[request_id]
+        return found
+
     def close(self) -> None:
         """Forgets all requests. Idempotent."""
         for request_id in list(self._by_request):
             self._drop(request_id)
 
     def _drop(self, request_id: RequestId) -> None:
+        self._late.pop(request_id, None)
         entry = self._by_request.pop(request_id, None)
         if entry is not None:
             if entry.process is not None:
@@ -160,22 +182,19 @@ class GrammarMasks:
         if entry.process is not None:
             entry.process.open(entry.matcher_id, entry.output, self._share_s)
 
-    def _await(self, entries: list[_Constrained], *, is_all: bool) -> None:
-        """Waits until the masks are here, or the time for it has passed. Those that were late before are waited for
-        only if there is nothing else in the step: `is_all`."""
+    def _await(self, entries: list[_Constrained]) -> None:
+        """Waits until the masks are here, or the time for it has passed."""
         due = time.monotonic() + self._step_s
         while True:
             self._receive(entries)
-            pending = [entry for entry in entries if entry.is_pending]
-            awaited = [entry for entry in pending if entry.late_since is None and entry.process is not None]
-            if is_all and len(pending) == len(entries):
-                awaited = pending
+            awaited = [entry for entry in entries if entry.is_pending and entry.process is not None]
             left_s = due - time.monotonic()
             if not awaited or left_s <= 0:
                 break
             self._wait(awaited, left_s)
-        for entry in pending:
-            self._note_late(entry)
+        for entry in entries:
+            if entry.is_pending:
+                self._note_late(entry)
 
     def _wait(self, entries: list[_Constrained], timeout_s: float) -> None:
         """Waits for news of any of the entries."""

@@ -175,6 +175,7 @@ class Lifecycle:
         self._transfers.released(request)
         self._kv.free(request)
         request.has_computed(0)
+        request.awaits_mask = False
 
     # ---------------------------------------------------------------- arrivals
 
@@ -295,6 +296,7 @@ class Lifecycle:
         match outcome:
             case NoToken.NOT_YET:
                 self.totals.num_late_masks += 1
+                request.awaits_mask = True
                 request.num_computed_tokens -= 1
                 request.num_scheduled_tokens -= 1
                 if num_tokens > 1:

@@ -43,6 +43,7 @@ class Request:
         "_root_hash",
         "added_at",
         "awaits_handoff",
+        "awaits_mask",
         "block_hashes",
         "finish_reason",
         "grammar",
@@ -96,6 +97,7 @@ class Request:
         self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
+        self.awaits_mask = False  # its grammar's mask is late: no step computes anything for it
         self.num_computed_tokens = 0  # whose KV is in its blocks
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 

@@ -242,8 +242,8 @@ class Scheduler:
             num_left = len(request.token_ids) - num_scheduled
             if num_left > 1:
                 prompts.append(request)
-            elif not num_left or request.status is not running:
-                pass  # a step in flight samples its next token, or it was preempted in this step
+            elif not num_left or request.awaits_mask or request.status is not running:
+                pass  # a step in flight samples its next token, or its mask is late, or it was preempted in this step
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
         return prompts
@@ -410,6 +410,13 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
+
+    def masks_arrived(self, request_ids: Sequence[RequestId]) -> None:
+        """The masks of requests for which the runner had none are there."""
+        for request_id in request_ids:
+            request = self._places.live.get(request_id)
+            if request is not None:
+                request.awaits_mask = False
 
     def grammar_of(self, request_id: RequestId) -> Grammar | None:
         """Returns the grammar that the output of a live request follows, if it has one."""

@@ -310,6 +310,7 @@ class FakeEngine:
         self.address = b""
         self.peers: dict[bytes, FakeEngine] = {}  # whom a direct connector can write to
         self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiescent
+        self._put_off: list[RequestId] = []  # whose masks come before the next step is scheduled
         self._epochs: dict[RequestId, int] = {}
         self._kv: dict[int, int] = {}  # slot -> fingerprint
         self._running: dict[RequestId, _RunningRequest] = {}
@@ -439,6 +440,8 @@ class FakeEngine:
             self.num_ahead += self._ahead is not None
 
     def _schedule(self) -> SchedulerOutput:
+        self.scheduler.masks_arrived(self._put_off)
+        self._put_off.clear()
         step = self.scheduler.schedule(self.now)
         self._collect(self.scheduler.take_urgent_news())
         return step
@@ -587,6 +590,7 @@ class FakeEngine:
             elif stop == len(request.token_ids) and request_id in self.late:
                 self.late.discard(request_id)
                 outcomes[request_id] = NoToken.NOT_YET
+                self._put_off.append(request_id)
                 request.num_computed_tokens -= 1
             elif stop == len(request.token_ids):
                 token = SampledToken(next_token(fingerprints(request.token_ids)[-1]))

@@ -99,6 +99,7 @@ class Batch:
                 return masks
             assert time.monotonic() < deadline
             self.masks.step_ended({})
+            self.masks.arrived(may_wait=True)
 
     def no_tokens(self, *numbers: int) -> dict[int, NoToken]:
         masks = self.found(*numbers)
