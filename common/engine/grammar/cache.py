@@ -76,7 +76,7 @@ class ProcessCache:
         if before is not None and not before.process.is_gone:  # compiled for another tenant
             return [kept.process]
         self._kept[constraint] = kept
-        return ([] if before is None else [before.process]) + self._trim()
+        return ([] if before is None else [before.process]) + self._trim(constraint)
 
     def release(self, grammar: Grammar) -> list[GrammarProcess]:
         """A request no longer uses its process. Drops one that is gone."""
@@ -95,8 +95,9 @@ class ProcessCache:
         self._kept.clear()
         return processes
 
-    def _trim(self) -> list[GrammarProcess]:
-        unused = deque((constraint, kept) for constraint, kept in self._kept.items() if not kept.users)
+    def _trim(self, latest: Constraint | None = None) -> list[GrammarProcess]:
+        """Drops what is not used, but for the `latest`, which is about to be."""
+        unused = deque(each for each in self._kept.items() if not each[1].users and each[0] != latest)
         num_bytes = sum(kept.num_bytes for kept in self._kept.values())
         ended: list[GrammarProcess] = []
         while unused and (len(self._kept) > self._max_entries or num_bytes > self._max_bytes):

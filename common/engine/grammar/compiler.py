@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PARAM = "structured_outputs"
 _MATCH_BYTES = 256 * 2**20  # memory that the matchers of one grammar may take
-_WALL_FACTOR = 10.0  # a machine may be so busy; a process that sleeps takes no CPU time
+_WALL_S = 60.0  # in which a process must have compiled, beyond its CPU time; one that sleeps takes none
 _PROBLEM_BYTES = 16 * 2**20  # of all refused constraints that are kept
 
 
@@ -209,7 +209,7 @@ class GrammarCompiler:
                 self._settle(job, error)
                 continue
             self._selector.register(process, selectors.EVENT_READ, process)
-            self._compiling[process] = _Compiling(job, time.monotonic() + _WALL_FACTOR * self._config.grammar_timeout_s)
+            self._compiling[process] = _Compiling(job, time.monotonic() + _WALL_S + self._config.grammar_timeout_s)
 
     def _wait_s(self) -> float | None:
         """Seconds until the next process is given up."""

@@ -388,7 +388,7 @@ def _no_token_error(outcome: NoToken) -> InvalidRequestError:
             problem = "following the grammar takes too much time or memory"
             return GrammarTooSlowError(problem, param="structured_outputs")
         case NoToken.COMPLETE:
-            problem = "the grammar allows only an empty answer"
+            problem = "the grammar allows no token: only an empty answer, or none"
         case NoToken.MISMATCH:
             problem = "the tokens generated before do not follow the grammar"
         case NoToken.CONTRADICTION:
