@@ -187,13 +187,15 @@ class ReplyParser:
         return None if self._splitter is None else self._num_reasoning_tokens
 
     async def replay(self, text: str, offsets: Sequence[int]) -> None:
-        """Takes what the client has already. Others have their turn in between."""
+        """Takes what the client has already. If that is much, others have their turn in between."""
         for start in range(0, len(text), _AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
             self._parse(text[start : start + _AT_ONCE])
-            await asyncio.sleep(0)
         for start in range(0, len(offsets), _AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
             self._count(offsets[start : start + _AT_ONCE])
-            await asyncio.sleep(0)
 
     def take(self, delta: TextDelta) -> list[Part]:
         """Takes the next delta. Returns what the answer gains."""
