@@ -6,8 +6,7 @@ A masked token is never chosen, whatever its logit. Biases and masks change logi
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,22 +27,28 @@ class _Phrases(NamedTuple):
     places: npt.NDArray[np.int64]  # of each of them, counted from the end of the output
     starts: npt.NDArray[np.int64]  # of each sequence, in `tokens`
     last: npt.NDArray[np.int64]  # token of each sequence
+    before_last: frozenset[int]
     longest: int  # number of tokens before the last one
 
     @classmethod
-    def of(cls, phrases: Sequence[tuple[int, ...]]) -> _Phrases:
+    def of(cls, phrases: Sequence[tuple[int, ...]]) -> _Phrases | None:
         """Sequences of at least two tokens."""
+        if not phrases:
+            return None
         lengths = [len(phrase) - 1 for phrase in phrases]
         return cls(
             tokens=np.array([token_id for phrase in phrases for token_id in phrase[:-1]], dtype=np.int64),
             places=np.concatenate([np.arange(-length, 0) for length in lengths]),
             starts=np.array([0, *itertools.accumulate(lengths)][:-1], dtype=np.int64),
             last=np.array([phrase[-1] for phrase in phrases], dtype=np.int64),
+            before_last=frozenset(phrase[-2] for phrase in phrases),
             longest=max(lengths),
         )
 
     def ends(self, output: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens that would complete a sequence after `output`."""
+        if not len(output) or int(output[-1]) not in self.before_last:
+            return _NONE
         window = np.full(self.longest, -1)
         known = output[-self.longest :]
         window[self.longest - len(known) :] = known
@@ -58,7 +63,7 @@ class TokenRules(NamedTuple):
     biases: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)  # one for each of `biased`
     allowed: npt.NDArray[np.int64] = _NONE  # all others are masked; empty: none is
     banned: npt.NDArray[np.int64] = _NONE  # masked at every position
-    phrases: Mapping[int, _Phrases] | None = None  # by the token before the last
+    phrases: _Phrases | None = None
     thinking: ThinkingBudget | None = None  # what it forces comes before all of the above
 
     def add_biases(self, logits: torch.Tensor) -> None:
@@ -81,8 +86,8 @@ class TokenRules(NamedTuple):
             logits[_on(logits, self.ending)] = -torch.inf
         if len(self.banned):
             logits[_on(logits, self.banned)] = -torch.inf
-        if self.phrases and len(output) and (phrases := self.phrases.get(int(output[-1]))) is not None:
-            logits[_on(logits, phrases.ends(output))] = -torch.inf
+        if self.phrases is not None and len(ends := self.phrases.ends(output)):
+            logits[_on(logits, ends)] = -torch.inf
 
 
 NO_RULES = TokenRules()
@@ -95,10 +100,6 @@ def rules_of(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: 
     if not (params.min_tokens or params.logit_bias or params.allowed_token_ids or words or thinking):
         return NO_RULES
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)} if params.min_tokens else set()
-    phrases: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for word in words:
-        if len(word) > 1:
-            phrases[word[-2]].append(word)
     biases = params.logit_bias or {}
     return TokenRules(
         ending=_ids([token_id for token_id in stops if 0 <= token_id < vocab_size]),
@@ -106,7 +107,7 @@ def rules_of(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: 
         biases=np.fromiter(biases.values(), dtype=np.float32, count=len(biases)),
         allowed=_ids(params.allowed_token_ids),
         banned=_ids([word[0] for word in words if len(word) == 1]),
-        phrases={token_id: _Phrases.of(each) for token_id, each in phrases.items()},
+        phrases=_Phrases.of([word for word in words if len(word) > 1]),
         thinking=thinking,
     )
 

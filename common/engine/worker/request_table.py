@@ -6,8 +6,10 @@ array arithmetic over rows.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,11 +17,12 @@ from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.sampling.draws import GENERATED, PROMPTED, Draws, Penalties, draw_params, keeps_all
 from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
-from common.engine.sampling.rules import NO_RULES, rules_of
+from common.engine.sampling.rules import NO_RULES, TokenRules, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
 from common.types import RequestId, SamplingParams
 
 _NO_PARAMS = SamplingParams()
+_NUM_COMPARED = 8  # requests whose rules a new one may share
 
 
 class RequestTable:
@@ -55,6 +58,7 @@ class RequestTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [_NO_PARAMS] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
+        self._ruled: deque[int] = deque(maxlen=_NUM_COMPARED)  # rows that got rules last
         # Few requests are in these, often none.
         self._not_plain: set[int] = set()  # rows; see sampler.is_plain
         self.num_prompt_logits: dict[int, int] = {}  # by row: leading tokens whose logits are wanted
@@ -164,12 +168,22 @@ class RequestTable:
         is_simple = self.kernels_can_sample[row] and not self.is_penalised[row]
         self.keep_all[row] = is_simple and keeps_all(new.sampling)
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
+        self._rules[row] = self._rules_of(new.sampling)
         self._params[row] = new.sampling
-        self._rules[row] = rules_of(new.sampling, self._eos_token_ids, self._vocab_size)
+        if self._rules[row] is not NO_RULES:
+            self._ruled.append(row)
         if new.wants_prompt_logprobs:
             self.num_prompt_logits[row] = new.num_prompt_tokens - 1
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
+
+    def _rules_of(self, params: SamplingParams) -> TokenRules:
+        """Rules are shared by choices of one request, which differ in their seed only and often come together."""
+        unseeded = msgspec.structs.replace(params, seed=None)
+        for row in self._ruled:
+            if msgspec.structs.replace(self._params[row], seed=None) == unseeded:
+                return self._rules[row]
+        return rules_of(params, self._eos_token_ids, self._vocab_size)
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         start = self._num_blocks[row]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
+
+from msgspec import structs
 
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.worker.request_table import RequestTable
@@ -15,6 +18,31 @@ def new_request(number: int) -> NewRequest:
     token_ids = range(VOCAB_SIZE)
     sampling = SamplingParams(logit_bias={token_id: number + token_id / 7 for token_id in token_ids})
     return NewRequest(RequestId(f"{number}"), [1, 2, 3], 3, sampling, [1], 0)
+
+
+def test_choices_of_a_request_share_their_rules() -> None:
+    table = RequestTable(8, 64, 4, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+    first, other = new_request(1), new_request(2)
+    choices = [
+        replace(first, request_id=RequestId(f"choice {seed}"), sampling=structs.replace(first.sampling, seed=seed))
+        for seed in range(3)
+    ]
+    table.update(SchedulerOutput(new_requests=[first, other, *choices]))
+    rows = table.rows_of([each.request_id for each in (first, other, *choices)]).tolist()
+    rules = [table.sampling_row(row).rules for row in rows]
+    assert all(each is rules[0] for each in rules[2:])
+    assert rules[1].biases.tolist() != rules[0].biases.tolist()
+    assert [table.sampling_row(row).params.seed for row in rows] == [None, None, 0, 1, 2]
+
+
+def test_a_row_that_is_taken_again_has_the_rules_of_its_request() -> None:
+    table = RequestTable(1, 64, 4, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+    for number in (1, 2, 1):
+        request = new_request(number)
+        table.update(SchedulerOutput(new_requests=[request]))
+        (row,) = table.rows_of([request.request_id]).tolist()
+        assert table.sampling_row(row).rules.biases[0] == number
+        table.update(SchedulerOutput(dropped_request_ids=[request.request_id]))
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
