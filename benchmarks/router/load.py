@@ -191,8 +191,8 @@ async def _connect(address: str) -> _Client:
     return client
 
 
-async def obey(load: Load) -> None:
-    """Takes orders until stdin ends."""
+async def obey(load: object) -> None:
+    """Takes orders, each a method of `load`, until stdin ends."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
