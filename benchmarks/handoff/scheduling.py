@@ -42,7 +42,7 @@ def main() -> None:
         started = time.perf_counter()
         step = scheduler.schedule(started)
         took = time.perf_counter() - started
-        result = ModelRunnerOutput(sampled=dict.fromkeys(step.num_scheduled_tokens, SampledToken(5)))
+        result = ModelRunnerOutput(dict.fromkeys(step.num_scheduled_tokens, [SampledToken(5)]))
         started = time.perf_counter()
         scheduler.update(step, result, _STEP_S)
         took += time.perf_counter() - started
