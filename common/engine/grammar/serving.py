@@ -14,8 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +40,7 @@ from common.engine.grammar.protocol import (
 from common.errors import InvalidRequestError
 from common.types import Constraint
 
-NICENESS = 10  # while compiling
+NICENESS = 10  # while compiling and trying out
 TOO_LARGE = "it takes too much memory to compile"
 TOO_SLOW = "following it takes too much time or memory"
 _BAD_ALLOC = "std::bad_alloc"  # as C++ says it
@@ -46,6 +48,7 @@ _CHUNK = 65536
 _TRIAL_S = 0.25  # CPU seconds for all tokens of the trial, which take some milliseconds
 _NUM_TRIALS, _TRIAL_TOKENS = 3, 48
 _HOLD_S = 0.0005  # that a mask waits for others, to be sent with them
+_Result = TypeVar("_Result")
 _EXCEEDED = (MemoryError, RuntimeError)  # of what the libraries raise where memory or bounds of their own are exceeded
 
 
@@ -66,32 +69,40 @@ def serve(engine: socket.socket, backend: GrammarBackend, vocabulary: Vocabulary
         return
     engine.sendall(frame(Compiled()))
     with _limits(_TRIAL_S, settings.match_bytes):
-        problem = _try_out(grammar, vocabulary, compile_.constraint.text)
+        problem = _in_background(partial(_try_out, grammar, vocabulary, compile_.constraint.text))
     engine.sendall(frame(Ready(problem, _private_bytes())))
     if not problem:
         _Matchers(grammar, vocabulary.num_words, settings).run(engine, frames)
 
 
 def _compile(backend: GrammarBackend, constraint: Constraint, settings: Settings) -> CompiledGrammar | str:
-    """Returns the grammar, or what is wrong with the constraint. A thread compiles, as threads can have a lower
-    priority for a while, and processes cannot."""
-    results: list[CompiledGrammar | str] = []
+    """Returns the grammar, or what is wrong with the constraint."""
+
+    def run() -> CompiledGrammar | str:
+        try:
+            return backend.compile(constraint)
+        except InvalidRequestError as error:
+            problem = error.message or "it is invalid"
+            return TOO_LARGE if _BAD_ALLOC in problem else problem
+        except MemoryError:
+            return TOO_LARGE
+
+    with _limits(settings.compile_s, settings.compile_bytes):
+        return _in_background(run)
+
+
+def _in_background(work: Callable[[], _Result]) -> _Result:
+    """Returns what `work` returns, on a thread of lower priority: that of a process could not be raised again."""
+    results: list[_Result] = []
 
     def run() -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        try:
-            results.append(backend.compile(constraint))
-        except InvalidRequestError as error:
-            problem = error.message or "it is invalid"
-            results.append(TOO_LARGE if _BAD_ALLOC in problem else problem)
-        except MemoryError:
-            results.append(TOO_LARGE)
+        results.append(work())
 
-    with _limits(settings.compile_s, settings.compile_bytes):
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
     return results[0]
 
 
