@@ -42,7 +42,7 @@ def main() -> None:
         started = time.perf_counter()
         step = scheduler.schedule(started)
         took = time.perf_counter() - started
-        result = ModelRunnerOutput(dict.fromkeys(step.num_scheduled_tokens, [SampledToken(5)]))
+        result = ModelRunnerOutput({request_id: [SampledToken(5)] for request_id in step.num_scheduled_tokens})
         started = time.perf_counter()
         scheduler.update(step, result, _STEP_S)
         took += time.perf_counter() - started
