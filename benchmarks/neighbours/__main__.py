@@ -1,7 +1,7 @@
 """What one client can do to the streams of another, on one cluster.
 
-    python -m benchmarks.neighbours [--only NAME]... [--seconds 6] [--streams 4] [--layout 1P1D] [--markdown FILE]
-                                    [--quick] [--list]
+    python -m benchmarks.neighbours [--only NAME]... [--seconds 6] [--streams 4] [--layout 1P1D] [--tries 1]
+                                    [--markdown FILE] [--quick] [--list]
 
 A cluster of the demo model serves two tenants, each with an API key. The neighbour has a few streams; beside them it
 asks for short answers, one after the other, and for answers under grammars that the cluster has not seen. The attacker
@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.handoff.sides import ROOT, Side
 from benchmarks.neighbours.attacks import ATTACKS
 from benchmarks.neighbours.measure import LAYOUTS, Plan, measure
-from benchmarks.neighbours.report import format_head, format_page, format_row, problems_of
+from benchmarks.neighbours.report import format_head, format_page, format_row
 from benchmarks.router.report import describe_machine
 
 _QUICK = ("many choices", "new grammars", "cancelled")
@@ -40,7 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name}: {attack.sent}" for name, attack in ATTACKS.items()))
         return 0
     attacks = [name for name in ATTACKS if any(part in name for part in args.only)] if args.only else list(ATTACKS)
-    plan = Plan(seconds=args.seconds, quiet_s=args.seconds / 2, streams=args.streams, layouts=args.layout or [*LAYOUTS])
+    plan = Plan(
+        seconds=args.seconds,
+        quiet_s=args.seconds / 2,
+        streams=args.streams,
+        layouts=args.layout or [*LAYOUTS],
+        tries=args.tries,
+    )
     if args.quick:
         plan = Plan(seconds=1.0, quiet_s=0.5, streams=1, layouts=plan.layouts[:1])
         attacks = [name for name in attacks if args.only or name in _QUICK]
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(failure, file=sys.stderr)
     if args.markdown:
         args.markdown.write_text(format_page(machine, plan, rows, args.note))
-    return int(any(map(problems_of, rows)))
+    return int(any(row.problems for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="attacks with this in their name")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each attack")
+    parser.add_argument("--tries", type=int, default=1, help="of an attack with a gap too long, on a busy machine")
     parser.add_argument("--streams", type=int, default=4, choices=range(1, 9), help="of the neighbour")
     parser.add_argument("--layout", action="append", choices=[*LAYOUTS], help="which clusters; default: all")
     parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")

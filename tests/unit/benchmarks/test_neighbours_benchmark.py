@@ -10,7 +10,7 @@ import pytest
 from benchmarks.neighbours.attacks import ATTACKS, MAX_BODY_BYTES, body_of
 from benchmarks.neighbours.measure import MAX_GAP_S, MAX_GRAMMAR_S, Plan, Row
 from benchmarks.neighbours.neighbour import Asked, Sight, gaps_of
-from benchmarks.neighbours.report import format_page, problems_of
+from benchmarks.neighbours.report import format_page
 from benchmarks.neighbours.target import Target
 from common.demo_model import demo_model_path
 from loadgen.events import AnswerReader
@@ -53,7 +53,7 @@ def test_a_gap_counts_also_if_it_has_not_ended() -> None:
 )
 def test_what_a_neighbour_must_not_see(beside: Sight, problems: list[str]) -> None:
     row = Row("cancelled", "1P1D", QUIET, beside, {"left": 3})
-    assert problems_of(row) == problems
+    assert row.problems == problems
     page = format_page({}, Plan(seconds=1.0, quiet_s=1.0, streams=1, layouts=["1P1D"]), [row], "")
     header, _, line = (line for line in page.splitlines() if line.count("|") > 6)
     assert header.count("|") == line.count("|")
