@@ -86,7 +86,8 @@ class TablePane(Vertical, Generic[Row]):
 
     def show_caption(self, active: str) -> None:
         """Says which filters are active, if any."""
-        self.query_one(".caption", Static).update(Text(active or f"All {len(self._all)} {self.noun}"))
+        for caption in self.query(".caption").results(Static):  # none while the pane is being mounted or removed
+            caption.update(Text(active or f"All {len(self._all)} {self.noun}"))
 
 
 class ClusterPane(TablePane[PodFigures]):
