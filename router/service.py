@@ -36,6 +36,7 @@ from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 from router.timelines.book import TimelineBook
 from router.tracing.tracing import RequestTracing
+from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class InferenceService:
                 generations[0].plan = plan  # it is dispatched before anything changes
             async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:
                 while not batch.is_dispatched:
-                    await asyncio.sleep(0)
+                    await others_turn()
                     _dispatch(batch, model)
                 yield Run([TextGeneration(generation, model.tokenizer) for generation in generations], waited_s)
 

@@ -54,6 +54,7 @@ from router.placing.planner import Plan
 from router.pods import Pod
 from router.requests.request import GenerationRequest
 from router.timelines.timeline import Timeline
+from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Generation:
         while True:
             if self._output.has_news and not self._lacks_prompt:
                 if self._was_cut:
-                    await asyncio.sleep(0)  # others' turn
+                    await others_turn()
                 return self._take()
             if self._error is not None:
                 raise self._error
@@ -329,7 +330,7 @@ class Generation:
             )
             if problem:
                 return problem
-            await asyncio.sleep(0)
+            await others_turn()
         return ""
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:

@@ -6,7 +6,6 @@ before that is an ordinary error response.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,6 +59,7 @@ from router.security.access import AccessControl
 from router.security.quotas import Account
 from router.served_model import ServedModel
 from router.service import InferenceService
+from router.turns import others_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
-            if number:
-                await asyncio.sleep(0)  # others' turn: one prompt may take a few milliseconds, and there may be many
+            await others_turn()  # one prompt may take a few milliseconds, and there may be many
             if draft.seed is None and seed is not None:
                 draft = replace(draft, seed=(seed + number * n) % SEED_LIMIT)
             options = body.reply_options(draft.prompt)
@@ -270,7 +269,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         given = prompt.draft.prompt
         if isinstance(given, TextPrompt):
             return given.text
-        await asyncio.sleep(0)  # others' turn: it may be long, and there may be many
+        await others_turn()  # it may be long, and there may be many
         return self._tokenizer_of(prompt.request).decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:

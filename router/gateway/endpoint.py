@@ -14,6 +14,7 @@ from router.gateway.decoding import check_encoding, check_fields_are_unique, che
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 from router.service import InferenceService
+from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class JsonEndpoint(ABC, Generic[Body]):
         try:
             exchange.settle_request_id(self._id_prefix)
             body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+            await others_turn()
             check_num_values(body, self._service.max_body_values)
             check_encoding(body)
             await _let_others(body)
@@ -84,4 +86,4 @@ class JsonEndpoint(ABC, Generic[Body]):
 async def _let_others(body: bytes) -> None:
     """Gives others their turn between steps that each read the whole of a large body."""
     if len(body) > _LARGE_BYTES:
-        await asyncio.sleep(0)
+        await others_turn()

@@ -24,6 +24,7 @@ from router.gateway.errors import dialect_of, error_headers
 from router.requests.ids import REQUEST_ID_HEADER, check_request_id, new_request_id
 from router.requests.terms import Tenant
 from router.timelines.timeline import Timeline
+from router.turns import others_turn
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -175,7 +176,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
         for part in parts:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)
+            await others_turn()
         await self._send({"type": "http.response.body", "body": last})
 
     async def send_events(self, events: bytes) -> None:

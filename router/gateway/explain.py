@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from router.placing.planner import Placement, Plan
 from router.placing.policies import Leg, Prediction
 from router.requests.request import GenerationRequest
 from router.service import InferenceService
+from router.turns import others_turn
 
 _WHY = {
     "lower_ttft": {
@@ -35,7 +35,7 @@ async def explain(service: InferenceService, requests: Sequence[GenerationReques
     routes = []
     for request in requests:
         routes.append(msgspec.Raw(msgspec.json.encode(_route(request, service.plan(request)))))
-        await asyncio.sleep(0)  # others' turn: a route names every pod
+        await others_turn()  # a route names every pod
     return msgspec.json.encode({"object": "list", "data": routes})
 
 

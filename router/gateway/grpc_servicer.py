@@ -41,6 +41,7 @@ from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService
+from router.turns import others_turn
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _AT_ONCE = 256  # log probabilities of a prompt that are copied
@@ -361,7 +362,7 @@ async def _with_best(
         if not message.options.HasField("num_logprobs"):
             choice.ClearField("logprobs")
         best.choices.append(choice)
-        await asyncio.sleep(0)
+        await others_turn()
     return best
 
 
@@ -382,7 +383,7 @@ async def _fill(choice: inference_pb2.Choice, generation: TextGeneration, parser
     of_prompt = generation.generation.prompt_logprobs
     for start in range(0, len(of_prompt), _AT_ONCE):
         choice.prompt_logprobs.extend(of_prompt[start : start + _AT_ONCE])
-        await asyncio.sleep(0)
+        await others_turn()
     choice.text, choice.reasoning = "".join(text), "".join(reasoning)
     return score
 

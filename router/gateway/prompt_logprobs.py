@@ -5,13 +5,13 @@ A prompt may have very many, so others have their turn in between.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.pb import common_pb2
 from common.tokenization import OutputProcessor, Tokenizer
 from router.gateway.encoded import EncodedList
+from router.turns import others_turn
 
 NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms
@@ -42,7 +42,7 @@ async def echoed(
         }
         for name, entries in lists.items():
             values.setdefault(name, EncodedList()).extend(entries)
-        await asyncio.sleep(0)
+        await others_turn()
     return values
 
 
@@ -53,7 +53,7 @@ async def by_token_id(
     values = EncodedList([None])
     for part in _slices(token_ids):
         values.extend([_by_token_id(tokenizer, token_ids[index], logprobs[index - 1]) for index in part if index])
-        await asyncio.sleep(0)
+        await others_turn()
     return values
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ from router.gateway.tools.base import ToolCall, ToolParser, Tools
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
 from router.requests.request import ChatPrompt, Draft, GenerationRequest
+from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,11 @@ class ReplyParser:
         """Takes what the client has already. If that is much, others have their turn in between."""
         for start in range(0, len(text), _AT_ONCE):
             if start:
-                await asyncio.sleep(0)
+                await others_turn()
             self._parse(text[start : start + _AT_ONCE])
         for start in range(0, len(offsets), _AT_ONCE):
             if start:
-                await asyncio.sleep(0)
+                await others_turn()
             self._count(offsets[start : start + _AT_ONCE])
 
     def take(self, delta: TextDelta) -> list[Part]:

@@ -28,6 +28,7 @@ from common.rpc.errors import abort_with, drop_frames
 from common.rpc.parsing import answered
 from router.security.bodies import client_of
 from router.security.message_size import check_num_values
+from router.turns import others_turn
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
@@ -140,7 +141,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
             try:
                 try:
                     request = await take(self._read(messages, context, parse))
-                    await asyncio.sleep(0)  # others' turn: a large message takes some 10 ms to parse
+                    await others_turn()  # a large message takes some 10 ms to parse
                     return await answered(serve, request, context)
                 except BatonError as error:  # of reading: a servicer turns its own into statuses
                     self._on_error(error)

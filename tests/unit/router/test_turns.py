@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+
+from router.turns import others_turn
+
+
+async def test_one_goes_on_in_each_round_of_the_loop() -> None:
+    rounds: list[int] = []
+    number = 0
+
+    async def count_rounds() -> None:
+        nonlocal number
+        while True:
+            number += 1
+            await asyncio.sleep(0)
+
+    async def compute() -> None:
+        await others_turn()
+        rounds.append(number)
+        await others_turn()
+        rounds.append(number)
+
+    counter = asyncio.create_task(count_rounds())
+    await asyncio.gather(*(compute() for _ in range(8)))
+    counter.cancel()
+    assert len(set(rounds)) == 16
+
+
+async def test_those_who_come_first_go_on_first() -> None:
+    order: list[str] = []
+
+    async def compute(name: str) -> None:
+        for part in range(2):
+            await others_turn()
+            order.append(f"{name}{part}")
+
+    await asyncio.gather(compute("a"), compute("b"), compute("c"))
+    assert order == ["a0", "b0", "c0", "a1", "b1", "c1"]
+
+
+async def test_a_cancelled_one_loses_its_turn_only() -> None:
+    first, second, third = (asyncio.create_task(others_turn()) for _ in range(3))
+    await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    await asyncio.wait_for(third, 10)
+    await asyncio.wait_for(others_turn(), 10)
+
+
+def test_each_loop_has_its_own() -> None:
+    for _ in range(2):
+        asyncio.run(asyncio.wait_for(others_turn(), 10))
