@@ -130,6 +130,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "inproc"
 
 
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculative decoding."""
+
+    proposer: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="What proposes next tokens of running requests, which are then verified in one step: "
+            "module:factory of a Proposer. The output is the same. none: nothing."
+        ),
+    ] = None
+
+
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output: how grammars are compiled, and how many are kept."""
 
@@ -200,6 +212,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
 

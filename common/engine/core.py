@@ -100,8 +100,9 @@ class EngineCore:
         self._grammars: GrammarCompiler | None = None
         try:
             facts = executor.load_model()
-            # Installed processors may look at the tokens so far.
-            self._may_run_ahead = executor.runs_ahead and not config.model.logits_processors
+            # Installed processors and proposers may look at the tokens so far.
+            looks_back = bool(config.model.logits_processors) or config.speculation.proposer is not None
+            self._may_run_ahead = executor.runs_ahead and not looks_back
             self.spec = _resolve_spec(config, facts)
             executor.initialize_kv_cache(self.spec.num_blocks)
             kv = KVCacheManager(

@@ -27,7 +27,15 @@ from tqdm import tqdm
 from common.beam_search import BeamSearch, EarlyStopping, Hypothesis
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GrammarConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
 from common.engine.model.loader import model_directory
@@ -447,6 +455,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
         "parallel": ParallelConfig,
+        "speculation": SpeculationConfig,
         "grammar": GrammarConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
@@ -456,6 +465,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "cache": {},
         "scheduler": {"target_itl_ms": None},
         "parallel": {},
+        "speculation": {},
         "grammar": {},
     }
     for name, value in options.items():

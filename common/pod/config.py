@@ -18,6 +18,7 @@ from common.engine.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from common.observability.logging import LogFormat, LogLevel
 from common.observability.tracing.config import TracingConfig
@@ -92,6 +93,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
     announcing: AnnounceConfig = AnnounceConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
@@ -127,6 +129,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             cache=self.cache,
             scheduler=self.scheduler,
             parallel=self.parallel,
+            speculation=self.speculation,
             grammar=self.grammar,
             connector=self._connector_config(),
         )

@@ -43,6 +43,7 @@ class AttentionMetadata:
     seq_lens_tensor: torch.Tensor  # the same on the device, int64
     block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
     slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
+    has_drafts: bool = False  # several decodes are of one sequence: each reads what those before it write
 
     def split(self, sizes: Sequence[int]) -> list[AttentionMetadata]:
         """The batch as batches of so many query tokens each. A sequence whose query tokens fall apart is in several of
@@ -71,6 +72,7 @@ class AttentionMetadata:
             seq_lens_tensor=torch.tensor(lengths, device=self.seq_lens_tensor.device),
             block_tables=self.block_tables[first:last],
             slot_mapping=self.slot_mapping[start:end],
+            has_drafts=self.has_drafts,
         )
 
 

@@ -95,7 +95,14 @@ class CpuAttention(TorchAttention):
         rotary: Rotary,
         batch: AttentionMetadata,
     ) -> None:
-        """The decodes, which come first, from projections to attention."""
+        """The decodes, which come first, from projections to attention. The fused kernel writes what only its own
+        sequence reads."""
+        if batch.has_drafts:
+            num_decodes = batch.num_decodes
+            self._prepare_projections(layer, qkv[:num_decodes], 0, projected, rotary, batch)
+            query = qkv[:num_decodes].view(1, num_decodes, -1, self._head_dim)[:, :, : projected.num_heads]
+            self._attend_queries(layer, query, out, projected.args)
+            return
         call = self._fused[layer] or self._fused_call(layer, projected)
         self._point(call, qkv, rotary, batch, 0)
         self._point_to_sequences(call, batch, out)
@@ -124,14 +131,17 @@ class CpuAttention(TorchAttention):
 
     def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
         """Attention of query tokens [1, sequences, heads, head_dim]."""
+        out = torch.empty(query.shape, dtype=query.dtype)
+        self._attend_queries(layer, query, out, args)
+        return out
+
+    def _attend_queries(self, layer: int, query: torch.Tensor, out: torch.Tensor, args: AttentionArgs) -> None:
         assert self._batch is not None
         query = query.contiguous()
-        out = torch.empty_like(query)
         call = self._decode[layer] or self._decode_call(layer, query.shape[2], args)
         call.point("query", query)
         self._point_to_sequences(call, self._batch, out)
         call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
-        return out
 
     def _attend_chunk(
         self,

@@ -45,7 +45,9 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. A request samples a token if and only if its scheduled tokens reach its last one.
+    """One step. A request samples a token if and only if its scheduled tokens reach its last one. One with drafts
+    computes that and the drafts, as if they were its next tokens, and samples after each: what it samples holds up to,
+    and with, the first token that is not the draft.
 
     Of a request that the runner knows only the new blocks are said: it has sampled the tokens itself, and what a step
     schedules counts as computed in the next.
@@ -58,9 +60,22 @@ class SchedulerOutput:
     work: float = 0.0  # the same, prompts weighed by what their attention takes; see `common.step_budget`
     num_context_tokens: int = 0  # whose KV is read by the requests that compute one token
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
+    drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # token ids; among the scheduled tokens
 
 
-Outcome = list[SampledToken] | NoToken  # at least one token, in order
+Outcome = list[SampledToken] | NoToken  # at least one token, in order; one more than drafts were right
+
+
+def accepted(drafts: Sequence[int], samples: Sequence[SampledToken | NoToken]) -> Outcome:
+    """What holds of the samples of a request, the first after its last token and one after each of the drafts."""
+    tokens: list[SampledToken] = []
+    for number, sample in enumerate(samples):
+        if isinstance(sample, NoToken):
+            return tokens or sample
+        tokens.append(sample)
+        if number < len(drafts) and sample.token_id != drafts[number]:
+            break
+    return tokens
 
 
 def outcomes_of(
@@ -80,3 +95,4 @@ class ModelRunnerOutput:
     outcomes: dict[RequestId, Outcome] = field(default_factory=dict)  # of requests whose last token was computed
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written
+    drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer

@@ -115,6 +115,14 @@ class KVCacheManager:
         fresh = self._pool.allocate(self.num_blocks_for(request.num_tokens) - len(prefix))
         self._tables[request.request_id] = _BlockTable([*prefix, *fresh], len(prefix), self.block_size)
 
+    def capacity(self, request: TokenSequence) -> int:
+        """Tokens that fit the blocks of `request`."""
+        return self._tables[request.request_id].capacity
+
+    def num_missing_blocks(self, request: TokenSequence, num_tokens: int) -> int:
+        """Blocks by which the table must grow to hold `num_tokens` tokens."""
+        return max(0, self.num_blocks_for(num_tokens - self.capacity(request)))
+
     def grow(self, request: TokenSequence, num_tokens: int) -> list[int] | None:
         """Extends the table to hold `num_tokens` tokens. Returns the ids of the blocks added; None if too few are
         free."""

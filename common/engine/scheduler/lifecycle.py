@@ -17,8 +17,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from common.engine.contract.step import ModelRunnerOutput, NoToken, PromptLogprobs
+from common.engine.contract.step import ModelRunnerOutput, NoToken, Outcome, PromptLogprobs
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer, Grammars
@@ -30,18 +31,18 @@ from common.engine.scheduler.totals import Totals
 from common.errors import BatonError, GrammarTooSlowError, InvalidRequestError, NonFiniteError
 from common.types import FinishReason, RequestId, SampledToken
 
+NO_DRAFTS: Mapping[Request, Sequence[int]] = MappingProxyType({})
+
 
 @dataclass(slots=True)
 class _Flight:
     """A step that runs, or is about to."""
 
     scheduled: dict[Request, int]  # tokens of each; requests that have left meanwhile are not in it
+    num_tokens: int
     num_prompt_tokens: int
-    num_tokens: int = field(init=False)
+    drafts: Mapping[Request, Sequence[int]]  # of those that verify some
     pinned: list[Block] = field(default_factory=list)  # blocks of those that have left, to which it writes
-
-    def __post_init__(self) -> None:
-        self.num_tokens = sum(self.scheduled.values())
 
 
 class Lifecycle:
@@ -56,6 +57,7 @@ class Lifecycle:
         self._has_urgent_news = False  # a client or a pod can go on while the step runs
         self._dropped: list[RequestId] = []  # to be removed by the runner
         self._flights: deque[_Flight] = deque()  # steps that run or are about to, in order
+        self.drafts: dict[Request, list[int]] = {}  # proposed when the last step ended
         self.places = Places()
         self.totals = Totals()
         self.is_stalled = False  # a waiting request found too few blocks, and nothing has changed since
@@ -227,18 +229,23 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- steps
 
-    def step_began(self, scheduled: dict[Request, int], num_prompt_tokens: int = 0) -> None:
-        """A step computes so many tokens of each request, `num_prompt_tokens` of them for the first time."""
-        for request, num_tokens in scheduled.items():
-            request.num_scheduled_tokens += num_tokens
-        self._flights.append(_Flight(scheduled, num_prompt_tokens))
+    def step_began(
+        self,
+        scheduled: dict[Request, int],
+        num_tokens: int,
+        num_prompt_tokens: int = 0,
+        drafts: Mapping[Request, Sequence[int]] = NO_DRAFTS,
+    ) -> None:
+        """A step computes so many tokens of each request, which count as scheduled, `num_tokens` in all;
+        `num_prompt_tokens` of them for the first time. The last of some are drafts."""
+        self._flights.append(_Flight(scheduled, num_tokens, num_prompt_tokens, drafts))
         self.totals.num_prompt_tokens += num_prompt_tokens
 
     def step_ended(self, result: ModelRunnerOutput, step_s: float) -> None:
         """The first step in flight is over, after `step_s` seconds."""
         flight = self._flights.popleft()
         self.totals.count_step(flight.num_tokens, flight.num_prompt_tokens, step_s)
-        outcomes, prompt_logprobs = result.outcomes, result.prompt_logprobs
+        outcomes, prompt_logprobs, drafts = result.outcomes, result.prompt_logprobs, flight.drafts
         add_token, block_size = self._outbox.add_token, self._block_size
         num_sampled = 0
         for request, num_tokens in flight.scheduled.items():
@@ -246,6 +253,10 @@ class Lifecycle:
             if prompt_logprobs and not self._take_prompt_logprobs(request, prompt_logprobs):
                 continue
             outcome = outcomes.get(request.request_id)
+            if drafts and request in drafts:
+                num_sampled += self._verify(request, len(drafts[request]), outcome)
+                if request.is_finished:
+                    continue
             if isinstance(outcome, NoToken):
                 self._take_no_token(request, num_tokens, outcome)
                 continue
@@ -253,18 +264,43 @@ class Lifecycle:
             if num_tokens > 1 or request.is_producer or request.num_computed_tokens % block_size == 0:
                 self._kv.cache_computed(request)
                 self._transfers.computed(request)
-            for token in () if outcome is None else outcome:
+            if outcome is not None:
                 num_sampled += 1
+                token = outcome[-1]
                 reason = request.append(token)
                 add_token(request, token)
                 if reason is None and request.is_producer:
                     reason = FinishReason.HANDOFF
                 if reason is not None:
                     self.finish(request, reason)
-                    break
         self.totals.num_generation_tokens += num_sampled
         self._kv.unpin(flight.pinned)
         self._transfers.step_ended()
+        if result.drafts:
+            running = {request.request_id: request for request in flight.scheduled if not request.is_finished}
+            self.drafts = {running[each]: found for each, found in result.drafts.items() if each in running}
+
+    def take_drafts(self) -> dict[Request, list[int]]:
+        """Returns what was proposed when the last step ended, also for requests that have left the batch meanwhile."""
+        drafts, self.drafts = self.drafts, {}
+        return drafts
+
+    def _verify(self, request: Request, num_drafts: int, outcome: Outcome | None) -> int:
+        """Appends the drafts that were right, which come first in the outcome. What was computed of the others counts
+        no longer; its blocks stay, as the next tokens go there. Returns how many were right."""
+        right = outcome[:-1] if isinstance(outcome, list) else []
+        request.num_computed_tokens -= num_drafts - len(right)
+        request.num_scheduled_tokens -= num_drafts - len(right)
+        for number, token in enumerate(right, 1):
+            reason = request.append(token)
+            self._outbox.add_token(request, token)
+            if reason is not None:
+                request.num_computed_tokens = request.num_tokens - 1
+                self._kv.cache_computed(request)
+                self._transfers.computed(request)
+                self.finish(request, reason)
+                return number
+        return len(right)
 
     def _leave_flights(self, request: Request) -> None:
         """A request ends or loses its blocks: results of steps in flight are not for it. Blocks that they write to are

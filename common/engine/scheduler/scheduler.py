@@ -156,6 +156,8 @@ class Scheduler:
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
+        if self._lifecycle.drafts:
+            self._schedule_drafts(plan)
         if prompts or self._places.has_waiting:
             self._lifecycle.is_stalled = False
             last = self._admit_consumers(now)
@@ -185,7 +187,8 @@ class Scheduler:
             added = self._kv.grow(request, request.num_tokens + 1)
             if added:
                 ahead.new_block_ids[request.request_id] = added
-        self._lifecycle.step_began(dict.fromkeys(going_on, 1))
+            request.num_scheduled_tokens += 1
+        self._lifecycle.step_began(dict.fromkeys(going_on, 1), len(going_on))
         return ahead
 
     @property
@@ -247,6 +250,32 @@ class Scheduler:
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
         return prompts
+
+    def _schedule_drafts(self, plan: StepPlan) -> None:
+        """Lets requests that decode in this step verify what was proposed for them, as far as the budget, their lengths
+        and blocks that nobody may need for another token allow."""
+        num_left = plan.budget - (len(self._running) - len(plan.scheduled))  # each prompt gets a token at least
+        for request, token_ids in self._lifecycle.take_drafts().items():
+            num_scheduled = request.num_scheduled_tokens
+            num_wanted = min(len(token_ids), num_left, request.max_num_tokens - request.num_tokens - 1)
+            is_decode = plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1
+            if num_wanted > 0 and is_decode and request.grammar is None:
+                num_drafts = self._make_room_for_drafts(request, num_wanted, plan)
+                if num_drafts:
+                    plan.draft(request, token_ids[:num_drafts], num_scheduled)
+                    num_left -= num_drafts
+
+    def _make_room_for_drafts(self, request: Request, num_drafts: int, plan: StepPlan) -> int:
+        """Returns how many drafts fit its blocks, with new ones if more are free than requests run."""
+        num_tokens = request.num_scheduled_tokens + 1
+        num_missing = self._kv.num_missing_blocks(request, num_tokens + num_drafts)
+        if num_missing > max(0, self._kv.num_free_blocks - len(self._running)):
+            return min(num_drafts, self._kv.capacity(request) - num_tokens)
+        if num_missing:
+            added = self._kv.grow(request, num_tokens + num_drafts)
+            assert added is not None, "so many blocks are free"
+            plan.new_block_ids[request] = plan.new_block_ids.get(request, []) + added
+        return num_drafts
 
     def _admit_consumers(self, now: float) -> Request | None:
         """Reserve blocks for consumers, in order; those that come after the first waiting prompt leave it what it
@@ -388,15 +417,18 @@ class Scheduler:
         for request, block_ids in plan.new_block_ids.items():
             if request.is_in_batch:
                 step.new_block_ids[request.request_id] = block_ids
+        for request, token_ids in plan.drafts.items():
+            step.drafts[request.request_id] = token_ids
         num_scheduled_tokens, num_prompt_tokens = step.num_scheduled_tokens, 0
         for request, num_tokens in plan.scheduled.items():
             if not request.is_in_batch:
                 step.new_requests.append(self._introduce(request))
             num_scheduled_tokens[request.request_id] = num_tokens
             start = request.num_scheduled_tokens
+            request.num_scheduled_tokens = start + num_tokens
             if start < request.num_prompt_tokens:
                 num_prompt_tokens += min(num_tokens, request.num_prompt_tokens - start)
-        self._lifecycle.step_began(plan.scheduled, num_prompt_tokens)
+        self._lifecycle.step_began(plan.scheduled, step.total_num_scheduled_tokens, num_prompt_tokens, plan.drafts)
         return step
 
     def _introduce(self, request: Request) -> NewRequest:

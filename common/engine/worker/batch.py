@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ class PackedBatch:
     attention: AttentionMetadata
     sampled_ids: list[RequestId]  # requests that sample, in the order of logits_index
     sampled_rows: npt.NDArray[np.int64]  # their rows in the request table
+    sampled_lengths: npt.NDArray[np.int64]  # tokens before those that are sampled
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
 
@@ -50,15 +51,17 @@ class BatchPacker:
         self._device = device
         self._last: _Layout | None = None
 
-    def pack(self, num_scheduled_tokens: dict[RequestId, int]) -> PackedBatch:
+    def pack(
+        self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]]
+    ) -> PackedBatch:
         """Builds the batch. The table knows the requests and how many of their tokens are computed; in it, those of
-        the batch count as computed from here on."""
+        the batch count as computed from here on. A request with drafts is as many decodes as it computes tokens."""
         table, block_size = self._table, self._block_size
         last = self._last
         if last is not None and last.is_repeated(num_scheduled_tokens, table.version):
             layout = last.one_token_later()
         else:
-            layout = _lay_out(table, num_scheduled_tokens)
+            layout = _lay_out(table, num_scheduled_tokens, drafts)
         self._last = layout
         rows, positions = layout.rows, layout.positions
         table.num_computed_tokens[rows] = layout.ends
@@ -92,9 +95,11 @@ class BatchPacker:
                 seq_lens_tensor=seq_lens,
                 block_tables=block_tables,
                 slot_mapping=slots,
+                has_drafts=bool(drafts),
             ),
             sampled_ids=layout.sampled_ids,
             sampled_rows=layout.sampled_rows,
+            sampled_lengths=layout.sampled_lengths,
             prompt_runs=layout.prompt_runs,
             opened_blocks=block_ids[opened].tolist(),
         )
@@ -114,6 +119,7 @@ class _Layout(NamedTuple):
     num_decodes: int
     sampled_ids: list[RequestId]
     sampled_rows: npt.NDArray[np.int64]
+    sampled_lengths: npt.NDArray[np.int64]
     wanted: npt.NDArray[np.int64]  # see PackedBatch.logits_index
     prompt_runs: list[PromptRun]
 
@@ -129,15 +135,25 @@ class _Layout(NamedTuple):
     def one_token_later(self) -> _Layout:
         """Returns the layout of that step."""
         ends = self.ends + 1
-        return self._replace(positions=self.ends, ends=ends, seq_lens=ends.tolist())
+        return self._replace(positions=self.ends, ends=ends, seq_lens=ends.tolist(), sampled_lengths=ends)
 
 
-def _lay_out(table: RequestTable, num_scheduled_tokens: dict[RequestId, int]) -> _Layout:
+def _lay_out(
+    table: RequestTable, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]]
+) -> _Layout:
     """Sequences with one token first, longest first; then the others as they came."""
     request_ids = list(num_scheduled_tokens)
     rows = table.rows_of(request_ids)
     starts = table.num_computed_tokens[rows]
     counts = np.array(list(num_scheduled_tokens.values()))
+    if drafts:
+        each = [counts[number] if request_id in drafts else 1 for number, request_id in enumerate(request_ids)]
+        places = np.arange(sum(each)) - np.repeat(np.cumsum(each) - each, each)  # of each row in its request
+        request_ids = [request_id for request_id, times in zip(request_ids, each, strict=True) for _ in range(times)]
+        rows, starts = np.repeat(rows, each), np.repeat(starts, each) + places
+        counts = np.repeat(np.where(np.array(each) > 1, 1, counts), each)
+        for request_id, token_ids in drafts.items():
+            table.put_drafts(request_id, token_ids)
     is_chunk = counts > 1
     order = np.lexsort((np.where(is_chunk, 0, -starts), is_chunk))
     rows, starts, counts = rows[order], starts[order], counts[order]
@@ -146,7 +162,7 @@ def _lay_out(table: RequestTable, num_scheduled_tokens: dict[RequestId, int]) ->
     query_ends = np.cumsum(counts)
     query_starts = query_ends - counts
     sequences = np.repeat(np.arange(len(counts)), counts)
-    samples = np.flatnonzero(ends == table.num_tokens[rows])
+    samples = np.flatnonzero(ends >= table.num_tokens[rows])  # after drafts, that is not the last known token
     wanted, prompt_runs = query_ends[samples] - 1, list[PromptRun]()
     if table.num_prompt_logits:
         prompt_runs, of_prompts = _prompt_runs(table, request_ids, rows, starts, ends, query_starts)
@@ -163,6 +179,7 @@ def _lay_out(table: RequestTable, num_scheduled_tokens: dict[RequestId, int]) ->
         num_decodes=len(counts) - int(np.count_nonzero(is_chunk)),
         sampled_ids=[request_ids[i] for i in samples.tolist()],
         sampled_rows=rows[samples],
+        sampled_lengths=ends[samples],
         wanted=wanted,
         prompt_runs=prompt_runs,
     )

@@ -37,7 +37,7 @@ class FixedInputs:
         width = -(-(max_model_len + 1) // block_size)
         self.block_tables = torch.zeros((most, width), dtype=torch.int64, device=device)
 
-    def first(self, size: int, seq_lens: Sequence[int]) -> DecodeInputs:
+    def first(self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False) -> DecodeInputs:
         """The inputs of the first `size` decodes, which have at most `seq_lens` tokens."""
         metadata = AttentionMetadata(
             num_decodes=size,
@@ -46,5 +46,6 @@ class FixedInputs:
             seq_lens_tensor=self.seq_lens[:size],
             block_tables=self.block_tables[:size],
             slot_mapping=self.slots[:size],
+            has_drafts=has_drafts,
         )
         return DecodeInputs(self.input_ids[:size], self.positions[:size], metadata)

@@ -31,7 +31,8 @@ class DecodePrograms:
         self._workspace = Workspace(max_num_seqs)
         self._most = min(_MOST, max_num_seqs)  # decodes of a step that is recorded
         self._longest = min(_SHORTEST, max_model_len)  # sequence that the recorded steps take
-        self._steps: dict[int, tuple[Program, torch.Tensor]] = {}  # by batch size, with the place of the logits
+        # By batch size and whether there are drafts; with the place of the logits.
+        self._steps: dict[tuple[int, bool], tuple[Program, torch.Tensor]] = {}
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way. Raises
@@ -40,7 +41,7 @@ class DecodePrograms:
         if size > self._most or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
             return None  # a profile shows each kernel
         self._make_room(max(inputs.attention.seq_lens))
-        step = self._steps.get(size)
+        step = self._steps.get((size, inputs.attention.has_drafts))
         if step is None:
             return self._first(inputs)
         self._stage(inputs)
@@ -59,7 +60,7 @@ class DecodePrograms:
         expected = self._forward(inputs)
         self._stage(inputs)
         try:
-            step = self._record(size)
+            step = self._record(size, has_drafts=inputs.attention.has_drafts)
         except CannotRecordError as error:
             logger.debug("decode steps run as one call for up to %d sequences: %s", size - 1, error)
             self._most = size - 1
@@ -69,12 +70,12 @@ class DecodePrograms:
         program.run()
         if not torch.equal(logits, expected):
             raise RecordedStepError(f"the recorded step of {size} sequences computes something else")
-        self._steps[size] = step
+        self._steps[size, inputs.attention.has_drafts] = step
         return expected
 
-    def _record(self, size: int) -> tuple[Program, torch.Tensor]:
+    def _record(self, size: int, *, has_drafts: bool) -> tuple[Program, torch.Tensor]:
         with recording(self._workspace) as recorded:
-            logits = self._forward(self._fixed.first(size, [self._longest] * size))
+            logits = self._forward(self._fixed.first(size, [self._longest] * size, has_drafts=has_drafts))
         return Program(recorded), logits
 
     def _stage(self, inputs: DecodeInputs) -> None:

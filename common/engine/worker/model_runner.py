@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -18,8 +19,10 @@ from common.engine.contract.step import (
     ModelRunnerOutput,
     NewRequest,
     NoToken,
+    Outcome,
     PromptLogprobs,
     SchedulerOutput,
+    accepted,
     outcomes_of,
 )
 from common.engine.executor.base import FinishedStep, RunningStep
@@ -29,6 +32,7 @@ from common.engine.sampling.compiled_sampler import CompiledSampler
 from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
+from common.engine.speculation.base import Proposer
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
@@ -40,6 +44,7 @@ from common.types import Logprobs, RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_NO_DRAFTS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
 _DRAWN = SamplingParams(temperature=1.0)
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
@@ -62,6 +67,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
+        proposer: Proposer | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -85,23 +91,32 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
         )
+        self._proposer = proposer
         self._packer = BatchPacker(self._table, self._block_size, loaded.device)
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
         self._table.update(step)
 
-    def run(self, num_scheduled_tokens: dict[RequestId, int]) -> ModelRunnerOutput:
+    def run(
+        self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]] = _NO_DRAFTS
+    ) -> ModelRunnerOutput:
         """Computes the scheduled tokens; samples for the requests whose last token is among them. See `Sampler` for
         requests that get no token."""
-        return self.submit(num_scheduled_tokens, no_masks, PhaseClock()).result()
+        return self.submit(num_scheduled_tokens, drafts, no_masks, PhaseClock()).result()
 
     @torch.inference_mode()
-    def submit(self, num_scheduled_tokens: dict[RequestId, int], masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(
+        self,
+        num_scheduled_tokens: dict[RequestId, int],
+        drafts: Mapping[RequestId, Sequence[int]],
+        masks: MaskSource,
+        phases: PhaseClock,
+    ) -> RunningStep:
         """Begins to. The step is over at once unless a GPU computes it and kernels can sample all requests.
         `masks` and `phases`: see Executor."""
         before = self._sampling
-        batch = self._packer.pack(num_scheduled_tokens)
+        batch = self._packer.pack(num_scheduled_tokens, drafts)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
             self._clear(batch.opened_blocks)
         if before is not None and not before.is_settled:
@@ -111,15 +126,18 @@ class ModelRunner:
         phases.enter(Phase.SAMPLE)
         if self._samples_on_device(batch):
             assert self._sample_on_device is not None
-            rows = batch.sampled_rows
+            rows, lengths = batch.sampled_rows, batch.sampled_lengths
             if before is not None and self._table.is_penalised[rows].any():
                 before.settle()
-            token_ids = self._sample_on_device(logits, self._table.draws(rows), self._table.penalties(rows))
-            self._sampling = SamplingStep(token_ids, batch, self._table, phases)
-            return self._sampling
+            draws, penalties = self._table.draws(rows, lengths), self._table.penalties(rows, lengths)
+            token_ids = self._sample_on_device(logits, draws, penalties)
+            if not drafts and self._proposer is None:
+                self._sampling = SamplingStep(token_ids, batch, self._table, phases)
+                return self._sampling
+            return FinishedStep(self._answer(batch, samples_of(token_ids.tolist()), {}, drafts))
         if before is not None:
             before.settle()
-        return FinishedStep(self._finish(batch, logits, masks))
+        return FinishedStep(self._finish(batch, logits, masks, drafts))
 
     def _samples_on_device(self, batch: PackedBatch) -> bool:
         rows = batch.sampled_rows
@@ -130,15 +148,68 @@ class ModelRunner:
             and bool(self._table.kernels_can_sample[rows].all())
         )
 
-    def _finish(self, batch: PackedBatch, logits: torch.Tensor, masks: MaskSource) -> ModelRunnerOutput:
+    def _finish(
+        self,
+        batch: PackedBatch,
+        logits: torch.Tensor,
+        masks: MaskSource,
+        drafts: Mapping[RequestId, Sequence[int]],
+    ) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
         found = masks(batch.sampled_ids)  # while the device computes the logits
         logits = logits[: len(batch.sampled_ids)]
-        rows = batch.sampled_rows
-        samples = self._sample(rows, logits, None) if found is None else self._sample_masked(rows, logits, found)
-        return ModelRunnerOutput(outcomes_of(batch.sampled_ids, samples), prompt_logprobs)
+        rows, lengths = batch.sampled_rows, batch.sampled_lengths
+        if found is None:
+            samples = self._sample(rows, lengths, logits, None)
+        else:
+            samples = self._sample_masked(rows, lengths, logits, found)
+        return self._answer(batch, samples, prompt_logprobs, drafts)
+
+    def _answer(
+        self,
+        batch: PackedBatch,
+        samples: Sequence[Sample],
+        prompt_logprobs: dict[RequestId, PromptLogprobs],
+        drafts: Mapping[RequestId, Sequence[int]],
+    ) -> ModelRunnerOutput:
+        """The step's results; the request table notes the tokens."""
+        late = [number for number, sample in enumerate(samples) if sample is NoToken.NOT_YET]
+        rows, lengths = batch.sampled_rows, batch.sampled_lengths
+        # A request without a token ends: what its row holds no longer matters. One that is late goes on from here.
+        self._table.append_tokens(
+            rows, lengths, [0 if isinstance(sample, NoToken) else sample.token_id for sample in samples]
+        )
+        if late:
+            self._table.put_off(rows[late], lengths[late])
+        outcomes = self._verify(batch, samples, drafts) if drafts else outcomes_of(batch.sampled_ids, samples)
+        return ModelRunnerOutput(outcomes, prompt_logprobs, drafts=self._propose(outcomes))
+
+    def _verify(
+        self, batch: PackedBatch, samples: Sequence[Sample], drafts: Mapping[RequestId, Sequence[int]]
+    ) -> dict[RequestId, Outcome]:
+        """Outcomes of a batch of which some requests have drafts; the request table goes back to what holds."""
+        found: dict[RequestId, list[tuple[int, Sample]]] = {}
+        for request_id, length, sample in zip(batch.sampled_ids, batch.sampled_lengths.tolist(), samples, strict=True):
+            found.setdefault(request_id, []).append((length, sample))
+        outcomes: dict[RequestId, Outcome] = {}
+        for request_id, rows in found.items():
+            rows.sort(key=lambda row: row[0])
+            outcome = accepted(drafts.get(request_id, ()), [sample for _, sample in rows])
+            if request_id in drafts:
+                num_new = len(outcome) if isinstance(outcome, list) else 0
+                self._table.settle_drafts(request_id, rows[0][0] + num_new)
+            outcomes[request_id] = outcome
+        return outcomes
+
+    def _propose(self, outcomes: Mapping[RequestId, Outcome]) -> dict[RequestId, list[int]]:
+        """Drafts of what comes after the outcomes."""
+        if self._proposer is None:
+            return {}
+        sampled = [request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list)]
+        drafts = self._proposer.propose([self._table.context(request_id) for request_id in sampled])
+        return {request_id: found for request_id, found in zip(sampled, drafts, strict=True) if found}
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
@@ -205,62 +276,78 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001  whatever a compiler or the modelling code raises
             logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
-    def _sample_masked(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks) -> list[Sample]:
+    def _sample_masked(
+        self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks
+    ) -> list[Sample]:
         """Samples for rows of which some have a mask, and some get no token."""
         if not masks.no_tokens:
-            return self._sample_all_masked(rows, logits.float(), masks)
+            return self._sample_all_masked(rows, lengths, logits.float(), masks)
         samples = np.full(len(rows), None, dtype=object)
         for position, no_token in masks.no_tokens.items():
             samples[position] = no_token
-        late = [position for position, no_token in masks.no_tokens.items() if no_token is NoToken.NOT_YET]
-        self._table.put_off(rows[late])
         kept = np.flatnonzero(samples == None)  # noqa: E711  of each element
         if len(kept):
             own = logits[torch.from_numpy(kept).to(logits.device)].float()
             places = np.searchsorted(kept, masks.positions).tolist()
-            samples[kept] = self._sample_all_masked(rows[kept], own, BatchMasks(places, masks.words, {}))
+            own_masks = BatchMasks(places, masks.words, {})
+            samples[kept] = self._sample_all_masked(rows[kept], lengths[kept], own, own_masks)
         found: list[Sample] = samples.tolist()
         return found
 
-    def _sample_all_masked(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks) -> list[Sample]:
+    def _sample_all_masked(
+        self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks
+    ) -> list[Sample]:
         """Samples for rows that all get a token. `logits` is overwritten."""
-        samples = self._sample(rows, logits, TokenMask(masks.positions, masks.words))
+        samples = self._sample(rows, lengths, logits, TokenMask(masks.positions, masks.words))
         for position in masks.positions:
             if isinstance(samples[position], NoToken) and bool((logits[position] == -torch.inf).all()):
                 samples[position] = NoToken.CONTRADICTION
         return samples
 
-    def _sample(self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None) -> list[Sample]:
-        """Samples for rows of the request table, which notes the tokens. With a mask, `logits` is overwritten."""
+    def _sample(
+        self,
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        mask: TokenMask | None,
+    ) -> list[Sample]:
+        """Samples what follows the first `lengths` tokens of rows of the request table. With a mask, `logits` is
+        overwritten."""
         if self._table.are_plain(rows):
-            tokens = self._sampler.sample_plain(logits, mask)
-        elif self._compiled is None or mask is not None:
-            tokens = self._sample_with_torch(rows, logits, mask)
-        else:
-            tokens = self._sample_compiled(rows, logits, self._compiled)
-        # A request without a token ends: what its row holds no longer matters.
-        self._table.append_tokens(rows, [0 if isinstance(token, NoToken) else token.token_id for token in tokens])
-        return tokens
+            return self._sampler.sample_plain(logits, mask)
+        if self._compiled is None or mask is not None:
+            return self._sample_with_torch(rows, lengths, logits, mask)
+        return self._sample_compiled(rows, lengths, logits, self._compiled)
 
     def _sample_compiled(
-        self, rows: npt.NDArray[np.int64], logits: torch.Tensor, sampler: CompiledSampler
+        self,
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        sampler: CompiledSampler,
     ) -> list[Sample]:
         """By compiled kernels, as far as they can."""
         can = self._table.keep_all[rows]
         if can.all():
-            return samples_of(sampler.sample(logits, self._table.draws(rows)).tolist())
+            return samples_of(sampler.sample(logits, self._table.draws(rows, lengths)).tolist())
         tokens = np.empty(len(rows), dtype=object)
-        tokens[~can] = self._sample_with_torch(rows[~can], logits[torch.from_numpy(~can)])
+        tokens[~can] = self._sample_with_torch(rows[~can], lengths[~can], logits[torch.from_numpy(~can)])
         if can.any():
-            ids = sampler.sample(logits[torch.from_numpy(can)], self._table.draws(rows[can])).tolist()
+            draws = self._table.draws(rows[can], lengths[can])
+            ids = sampler.sample(logits[torch.from_numpy(can)], draws).tolist()
             tokens[can] = samples_of(ids)
         found: list[Sample] = tokens.tolist()
         return found
 
     def _sample_with_torch(
-        self, rows: npt.NDArray[np.int64], logits: torch.Tensor, mask: TokenMask | None = None
+        self,
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        mask: TokenMask | None = None,
     ) -> list[Sample]:
-        return self._sampler.sample(logits.float(), [self._table.sampling_row(row) for row in rows.tolist()], mask)
+        views = [self._table.sampling_row(*each) for each in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        return self._sampler.sample(logits.float(), views, mask)
 
     def _prompt_logprobs(self, batch: PackedBatch, logits: torch.Tensor) -> dict[RequestId, PromptLogprobs]:
         """Log probabilities of the tokens that follow those of the prompt runs, whose logits are given; a few rows at a

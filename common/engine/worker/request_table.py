@@ -19,6 +19,7 @@ from common.engine.sampling.noise import mixed_seed, stream_keys
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.rules import NO_RULES, TokenRules, rules_of
 from common.engine.sampling.sampler import SamplingRow, is_plain
+from common.engine.speculation.base import Context
 from common.types import RequestId, SamplingParams
 
 _NO_PARAMS = SamplingParams()
@@ -77,9 +78,10 @@ class RequestTable:
         for request_id, block_ids in step.new_block_ids.items():
             self._append_blocks(self._rows[request_id], block_ids)
 
-    def put_off(self, rows: npt.NDArray[np.int64]) -> None:
-        """The last token of each of the rows counts as computed no longer: nothing was sampled after it."""
-        self.num_computed_tokens[rows] -= 1
+    def put_off(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        """Nothing was sampled after the first `lengths` tokens of rows, the last of which is to be computed again."""
+        self.num_tokens[rows] = lengths
+        self.num_computed_tokens[rows] = lengths - 1
         self.version += 1
 
     def rows_of(self, request_ids: Sequence[RequestId]) -> npt.NDArray[np.int64]:
@@ -87,11 +89,31 @@ class RequestTable:
         rows = self._rows
         return np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
 
-    def append_tokens(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
-        """Append one sampled token to each of the rows."""
-        places = self.num_tokens[rows]
-        self.token_ids[rows, places] = token_ids
-        self.num_tokens[rows] = places + 1
+    def append_tokens(
+        self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], token_ids: Sequence[int]
+    ) -> None:
+        """Append one sampled token to each of the rows, after so many."""
+        self.token_ids[rows, lengths] = token_ids
+        self.num_tokens[rows] = lengths + 1
+
+    def put_drafts(self, request_id: RequestId, drafts: Sequence[int]) -> None:
+        """Writes drafts where the request's next tokens will be."""
+        row = self._rows[request_id]
+        start = int(self.num_tokens[row])
+        self.token_ids[row, start : start + len(drafts)] = drafts
+
+    def settle_drafts(self, request_id: RequestId, num_tokens: int) -> None:
+        """So many tokens hold, drafts that were right and what was sampled after them; all but the last are
+        computed."""
+        row = self._rows[request_id]
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = num_tokens - 1
+        self.version += 1
+
+    def context(self, request_id: RequestId) -> Context:
+        """What a proposer may know."""
+        row = self._rows[request_id]
+        return Context(request_id, self.token_ids[row, : self.num_tokens[row]], self._params[row])
 
     def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One token for each of the rows is being sampled: -1, -2, ... stand for them until `settle_tokens`. Returns
@@ -107,12 +129,12 @@ class RequestTable:
         """The tokens that were expected. Rows of requests dropped meanwhile are of no other request yet."""
         self.token_ids[rows, places] = token_ids
 
-    def draws(self, rows: npt.NDArray[np.int64]) -> Draws:
-        """How the next tokens of rows that kernels can sample are drawn."""
-        positions = self.num_tokens[rows] - self._num_prompt_tokens[rows]
+    def draws(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Draws:
+        """How the tokens that follow the first `lengths` of rows are drawn, if kernels can sample them."""
+        positions = lengths - self._num_prompt_tokens[rows]
         return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
 
-    def penalties(self, rows: npt.NDArray[np.int64]) -> Penalties | None:
+    def penalties(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Penalties | None:
         """What comes before that, if tokens so far change logits of any of the rows."""
         penalised = np.flatnonzero(self.is_penalised[rows])
         if not len(penalised):
@@ -120,8 +142,8 @@ class RequestTable:
         params = [self._params[row] for row in rows[penalised].tolist()]
         factors = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
         places, weights = [], []
-        for number, row in enumerate(rows[penalised].tolist()):
-            token_ids = self.token_ids[row, : self.num_tokens[row]]
+        for number, (row, length) in enumerate(zip(rows[penalised].tolist(), lengths[penalised].tolist(), strict=True)):
+            token_ids = self.token_ids[row, :length]
             places.append(token_ids + number * self._vocab_size)
             weights.append(np.where(np.arange(len(token_ids)) < self._num_prompt_tokens[row], PROMPTED, GENERATED))
         return Penalties(
@@ -132,11 +154,11 @@ class RequestTable:
         """Whether the next token of each of the rows is the argmax of its logits."""
         return not self._not_plain or self._not_plain.isdisjoint(rows.tolist())
 
-    def sampling_row(self, row: int) -> SamplingRow:
-        """Returns the sampler's view of a row."""
+    def sampling_row(self, row: int, length: int) -> SamplingRow:
+        """Returns the sampler's view of the first `length` tokens of a row."""
         return SamplingRow(
             self._params[row],
-            self.token_ids[row, : self.num_tokens[row]],
+            self.token_ids[row, :length],
             int(self._num_prompt_tokens[row]),
             self._rules[row],
             self._processors_of[row],

@@ -22,6 +22,8 @@ from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
+from common.engine.speculation.base import Proposer
+from common.engine.speculation.registry import PROPOSERS
 from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
@@ -101,6 +103,7 @@ class Worker:
             processors=load_processors(
                 self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
             ),
+            proposer=self._proposer(),
         )
         if not self._config.model.enforce_eager:
             self._runner.record_decodes()
@@ -140,7 +143,8 @@ class Worker:
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        running, fence = self._runner.submit(step.num_scheduled_tokens, masks, phases), self._fence()
+        running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, phases)
+        fence = self._fence()
         return running if fence is None else _FencedStep(running, fence)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -163,6 +167,10 @@ class Worker:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def _proposer(self) -> Proposer | None:
+        name = self._config.speculation.proposer
+        return None if name is None else PROPOSERS.find(name)(self._config)
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, NoToken, Outcome, SchedulerOutput
@@ -40,6 +41,8 @@ from common.engine.messages import (
 from common.engine.phases import PhaseClock
 from common.engine.scheduler.grammars import Grammars
 from common.engine.scheduler.scheduler import Scheduler
+from common.engine.speculation.base import Context, Proposer
+from common.engine.speculation.fake import Accuracy, FakeProposer
 from common.engine.transfers.messages import Announce, End, Message, Note
 from common.engine.transfers.mover import Mover
 from common.engine.transfers.port import TransferPort
@@ -201,6 +204,11 @@ def next_token(fingerprint: int) -> int:
     return (fingerprint >> 7) % VOCAB_SIZE
 
 
+def create_proposer(accuracy: Accuracy, num_drafts: int = 3) -> Proposer:
+    """Proposes what a FakeEngine samples, or something else."""
+    return FakeProposer(lambda tokens, _: next_token(fingerprints(tokens)[-1]), accuracy, num_drafts, VOCAB_SIZE)
+
+
 def expected_output(
     request: AddRequest, *, max_model_len: int = 64, eos: Iterable[int] = (EOS,)
 ) -> tuple[list[int], FinishReason]:
@@ -287,6 +295,7 @@ class FakeEngine:
         settle_at_once: bool = False,
         runs_ahead: bool = False,
         depth: int = 1,
+        proposer: Proposer | None = None,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self.block_size = block_size
@@ -294,6 +303,8 @@ class FakeEngine:
         self.runs_ahead = runs_ahead
         self.depth = depth  # steps in flight, as in a pipeline: each is scheduled before the one before it is over
         self._queue: deque[SchedulerOutput] = deque()  # in flight, but for the first
+        self.proposer = proposer
+        self.num_right_drafts = 0
         self.num_ahead = 0  # steps that were scheduled ahead
         self._ahead: SchedulerOutput | None = None
         self.now = 0.0
@@ -573,7 +584,8 @@ class FakeEngine:
         for request_id, count in step.num_scheduled_tokens.items():
             assert count > 0
             request = self._running[request_id]
-            self._write(request, request.num_computed_tokens, request.num_computed_tokens + count)
+            drafts = step.drafts.get(request_id, [])
+            self._write(request, request.num_computed_tokens, request.num_computed_tokens + count, drafts)
             request.num_computed_tokens += count
         outcomes: dict[RequestId, Outcome] = {}
         awaited = {request.request_id for request in self.scheduler._lifecycle.in_flight}  # others have left
@@ -581,9 +593,12 @@ class FakeEngine:
             request = self._running[request_id]
             stop = request.num_computed_tokens
             if request_id in awaited:
-                assert self._read(request, stop) == fingerprints(request.token_ids[:stop]), (
-                    f"{request_id} reads other KV"
-                )
+                known = request.token_ids + step.drafts.get(request_id, [])
+                assert self._read(request, stop) == fingerprints(known[:stop]), f"{request_id} reads other KV"
+            if request_id in step.drafts:
+                request.num_computed_tokens -= len(step.drafts[request_id])
+                stop = request.num_computed_tokens
+                assert stop == len(request.token_ids)
             if stop == len(request.token_ids) and request_id in self.broken:
                 outcomes[request_id] = NoToken.NON_FINITE
                 request.token_ids.append(0)  # a step that runs ahead goes on with anything
@@ -593,10 +608,26 @@ class FakeEngine:
                 self._put_off.append(request_id)
                 request.num_computed_tokens -= 1
             elif stop == len(request.token_ids):
-                token = SampledToken(next_token(fingerprints(request.token_ids)[-1]))
-                outcomes[request_id] = [token]
-                request.token_ids.append(token.token_id)
-        return ModelRunnerOutput(outcomes)
+                outcomes[request_id] = self._sample(request, step.drafts.get(request_id, []))
+                request.num_computed_tokens = len(request.token_ids) - 1
+        return ModelRunnerOutput(outcomes, drafts=self._propose(outcomes))
+
+    def _sample(self, request: _RunningRequest, drafts: list[int]) -> list[SampledToken]:
+        tokens: list[SampledToken] = []
+        for draft in (*drafts, None):
+            tokens.append(SampledToken(next_token(fingerprints(request.token_ids)[-1])))
+            request.token_ids.append(tokens[-1].token_id)
+            if tokens[-1].token_id != draft:
+                break
+        self.num_right_drafts += len(tokens) - 1
+        return tokens
+
+    def _propose(self, outcomes: dict[RequestId, Outcome]) -> dict[RequestId, list[int]]:
+        if self.proposer is None:
+            return {}
+        sampled = [request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list)]
+        contexts = [Context(each, np.array(self._running[each].token_ids)) for each in sampled]
+        return {each: found for each, found in zip(sampled, self.proposer.propose(contexts), strict=True) if found}
 
     def _take_membership(self, step: SchedulerOutput) -> None:
         for new in step.new_requests:
@@ -610,8 +641,8 @@ class FakeEngine:
         assert block_id != 0, "the null block was allocated"
         return block_id * self.block_size + position % self.block_size
 
-    def _write(self, request: _RunningRequest, start: int, stop: int) -> None:
-        values = fingerprints(request.token_ids)
+    def _write(self, request: _RunningRequest, start: int, stop: int, drafts: list[int]) -> None:
+        values = fingerprints(request.token_ids + drafts)
         moving = {block_id for _, transfer in self.jobs.values() for block_id in transfer.block_ids}
         moving.update(*self.windows.values())
         for position in range(start, stop):

@@ -11,6 +11,7 @@ from common.engine.contract.step import (
     NoToken,
     PromptLogprobs,
     SchedulerOutput,
+    accepted,
     outcomes_of,
 )
 from common.types import Constraint, Logprobs, RequestId, SampledToken, SamplingParams
@@ -26,9 +27,10 @@ STEP = SchedulerOutput(
     work=3.5,
     num_context_tokens=9,
     dropped_request_ids=[RequestId("c")],
+    drafts={B: [8, 9]},
 )
 RESULT = ModelRunnerOutput(
-    {A: [TOKEN, SampledToken(9)], B: NoToken.NOT_YET}, {A: PromptLogprobs(1, [Logprobs(-1.0, [])])}
+    {A: [TOKEN, SampledToken(9)], B: NoToken.NOT_YET}, {A: PromptLogprobs(1, [Logprobs(-1.0, [])])}, drafts={A: [4]}
 )
 
 
@@ -40,3 +42,18 @@ def test_messages_can_be_encoded(message: SchedulerOutput | ModelRunnerOutput) -
 def test_outcomes_of_one_sample_each() -> None:
     samples = [TOKEN, NoToken.MASKED]
     assert outcomes_of([A, B], samples) == {A: [TOKEN], B: NoToken.MASKED}
+
+
+@pytest.mark.parametrize(
+    ("samples", "outcome"),
+    [
+        ([5, 6, 7], [5, 6, 7]),
+        ([5, 9, 7], [5, 9]),
+        ([9, 6, 7], [9]),
+        ([5, NoToken.COMPLETE, 7], [5]),  # it has no token after that one, which is seen in the next step
+        ([NoToken.MASKED, 6, 7], NoToken.MASKED),
+    ],
+)
+def test_samples_hold_up_to_the_first_that_is_not_the_draft(samples: list[object], outcome: object) -> None:
+    found = accepted([5, 6], [SampledToken(each) if isinstance(each, int) else each for each in samples])  # type: ignore[misc]
+    assert found == (outcome if isinstance(outcome, NoToken) else [SampledToken(each) for each in outcome])  # type: ignore[attr-defined]

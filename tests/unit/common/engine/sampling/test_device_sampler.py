@@ -31,9 +31,10 @@ def sampled(logits, params, prompt=(), outputs=None):
     table = table_of(params, prompt, outputs)
     table_rows = table.rows_of([RequestId(f"r{i}") for i in range(len(params))])
     before = logits.clone()
-    found = sample_on_device(logits, table.draws(table_rows), table.penalties(table_rows)).tolist()
+    lengths = table.num_tokens[table_rows]
+    found = sample_on_device(logits, table.draws(table_rows, lengths), table.penalties(table_rows, lengths)).tolist()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-    rows = [table.sampling_row(row) for row in table_rows.tolist()]
+    rows = [table.sampling_row(*each) for each in zip(table_rows.tolist(), lengths.tolist(), strict=True)]
     tokens = Sampler().sample(logits.float().clone(), rows)
     return found, [-1 if token is NoToken.NON_FINITE else token.token_id for token in tokens]
 

@@ -12,6 +12,7 @@ from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
     EOS,
     FakeEngine,
+    create_proposer,
     create_request,
     create_scheduler,
     expected_output,
@@ -37,9 +38,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
         runs_ahead=st.booleans(),
         depth=st.sampled_from([1, 1, 2, 3]),
+        drafts=st.sampled_from(["none", "none", "right", "wrong", "half"]),
     )
-    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth):
-        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth)
+    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth, drafts):
+        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth, drafts)
 
     def _start(
         self,
@@ -52,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers="none",
         runs_ahead=False,
         depth=1,
+        drafts="none",
     ):
         scheduler = create_scheduler(
             num_blocks=num_blocks,
@@ -64,7 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_blocks=tiers != "none",
             wants_offloads=tiers == "offloaded",
         )
-        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead and depth == 1, depth=depth)
+        proposer = None if drafts == "none" else create_proposer(drafts)
+        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead and depth == 1, depth=depth, proposer=proposer)
         self.requests = {}
         self.open: dict[str, int] = {}  # consumers whose handoff is not final: tokens ready
         self.budget, self.seats = budget, seats

@@ -29,10 +29,10 @@ def test_choices_of_a_request_share_their_rules() -> None:
     ]
     table.update(SchedulerOutput(new_requests=[first, other, *choices]))
     rows = table.rows_of([each.request_id for each in (first, other, *choices)]).tolist()
-    rules = [table.sampling_row(row).rules for row in rows]
+    rules = [table.sampling_row(row, 1).rules for row in rows]
     assert all(each is rules[0] for each in rules[2:])
     assert rules[1].biases.tolist() != rules[0].biases.tolist()
-    assert [table.sampling_row(row).params.seed for row in rows] == [None, None, 0, 1, 2]
+    assert [table.sampling_row(row, 1).params.seed for row in rows] == [None, None, 0, 1, 2]
 
 
 def test_a_row_that_is_taken_again_has_the_rules_of_its_request() -> None:
@@ -41,7 +41,7 @@ def test_a_row_that_is_taken_again_has_the_rules_of_its_request() -> None:
         request = new_request(number)
         table.update(SchedulerOutput(new_requests=[request]))
         (row,) = table.rows_of([request.request_id]).tolist()
-        assert table.sampling_row(row).rules.biases[0] == number
+        assert table.sampling_row(row, 1).rules.biases[0] == number
         table.update(SchedulerOutput(dropped_request_ids=[request.request_id]))
 
 
