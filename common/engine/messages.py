@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from common.engine.config import Kernels
-from common.types import FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
+from common.types import ExtraKey, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +36,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
     cache_salt: str = ""
+    extra_keys: list[ExtraKey] = []  # in order
     priority: int = 0  # lower runs first under the priority policy
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     tenant: str = ""  # whose it is; tenants share in turn what compiles grammars

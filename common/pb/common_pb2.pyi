@@ -550,6 +550,7 @@ class EngineRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    EXTRA_KEYS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     cache_salt: _builtins.str
@@ -572,6 +573,10 @@ class EngineRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """Sampling and stop conditions."""
 
+    @_builtins.property
+    def extra_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExtraKey]:
+        """In order; no token has two."""
+
     def __init__(
         self,
         *,
@@ -583,11 +588,44 @@ class EngineRequest(_message.Message):
         priority: _builtins.int = ...,
         target_itl_ms: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        extra_keys: _abc.Iterable[Global___ExtraKey] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineRequest: _TypeAlias = EngineRequest  # noqa: Y015
+
+@_typing.final
+class ExtraKey(_message.Message):
+    """What decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are: part of the
+    hash of each block that has one of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of the first token."""
+    end: _builtins.int
+    """One past the last."""
+    digest: _builtins.bytes
+    """Of the content; 1 to 64 bytes."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "end", b"end", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtraKey: _TypeAlias = ExtraKey  # noqa: Y015

@@ -12,8 +12,8 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooL
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
-from common.types import RequestId, SampledToken
-from common.types.validation import validate_prompt, validate_sampling
+from common.types import ExtraKey, RequestId, SampledToken
+from common.types.validation import validate_extra_keys, validate_prompt, validate_sampling
 
 
 def add_request_from_pb(
@@ -37,6 +37,8 @@ def add_request_from_pb(
         max_tokens=sampling.max_tokens,
         param="prompt_token_ids",
     )
+    extra_keys = [ExtraKey(key.start, key.end, key.digest) for key in message.extra_keys]
+    validate_extra_keys(extra_keys, len(prompt))
     outputs = list(message.output_token_ids)
     if outputs and max(outputs) >= spec.vocab_size:
         raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
@@ -50,6 +52,7 @@ def add_request_from_pb(
         sampling=sampling,
         output_token_ids=outputs,
         cache_salt=message.cache_salt,
+        extra_keys=extra_keys,
         priority=message.priority,
         target_itl_s=_target_itl_s(message.target_itl_ms),
         tenant=message.tenant,

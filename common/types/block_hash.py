@@ -1,9 +1,9 @@
 """Content addresses of KV blocks.
 
-A block's hash is `H(parent hash, its token ids)`; the parent of the first block is a root made of the extra keys
-(cache salt, adapter). Equal hashes therefore mean equal tokens in equal context for the same tenant, on every pod
-and in every process: there is no seed. H is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a
-second preimage (2^128 work).
+A block's hash is `H(parent hash, its token ids)`, with what else decides its KV (extra keys: an image's digest, say).
+The parent of the first block is a root made of the keys of the whole request (cache salt, adapter). Equal hashes
+therefore mean equal tokens in equal context for the same tenant, on every pod and in every process: there is no seed. H
+is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a second preimage (2^128 work).
 """
 
 from __future__ import annotations
@@ -11,11 +11,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NewType
+from struct import Struct
+from typing import NamedTuple, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
+
+_KEYED = b"baton.block.extra-keys.v1\0"  # longer than a parent's hash, with which other blocks begin
+_KEY_HEAD = Struct("<qqI")  # first token and end, from the block's first token on, and length of the digest
+
+
+class ExtraKey(NamedTuple):
+    """What decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are."""
+
+    start: int  # index of the first token
+    end: int  # one past the last
+    digest: bytes  # of the content
 
 
 def root_hash(cache_salt: str = "", adapter: str = "") -> BlockHash:
@@ -24,32 +36,54 @@ def root_hash(cache_salt: str = "", adapter: str = "") -> BlockHash:
     return BlockHash(hashlib.sha256(key.encode()).digest()[:HASH_BYTES])
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Hash of a block that holds `token_ids` after `parent`. Token ids are below 2**32."""
-    return BlockHash(hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()[:HASH_BYTES])
-
-
-def hash_prompt(token_ids: Sequence[int], block_size: int, root: BlockHash) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`, in order; a partial last block has none."""
+def hash_prompt(
+    token_ids: Sequence[int],
+    block_size: int,
+    root: BlockHash,
+    extra_keys: Sequence[ExtraKey] = (),
+    first_token: int = 0,
+) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`, in order; a partial last block has none. `first_token`: where in the
+    prompt they begin, for the extra keys."""
     packed = memoryview(array("I", token_ids).tobytes())
     stride = block_size * 4
     hashes: list[BlockHash] = []
     parent = root
     for start in range(0, len(packed) - stride + 1, stride):  # [start, start + stride)
-        parent = BlockHash(hashlib.sha256(parent + packed[start : start + stride]).digest()[:HASH_BYTES])
+        content = parent + packed[start : start + stride]
+        if extra_keys:
+            content = _with_keys(content, extra_keys, first_token + start // 4, block_size)
+        parent = BlockHash(hashlib.sha256(content).digest()[:HASH_BYTES])
         hashes.append(parent)
     return hashes
 
 
 def hash_partial_block(
-    token_ids: Sequence[int], block_size: int, full: Sequence[BlockHash], root: BlockHash
+    token_ids: Sequence[int],
+    block_size: int,
+    full: Sequence[BlockHash],
+    root: BlockHash,
+    extra_keys: Sequence[ExtraKey] = (),
 ) -> BlockHash:
     """Hash of the last, partial block of `token_ids`, whose full blocks have the hashes `full`.
 
     A partial block never equals a full one: its hash covers fewer tokens.
     """
-    tail = token_ids[len(full) * block_size :]
-    return hash_block(full[-1] if full else root, tail)
+    first = len(full) * block_size
+    content = (full[-1] if full else root) + array("I", token_ids[first:]).tobytes()
+    if extra_keys:
+        content = _with_keys(content, extra_keys, first, len(token_ids) - first)
+    return BlockHash(hashlib.sha256(content).digest()[:HASH_BYTES])
+
+
+def _with_keys(content: bytes, extra_keys: Sequence[ExtraKey], first: int, num_tokens: int) -> bytes:
+    """What is hashed of a block of so many tokens, from `first` on: where in it each key begins and ends, too, as
+    neighbours of equal tokens could share it otherwise."""
+    keys = [key for key in extra_keys if key.start < first + num_tokens and first < key.end]
+    if not keys:
+        return content
+    packed = [_KEY_HEAD.pack(key.start - first, key.end - first, len(key.digest)) + key.digest for key in keys]
+    return _KEYED + len(keys).to_bytes(4, "little") + b"".join(packed) + content
 
 
 def split_hashes(hashes: bytes) -> list[BlockHash]:

@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequestError, PromptTooLongError, quoted
+from common.types.block_hash import ExtraKey
 from common.types.constraint import check_constraint
 from common.types.generation import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_SEQUENCES, ParameterField, parameters_of
 
 SEED_LIMIT = 2**64  # the generator's key is an unsigned 64-bit integer, [0, SEED_LIMIT)
+MAX_EXTRA_KEYS = 1024  # of a prompt
+MAX_DIGEST_BYTES = 64
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
 _NO_NAMES: Mapping[str, str] = {}
 
@@ -142,6 +145,21 @@ def _validate_choice(params: SamplingParams, names: Mapping[str, str]) -> None:
     if never.issuperset(params.allowed_token_ids):
         name = names.get("allowed_token_ids", "allowed_token_ids")
         raise InvalidRequestError(f"{name} names only tokens that bad_words or min_tokens mask", param=name)
+
+
+def validate_extra_keys(extra_keys: Sequence[ExtraKey], num_prompt_tokens: int) -> None:
+    """Raises InvalidRequestError unless the keys are of tokens of the prompt, in order, each of its own."""
+    if len(extra_keys) > MAX_EXTRA_KEYS:
+        raise InvalidRequestError(f"extra_keys has {len(extra_keys)}, more than {MAX_EXTRA_KEYS}", param="extra_keys")
+    end = 0
+    for number, key in enumerate(extra_keys):
+        if not end <= key.start < key.end <= num_prompt_tokens:
+            problem = f"is of tokens [{key.start}, {key.end}), after {end} of {num_prompt_tokens}"
+            raise InvalidRequestError(f"extra_keys[{number}] {problem}", param="extra_keys")
+        if not 0 < len(key.digest) <= MAX_DIGEST_BYTES:
+            problem = f"has a digest of {len(key.digest)} bytes, not 1 to {MAX_DIGEST_BYTES}"
+            raise InvalidRequestError(f"extra_keys[{number}] {problem}", param="extra_keys")
+        end = key.end
 
 
 def validate_prompt(

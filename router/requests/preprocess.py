@@ -20,8 +20,14 @@ from common.errors import (
 )
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer, TooManyTokensError
-from common.types import SamplingParams, hash_prompt, root_hash
-from common.types.validation import SEED_LIMIT, settle_sampling, validate_prompt, validate_token_ids
+from common.types import BlockHash, ExtraKey, SamplingParams, hash_prompt, root_hash
+from common.types.validation import (
+    SEED_LIMIT,
+    settle_sampling,
+    validate_extra_keys,
+    validate_prompt,
+    validate_token_ids,
+)
 from router.admission.fair_queue import Ticket
 from router.config import KVFailurePolicy
 from router.metrics import ModelMetrics
@@ -102,7 +108,10 @@ class Preprocessor:
             param=draft.prompt_param,
         )
         cache_salt = _salt(draft)
-        hashes = await self._hash(token_ids, model.block_size, cache_salt, tenant, priority)
+        validate_extra_keys(draft.extra_keys, len(token_ids))
+        hashes = await self._hash(
+            token_ids, model.block_size, root_hash(cache_salt), draft.extra_keys, tenant, priority
+        )
         tokenize_s = time.monotonic() - started
         self._metrics.first_token_phase.labels("tokenize").observe(tokenize_s)
         return GenerationRequest(
@@ -113,6 +122,7 @@ class Preprocessor:
             sampling=sampling,
             stops=draft.stops,
             cache_salt=cache_salt,
+            extra_keys=draft.extra_keys,
             priority=priority,
             kv_failure_policy=kv_failure_policy,
             spelled_ids=draft.spelled_ids,
@@ -222,10 +232,16 @@ class Preprocessor:
         )
 
     async def _hash(
-        self, token_ids: Sequence[int], block_size: int, cache_salt: str, tenant: Tenant, priority: int
+        self,
+        token_ids: Sequence[int],
+        block_size: int,
+        root: BlockHash,
+        extra_keys: Sequence[ExtraKey],
+        tenant: Tenant,
+        priority: int,
     ) -> bytes:
         def hashes() -> bytes:
-            return b"".join(hash_prompt(token_ids, block_size, root_hash(cache_salt)))
+            return b"".join(hash_prompt(token_ids, block_size, root, extra_keys))
 
         if len(token_ids) < _THREAD_FROM_TOKENS:
             return hashes()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from common.observability.tracing.context import TraceContext
-from common.types import FinishReason, SamplingParams
+from common.types import ExtraKey, FinishReason, SamplingParams
 from router.config import KVFailurePolicy
 from router.requests.terms import Terms
 
@@ -73,6 +73,7 @@ class Draft:
     seed: int | None  # None: random
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
+    extra_keys: tuple[ExtraKey, ...] = ()  # of the tokenised prompt
     priority: int = 0
     kv_failure_policy: str | None = None  # None: the router's setting
     spelled_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
@@ -104,6 +105,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str
+    extra_keys: tuple[ExtraKey, ...] = ()
     priority: int
     kv_failure_policy: KVFailurePolicy
     terms: Terms
@@ -130,5 +132,6 @@ class GenerationRequest:
     def identity(self) -> bytes:
         """The same for repeats of a request, whatever their ids and seeds."""
         digest = hashlib.blake2b(array("Q", self.prompt_token_ids).tobytes(), digest_size=16)
+        digest.update(msgspec.msgpack.encode(self.extra_keys))
         digest.update(msgspec.msgpack.encode(msgspec.structs.replace(self.sampling, seed=None)))
         return digest.digest()

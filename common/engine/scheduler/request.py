@@ -40,6 +40,7 @@ class Request:
     """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
 
     __slots__ = (
+        "_extra_keys",
         "_root_hash",
         "added_at",
         "awaits_handoff",
@@ -102,6 +103,7 @@ class Request:
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 
         self._root_hash = root_hash(message.cache_salt)
+        self._extra_keys = message.extra_keys
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
 
         role = message.transfer.role if message.transfer is not None else None
@@ -166,7 +168,7 @@ class Request:
         if known < num_blocks:
             parent = self.block_hashes[-1] if known else self._root_hash
             tokens = self.token_ids[known * block_size : num_blocks * block_size]
-            self.block_hashes += hash_prompt(tokens, block_size, parent)
+            self.block_hashes += hash_prompt(tokens, block_size, parent, self._extra_keys, known * block_size)
 
     def full_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
         """Hashes of blocks [start, stop) of prompt and output, all of which must be full."""
@@ -180,5 +182,6 @@ class Request:
         hashes = self.block_hashes[start : min(stop, num_full)]
         if stop > num_full:
             prompt = self.token_ids[: self.num_prompt_tokens]
-            hashes.append(hash_partial_block(prompt, block_size, self.block_hashes[:num_full], self._root_hash))
+            full = self.block_hashes[:num_full]
+            hashes.append(hash_partial_block(prompt, block_size, full, self._root_hash, self._extra_keys))
         return tuple(hashes)

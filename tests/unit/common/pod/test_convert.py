@@ -2,8 +2,9 @@ import pytest
 
 from common.engine.messages import EngineSpec
 from common.errors import BatonError
+from common.pb import common_pb2
 from common.pod.convert import add_request_from_pb
-from common.types import SamplingParams
+from common.types import ExtraKey, SamplingParams
 from tests.pods import engine_request, prompt_of
 
 SPEC = EngineSpec(
@@ -12,12 +13,18 @@ SPEC = EngineSpec(
 )  # fmt: skip
 
 
+def extra_key(start: int, end: int, digest: bytes = b"digest") -> common_pb2.ExtraKey:
+    return common_pb2.ExtraKey(start=start, end=end, digest=digest)
+
+
 def test_request_becomes_what_the_engine_takes() -> None:
     prompt = prompt_of(10)
-    message = engine_request("a", prompt, output_token_ids=[1, 2], cache_salt="salt", priority=-1)
+    keys = [extra_key(4, 6)]
+    message = engine_request("a", prompt, output_token_ids=[1, 2], cache_salt="salt", priority=-1, extra_keys=keys)
     request = add_request_from_pb(message, SPEC)
     assert (request.request_id, request.prompt_token_ids, request.output_token_ids) == ("a", prompt, [1, 2])
     assert (request.cache_salt, request.priority) == ("salt", -1)
+    assert request.extra_keys == [ExtraKey(4, 6, b"digest")]
     assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
 
@@ -30,6 +37,12 @@ def test_request_becomes_what_the_engine_takes() -> None:
         ({"output_token_ids": [1] * 8}, "output_token_ids"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"sampling": SamplingParams(stop_token_ids=(500,))}, "stop_token_ids"),
+        ({"extra_keys": [extra_key(4, 11)]}, "extra_keys"),
+        ({"extra_keys": [extra_key(4, 4)]}, "extra_keys"),
+        ({"extra_keys": [extra_key(4, 6), extra_key(5, 7)]}, "extra_keys"),
+        ({"extra_keys": [extra_key(4, 6, b"")]}, "extra_keys"),
+        ({"extra_keys": [extra_key(4, 6, b"x" * 65)]}, "extra_keys"),
+        ({"extra_keys": [extra_key(4, 6)] * 1025}, "extra_keys"),
     ],
 )
 def test_unfit_request_is_refused_by_name(fields: dict, param: str) -> None:

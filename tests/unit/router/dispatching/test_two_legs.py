@@ -12,7 +12,7 @@ import pytest
 from common.errors import BatonError, OverloadedError, PromptTooLongError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
-from common.types import hash_prompt, root_hash
+from common.types import ExtraKey, hash_prompt, root_hash
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
@@ -94,7 +94,12 @@ async def test_both_legs_get_the_same_request(pair):
 async def test_pods_learn_everything_about_the_request(pair):
     service = pair.router.service
     draft = replace(
-        _draft("a"), prompt=TokenPrompt(LONG_PROMPT), cache_salt="tenant", priority=3, terms=Terms(itl_slo_s=0.05)
+        _draft("a"),
+        prompt=TokenPrompt(LONG_PROMPT),
+        cache_salt="tenant",
+        priority=3,
+        terms=Terms(itl_slo_s=0.05),
+        extra_keys=(ExtraKey(20, 500, b"digest"),),
     )
     request = await service.model("").prepare(draft)
     async with service.run([request]) as run:
@@ -108,10 +113,12 @@ async def test_pods_learn_everything_about_the_request(pair):
         cache_salt=request.cache_salt,
         priority=3,
         target_itl_ms=50,
+        extra_keys=[common_pb2.ExtraKey(start=20, end=500, digest=b"digest")],
     )
     assert sent.cache_salt
     # What the router looks for in its index is what pods compute.
-    assert request.block_hashes == b"".join(hash_prompt(LONG_PROMPT, 16, root_hash(sent.cache_salt)))
+    expected = hash_prompt(LONG_PROMPT, 16, root_hash(sent.cache_salt), draft.extra_keys)
+    assert request.block_hashes == b"".join(expected)
 
 
 async def test_the_first_token_does_not_wait_for_decode(pair, text):
