@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from common.engine.kv_connector import Fence
+from common.engine.contract.step import Fence
 from common.errors import ConfigError
 from kv_store.base import Buffer
 from kv_store.block_format import HEADER_BYTES, SUPPORTED_DTYPES, BlockLayout

@@ -26,16 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from common.engine.contract.step import Fence
 from common.types import BlockHash, RequestId
 
 if TYPE_CHECKING:
     import torch
-
-Fence = Any
-"""The end of a step on the device: a torch.cuda.Event, or None on a CPU, which works in order. A connector must not
-touch a transfer's blocks before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.engine.contract.step import NoToken
-from common.types import RequestId
+from common.types import Constraint, RequestId
 
 BITS = 32  # tokens in a word of a mask; token t is bit t % 32 of word t // 32
+
+
+class RequestGrammar(Protocol):
+    """What a request's output follows, compiled. The scheduler hands it on to what makes masks of it."""
+
+    @property
+    def constraint(self) -> Constraint:
+        """As the request has it."""
 
 
 class BatchMasks(NamedTuple):

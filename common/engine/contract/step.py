@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from common.engine.kv_connector import Fence
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
+
+Fence = Any
+"""The end of a step on the device: a torch.cuda.Event, or None on a CPU, which works in order. A connector must not
+touch a transfer's blocks before it."""
 
 
 class NoToken(enum.Enum):

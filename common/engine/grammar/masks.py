@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from common.engine.contract.masks import BITS, BatchMasks
+from common.engine.contract.masks import BITS, BatchMasks, RequestGrammar
 from common.engine.contract.step import NoToken, Outcome, SchedulerOutput
 from common.engine.grammar.base import Grammar
 from common.engine.grammar.processes import GrammarProcess
@@ -71,7 +71,7 @@ class GrammarMasks:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def step_scheduled(self, step: SchedulerOutput, grammar_of: Callable[[RequestId], Grammar | None]) -> None:
+    def step_scheduled(self, step: SchedulerOutput, grammar_of: Callable[[RequestId], RequestGrammar | None]) -> None:
         """Takes up the grammars of the step's new requests, whose output so far is followed, and drops those of others.
         Called before the model computes."""
         for request_id in step.dropped_request_ids if self._by_request else ():
@@ -79,6 +79,7 @@ class GrammarMasks:
         for new in step.new_requests:
             grammar = grammar_of(new.request_id)
             if grammar is not None:
+                assert isinstance(grammar, Grammar), "made by the compiler"
                 output = new.token_ids[new.num_prompt_tokens :]
                 self._by_request[new.request_id] = _Constrained(grammar, new.sampling, output, next(self._matcher_ids))
         self._begin()

@@ -8,7 +8,6 @@ large vocabulary takes longer than all the rest of a step's sampling. How a row 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,9 @@ import torch
 
 from common.engine.sampling.draws import MIN_TEMPERATURE
 from common.engine.sampling.noise import gumbel_noise, mixed_seeds, stream_keys
+from common.engine.sampling.processors import SamplingRow
 from common.engine.sampling.ranking import argmax, best, column, index_of
 from common.types import SamplingParams
-
-if TYPE_CHECKING:
-    from common.engine.sampling.sampler import SamplingRow
 
 _Draw = Callable[[torch.Tensor, torch.Tensor, Sequence[SamplingParams]], torch.Tensor]
 """(scores [rows, vocabulary], keys of the noise [rows, 1], parameters) -> token ids [rows]."""

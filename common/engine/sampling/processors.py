@@ -10,19 +10,36 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from common.engine.sampling.rules import NO_RULES, TokenRules
 from common.errors import ConfigError, quoted
 from common.types import SamplingParams
-
-if TYPE_CHECKING:
-    from common.engine.sampling.sampler import SamplingRow
 
 GROUP = "baton.logits_processors"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One request that samples a token in this step."""
+
+    params: SamplingParams
+    token_ids: npt.NDArray[np.int64]  # prompt and output so far
+    num_prompt_tokens: int
+    rules: TokenRules = NO_RULES
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @property
+    def output_position(self) -> int:
+        """Index, among the output tokens, of the token to be sampled."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
 
 class LogitsProcessor(Protocol):

@@ -14,7 +14,6 @@ computed infinities or NaN, or every token is masked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,30 +22,14 @@ import torch
 
 from common.engine.contract.step import NoToken
 from common.engine.sampling.drawing import draw_rows
-from common.engine.sampling.processors import LogitsProcessor, apply_processors
+from common.engine.sampling.processors import SamplingRow, apply_processors
 from common.engine.sampling.ranking import argmax, as_numpy, best, column, index_of
-from common.engine.sampling.rules import NO_RULES, TokenRules
+from common.engine.sampling.rules import NO_RULES
 from common.types import Logprobs, SampledToken, SamplingParams
 
 Sample = SampledToken | NoToken
 _MAX_DRAWN_LOGITS = 1 << 22  # drawn at once: bounds the memory of noise and sorting
 _MAX_LOGIT = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One request that samples a token in this step."""
-
-    params: SamplingParams
-    token_ids: npt.NDArray[np.int64]  # prompt and output so far
-    num_prompt_tokens: int
-    rules: TokenRules = NO_RULES
-    processors: tuple[LogitsProcessor, ...] = ()
-
-    @property
-    def output_position(self) -> int:
-        """Index, among the output tokens, of the token to be sampled."""
-        return len(self.token_ids) - self.num_prompt_tokens
 
 
 def is_plain(params: SamplingParams) -> bool:

@@ -4,26 +4,24 @@ Implemented by `common.engine.grammar.compiler.GrammarCompiler`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from common.engine.contract.masks import RequestGrammar
 from common.engine.scheduler.request import Request
 from common.errors import BatonError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from common.engine.grammar.base import Grammar
 
 
 class GrammarAnswer(NamedTuple):
     """Answer to `ask`, for a request that has not ended."""
 
     request: Request
-    result: Grammar | BatonError
+    result: RequestGrammar | BatonError
 
 
 class Grammars(Protocol):
     """Called on the scheduler's thread; every call returns at once."""
 
-    def ask(self, request: Request) -> Grammar | None:
+    def ask(self, request: Request) -> RequestGrammar | None:
         """Returns the grammar of a request that has a constraint. None: it is being compiled, and `collect` answers.
         Raises InvalidRequestError if it is known to be impossible, OverloadedError if too many are being compiled."""
 
@@ -43,7 +41,7 @@ class NoGrammars:
 
     has_notes = False
 
-    def ask(self, request: Request) -> Grammar | None:
+    def ask(self, request: Request) -> RequestGrammar | None:
         """See Grammars."""
         raise InvalidRequestError("this engine cannot constrain output", param="structured_outputs")
 

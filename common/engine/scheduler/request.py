@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING
 
+from common.engine.contract.masks import RequestGrammar
 from common.engine.messages import AddRequest
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
-
-if TYPE_CHECKING:
-    from common.engine.grammar.base import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -94,7 +91,7 @@ class Request:
         self.tenant = message.tenant
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.grammar: Grammar | None = None  # for its constraint, if it has one
+        self.grammar: RequestGrammar | None = None  # for its constraint, if it has one
         self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it

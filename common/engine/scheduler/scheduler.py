@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.masks import RequestGrammar
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.kv_cache import CacheChange, KVCacheManager
 from common.engine.messages import (
@@ -52,9 +52,6 @@ from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, knee_tokens, measured_knee, prefill_work
 from common.step_times import StepTimes
 from common.types import RequestId
-
-if TYPE_CHECKING:
-    from common.engine.grammar.base import Grammar
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
@@ -450,7 +447,7 @@ class Scheduler:
             if request is not None:
                 request.awaits_mask = False
 
-    def grammar_of(self, request_id: RequestId) -> Grammar | None:
+    def grammar_of(self, request_id: RequestId) -> RequestGrammar | None:
         """Returns the grammar that the output of a live request follows, if it has one."""
         request = self._places.live.get(request_id)
         return None if request is None else request.grammar

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.sampling.draws import GENERATED, PROMPTED, Draws, Penalties, draw_params, keeps_all
 from common.engine.sampling.noise import mixed_seed, stream_keys
-from common.engine.sampling.processors import LogitsProcessor
+from common.engine.sampling.processors import LogitsProcessor, SamplingRow
 from common.engine.sampling.rules import NO_RULES, TokenRules, rules_of
-from common.engine.sampling.sampler import SamplingRow, is_plain
+from common.engine.sampling.sampler import is_plain
 from common.engine.speculation.base import Context
 from common.types import RequestId, SamplingParams
 

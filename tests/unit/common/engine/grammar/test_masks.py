@@ -21,7 +21,8 @@ from common.engine.grammar.base import Grammar
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
 from common.engine.grammar.vocabulary import load_vocabulary
-from common.engine.sampling.sampler import Sampler, SamplingRow
+from common.engine.sampling.processors import SamplingRow
+from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler.request import Request
 from common.engine.worker.token_mask import TokenMask
 from common.types import Constraint, RequestId, SampledToken, SamplingParams

@@ -7,7 +7,8 @@ from common.engine.cpu_kernels.sampling import PART
 from common.engine.sampling.compiled_sampler import CompiledSampler, checked_sampler
 from common.engine.sampling.draws import Draws, draw_params
 from common.engine.sampling.noise import stream_key
-from common.engine.sampling.sampler import Sampler, SamplingRow
+from common.engine.sampling.processors import SamplingRow
+from common.engine.sampling.sampler import Sampler
 from common.types import SamplingParams
 
 

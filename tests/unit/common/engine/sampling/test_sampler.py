@@ -6,8 +6,9 @@ import torch
 
 from common.engine.contract.step import NoToken
 from common.engine.sampling.noise import gumbel_noise, hash_with_numpy, hash_with_torch, stream_key
+from common.engine.sampling.processors import SamplingRow
 from common.engine.sampling.rules import rules_of
-from common.engine.sampling.sampler import Sampler, SamplingRow, is_plain
+from common.engine.sampling.sampler import Sampler, is_plain
 from common.types import SamplingParams
 
 VOCAB = 40
