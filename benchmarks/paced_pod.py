@@ -18,8 +18,7 @@ from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig, ParallelConfig
 from common.engine.contract.masks import MaskSource
-from common.engine.contract.step import SchedulerOutput
-from common.engine.executor.base import FinishedStep, RunningStep
+from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
 from common.pod.config import PodConfig

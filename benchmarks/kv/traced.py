@@ -16,7 +16,7 @@ import msgspec
 from common.config import parse
 from common.engine.client.mp import AsyncMPClient
 from common.engine.config import EngineConfig, ParallelConfig
-from common.engine.executor.base import RunningStep
+from common.engine.contract.step import RunningStep
 from common.engine.executor.inproc import InprocExecutor
 from common.pod.config import PodConfig
 from common.pod.runtime import PodRuntime, run_pod

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
-from common.engine.contract.step import SchedulerOutput
-from common.engine.executor.base import Executor, ModelFacts, RunningStep
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.executor.base import Executor
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
 from common.engine.kv_cache import KVCacheManager

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.engine.contract.step import Fence
 from common.types import BlockHash, RequestId
@@ -110,6 +110,13 @@ class WorkerConnector(Protocol):
 
     def close(self) -> None:
         """Settles or abandons all jobs and releases the medium. Idempotent; safe after a partial start."""
+
+
+class OpenConnector(NamedTuple):
+    """A connector over a KV cache."""
+
+    connector: WorkerConnector
+    facts: ConnectorFacts
 
 
 ConnectorFactory = Callable[[str, Mapping[str, str | int | float | bool]], WorkerConnector]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
@@ -99,3 +99,20 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = None  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
+
+
+class RunningStep(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Its outcome; waits for it. Called once, in the order of the steps."""
+
+
+class FinishedStep(NamedTuple):
+    """A RunningStep that was over at once."""
+
+    outcome: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        return self.outcome

@@ -1,4 +1,4 @@
-"""Kernels that sample from logits [rows, vocabulary]: see `common.engine.sampling.compiled_sampler`.
+"""Kernels that sample from logits [rows, vocabulary]: see `common.engine.model.compiled_sampler`.
 
 One task is a PART of a row. `stride` is the distance of rows in numbers.
 """

@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from common.engine.config import Kernels
 from common.engine.contract.masks import MaskSource
-from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
-from common.engine.kv_connector import ConnectorFacts, WorkerConnector
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.kv_connector import OpenConnector
 from common.engine.phases import PhaseClock
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts of a loaded model for the engine, "auto" resolved."""
-
-    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
-    vocab_size: int
-    max_model_len: int  # the model's own limit
-    eos_token_ids: frozenset[int]
-    bytes_per_block: int
-    available_kv_bytes: int  # for the KV cache, from settings and measured free memory
-    device: str
-    dtype: str
-    tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
-    kernels: Kernels = "torch"
-    kernels_failed: bool = False  # compiled ones computed something else
-    num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
-
-
-class OpenConnector(NamedTuple):
-    """A connector over the executor's KV cache."""
-
-    connector: WorkerConnector
-    facts: ConnectorFacts
-
-
-class RunningStep(Protocol):
-    """A step that was submitted."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Its outcome; waits for it. Called once, in the order of the steps."""
-
-
-class FinishedStep(NamedTuple):
-    """A RunningStep that was over at once."""
-
-    outcome: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        """See RunningStep."""
-        return self.outcome
 
 
 class Executor(Protocol):

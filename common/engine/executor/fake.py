@@ -20,9 +20,9 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.masks import MaskSource
-from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
-from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, OpenConnector, TransferResult, WorkerConnector
 from common.engine.phases import Phase, PhaseClock
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 

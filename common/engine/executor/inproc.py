@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from common.engine.config import EngineConfig
 from common.engine.contract.masks import MaskSource
-from common.engine.contract.step import SchedulerOutput
-from common.engine.executor.base import ModelFacts, OpenConnector, RunningStep
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.kv_connector import OpenConnector
 from common.engine.phases import PhaseClock
 from common.engine.worker.worker import Worker
 

@@ -24,6 +24,7 @@ from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
 from common.engine.cpu_kernels.compiled import instructions
 from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.model.compiled_sampler import CompiledSampler, checked_sampler, supports
 from common.engine.model.cpu_operators import CpuOperators
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.fused_norm import fuse_norms
@@ -32,7 +33,6 @@ from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.quantized_linear import quantize_linears
 from common.engine.model.streamed_int8_linear import compile_linears
-from common.engine.sampling.compiled_sampler import CompiledSampler, checked_sampler, supports
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,12 @@ Blocks in a message are pinned. Those of a handoff are given back with Closed, o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from common.engine.contract.step import Fence
 from common.engine.messages import AbortRequests, TransferQuiesced, TransferTarget, TransferUpdate
 from common.engine.scheduler.kv_transfers import HandedOver
 from common.types import BlockHash, RequestId
-
-Fence = Any
-"""Point in the device's work before which blocks must not be touched, see `common.engine.kv_connector`."""
 
 
 class Announce(NamedTuple):

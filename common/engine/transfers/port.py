@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from common.engine.contract.step import Fence
 from common.engine.kv_cache import Block, KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import EngineStats
@@ -18,7 +19,6 @@ from common.engine.transfers.messages import (
     Blocks,
     Closed,
     End,
-    Fence,
     LookUp,
     Message,
     Moved,

@@ -16,19 +16,20 @@ from common.engine.attention.hook import install
 from common.engine.attention.registry import create_backend
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.step import (
+    FinishedStep,
     ModelRunnerOutput,
     NewRequest,
     NoToken,
     Outcome,
     PromptLogprobs,
+    RunningStep,
     SchedulerOutput,
     accepted,
     outcomes_of,
 )
-from common.engine.executor.base import FinishedStep, RunningStep
+from common.engine.model.compiled_sampler import CompiledSampler
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
-from common.engine.sampling.compiled_sampler import CompiledSampler
 from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of

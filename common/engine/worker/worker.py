@@ -15,9 +15,9 @@ from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.contract.masks import MaskSource, no_masks
-from common.engine.contract.step import Fence, ModelRunnerOutput, SchedulerOutput
-from common.engine.executor.base import FinishedStep, ModelFacts, OpenConnector, RunningStep
-from common.engine.kv_connector import ConnectorFactory, WorkerConnector
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
+from common.engine.kv_connector import ConnectorFactory, OpenConnector, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock

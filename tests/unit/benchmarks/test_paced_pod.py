@@ -10,8 +10,7 @@ import pytest
 from benchmarks.paced_pod import PACE_VARIABLE, PacedExecutor
 from common.engine.config import EngineConfig, ModelConfig
 from common.engine.contract.masks import no_masks
-from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
-from common.engine.executor.base import FinishedStep
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.phases import PhaseClock
 from common.types import RequestId

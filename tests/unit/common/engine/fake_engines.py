@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.engine.config import EngineConfig
+from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
-from common.engine.executor.base import ModelFacts
 from common.engine.executor.fake import FakeExecutor
 from common.errors import ModelLoadError
 

@@ -10,8 +10,7 @@ import pytest
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.engine.contract.masks import MaskSource
-from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
-from common.engine.executor.base import RunningStep
+from common.engine.contract.step import ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.executor.fake import FakeExecutor, MemoryConnector
 from common.engine.loop import IDLE_REPORT_S, EngineLoop
 from common.engine.messages import (

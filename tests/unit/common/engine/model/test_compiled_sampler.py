@@ -4,7 +4,7 @@ import torch
 
 from common.engine.contract.step import NoToken
 from common.engine.cpu_kernels.sampling import PART
-from common.engine.sampling.compiled_sampler import CompiledSampler, checked_sampler
+from common.engine.model.compiled_sampler import CompiledSampler, checked_sampler
 from common.engine.sampling.draws import Draws, draw_params
 from common.engine.sampling.noise import stream_key
 from common.engine.sampling.processors import SamplingRow

@@ -1,0 +1,26 @@
+"""What a worker says of the model that it has loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.engine.config import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts of a loaded model for the engine, "auto" resolved."""
+
+    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
+    vocab_size: int
+    max_model_len: int  # the model's own limit
+    eos_token_ids: frozenset[int]
+    bytes_per_block: int
+    available_kv_bytes: int  # for the KV cache, from settings and measured free memory
+    device: str
+    dtype: str
+    tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
+    kernels: Kernels = "torch"
+    kernels_failed: bool = False  # compiled ones computed something else
+    num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
