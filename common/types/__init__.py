@@ -3,6 +3,8 @@
 from common.types.block_hash import (
     HASH_BYTES,
     BlockHash,
+    group_key,
+    group_of,
     hash_block,
     hash_partial_block,
     hash_prompt,
@@ -30,6 +32,8 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "TransferId",
+    "group_key",
+    "group_of",
     "hash_block",
     "hash_partial_block",
     "hash_prompt",

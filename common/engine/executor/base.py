@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from common.engine.config import Kernels
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
@@ -22,7 +23,8 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int  # the model's own limit
     eos_token_ids: frozenset[int]
-    bytes_per_block: int
+    kv_groups: tuple[KVGroupSpec, ...]
+    bytes_per_block: int  # the same in all groups
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str
