@@ -102,7 +102,7 @@ class Side:
         first_block = 1
         for i in range(num_requests):
             request = _request(f"r{i}", context, first_block, spare=200)
-            first_block += len(request.block_ids)
+            first_block += len(request.block_ids[0])
             self._run([request], {request.request_id: context})
             self._ids.append(request.request_id)
         self.decode()
@@ -135,7 +135,7 @@ class Side:
 def _request(name: str, context: int, first_block: int, *, spare: int) -> NewRequest:
     token_ids = torch.randint(3, 1000, (context,), generator=torch.Generator().manual_seed(context)).tolist()
     blocks = list(range(first_block, first_block + -(-(context + spare) // BLOCK_SIZE)))
-    return NewRequest(RequestId(name), token_ids, context, SamplingParams(temperature=0.0), blocks, 0)
+    return NewRequest(RequestId(name), token_ids, context, SamplingParams(temperature=0.0), [blocks], 0)
 
 
 def _row(name: str, step: str, side: Side, times: Sequence[Sequence[float]]) -> str:

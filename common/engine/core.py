@@ -28,7 +28,7 @@ from common.engine.contract.step import RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
-from common.engine.kv_cache import KVCacheManager
+from common.engine.kv_cache import KVCacheManager, KVGroups, create_kv_cache_manager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import (
     AbortRequests,
@@ -106,9 +106,9 @@ class EngineCore:
             self._may_run_ahead = executor.runs_ahead and not looks_back
             self.spec = _resolve_spec(config, facts)
             executor.initialize_kv_cache(self.spec.num_blocks)
-            kv = KVCacheManager(
+            kv = create_kv_cache_manager(
                 self.spec.num_blocks,
-                self.spec.block_size,
+                KVGroups(facts.kv_groups, self.spec.block_size),
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
             self._open_connector(kv)
@@ -150,7 +150,7 @@ class EngineCore:
             self.spec, is_direct=facts.is_direct, connector_address=facts.address, max_write_s=facts.max_write_s
         )
         self._port = TransferPort(kv, facts, self._actor, self.phases)
-        self._actor.start(opened.connector, facts, self.spec.block_size)
+        self._actor.start(opened.connector, facts, kv.groups)
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -358,7 +358,8 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
 def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
     """Tokens of the longest request, which alone must fit the KV cache."""
     wanted = config.model.max_model_len
-    fitting = (num_blocks - 1) * config.cache.block_size  # the null block holds no tokens
+    num_groups = len(facts.kv_groups)
+    fitting = (num_blocks - 1) // num_groups * config.cache.block_size  # the null block holds no tokens
     if wanted is None:
         if fitting < facts.max_model_len:
             logger.warning(
@@ -373,7 +374,7 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
             f"max_model_len: {wanted} exceeds the model's own limit of {facts.max_model_len}", param="max_model_len"
         )
     if wanted > fitting:
-        blocks = -(-wanted // config.cache.block_size) + 1
+        blocks = -(-wanted // config.cache.block_size) * num_groups + 1
         raise ConfigError(
             f"max_model_len: {wanted} tokens do not fit a KV cache of {fitting} tokens; lower max_model_len, or raise "
             f"kv_cache_memory to at least {blocks * facts.bytes_per_block} bytes (num_blocks {blocks})",

@@ -45,7 +45,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names."""
+    """A run of blocks to move. `block_ids[i]` holds the content that `block_hashes[i]` names; see `group_key`."""
 
     job_id: int  # unique per engine
     request_id: RequestId  # whose blocks; empty for a save of several requests' blocks
@@ -56,6 +56,7 @@ class BlockTransfer:
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's digest of each block
     is_for_tier: bool = False  # no other pod waits for it
     fence: Fence = None
+    num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class TransferResult:
     num_blocks_ok: int  # leading blocks moved and verified; of a lookup: that a load would find
     error: str = ""  # reason label (TransferError.reason) if not all were
     digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
+    found: tuple[bool, ...] = ()  # lookups only: which of the blocks a load would find
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,16 @@ def _with_keys(content: bytes, extra_keys: Sequence[ExtraKey], first: int, num_t
     return _KEYED + len(keys).to_bytes(4, "little") + b"".join(packed) + content
 
 
+def group_key(block_hash: BlockHash, group: int) -> BlockHash:
+    """Name of the block of a KV group. That of the first group, the only one of most models, is the hash itself."""
+    return BlockHash(block_hash + bytes([group])) if group else block_hash
+
+
+def group_of(key: BlockHash) -> int:
+    """The KV group of a block by its key."""
+    return key[HASH_BYTES] if len(key) > HASH_BYTES else 0
+
+
 def split_hashes(hashes: bytes) -> list[BlockHash]:
     """Splits joined hashes into one item per block."""
     return [BlockHash(hashes[start : start + HASH_BYTES]) for start in range(0, len(hashes), HASH_BYTES)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.engine.config import Kernels
+from common.engine.contract.kv_groups import KVGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int  # the model's own limit
     eos_token_ids: frozenset[int]
-    bytes_per_block: int
+    kv_groups: tuple[KVGroupSpec, ...]
+    bytes_per_block: int  # the same in all groups
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str

@@ -34,7 +34,7 @@ class NewRequest:
     token_ids: list[int]  # prompt and output so far
     num_prompt_tokens: int
     sampling: SamplingParams
-    block_ids: list[int]
+    block_ids: list[list[int]]  # of each KV group; 0 stands for blocks that are not needed any more
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
 
@@ -57,7 +57,8 @@ class SchedulerOutput:
     """
 
     new_requests: list[NewRequest] = field(default_factory=list)
-    new_block_ids: dict[RequestId, list[int]] = field(default_factory=dict)  # appended to tables that the runner knows
+    # Of each KV group, appended to tables that the runner knows.
+    new_block_ids: dict[RequestId, list[list[int]]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)  # in batch order
     total_num_scheduled_tokens: int = 0
     work: float = 0.0  # the same, prompts weighed by what their attention takes; see `common.step_budget`

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,14 +19,21 @@ import numpy.typing as npt
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
+from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, OpenConnector, TransferResult, WorkerConnector
 from common.engine.phases import Phase, PhaseClock
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
+
+_FULL = KVGroupSpec(layers=(0,), num_kv_heads=1, head_dim=1, value_head_dim=1, dtype="float32")
+_WINDOW = replace(_FULL, layers=(1,), kind="window", window=21)
+ONE_GROUP = (_FULL,)
+TWO_GROUPS = (_FULL, _WINDOW)
 
 _MASK64 = (1 << 64) - 1
 _MULTIPLIER = 6364136223846793005  # odd, of Knuth's MMIX generator: its powers keep token order in the hash
@@ -38,14 +45,17 @@ def expected_tokens(
     *,
     vocab_size: int = 512,
     sampling: SamplingParams | None = None,
+    groups: Sequence[KVGroupSpec] = ONE_GROUP,
 ) -> list[int]:
     """The `num_tokens` tokens that a correct engine over a FakeExecutor generates after the prompt."""
     sampling = sampling or SamplingParams(temperature=0.0)
+    kinds = KVGroups(groups, 1).kinds
     tokens = np.array(prompt_token_ids, dtype=np.uint64)
     generated: list[int] = []
     for _ in range(num_tokens):
-        positions = np.arange(len(tokens), dtype=np.uint64)
-        generated.append(_next_token(tokens, positions, sampling, vocab_size))
+        seen = np.stack([tokens, np.arange(len(tokens), dtype=np.uint64)])
+        visible = [seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
+        generated.append(_next_token(visible, sampling, vocab_size))
         tokens = np.append(tokens, np.uint64(generated[-1]))
     return generated
 
@@ -72,7 +82,8 @@ class MemoryConnector:
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """Count the leading blocks that the store has."""
         present = [block_hash in self.store for block_hash in transfer.block_hashes]
-        self._settled.append(TransferResult(transfer.job_id, [*present, False].index(False)))
+        num_leading = [*present, False].index(False)
+        self._settled.append(TransferResult(transfer.job_id, num_leading, found=tuple(present)))
         self._on_settled()
 
     def start_load(self, transfer: BlockTransfer) -> None:
@@ -195,14 +206,17 @@ class FakeExecutor:
         connector: WorkerConnector | None = None,
         step_s: float = 0.0,
         runs_ahead: bool = False,
+        groups: Sequence[KVGroupSpec] = ONE_GROUP,
     ) -> None:
         self._block_size = block_size
+        self._groups = KVGroups(groups, block_size)
         bytes_per_block = 2 * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            kv_groups=tuple(groups),
             bytes_per_block=bytes_per_block,
             available_kv_bytes=available_blocks * bytes_per_block,
             device="cpu",
@@ -265,30 +279,40 @@ class FakeExecutor:
         for new in step.new_requests:
             self._requests[new.request_id] = _FakeRequest.from_new(new)
         for request_id, block_ids in step.new_block_ids.items():
-            self._requests[request_id].block_ids += block_ids
+            for table, added in zip(self._requests[request_id].block_tables, block_ids, strict=True):
+                table += added
 
     def _compute(self, request: _FakeRequest, num_tokens: int) -> SampledToken | None:
         start = request.num_computed_tokens
         end = start + num_tokens
         if end > len(request.token_ids):
             raise ValueError(f"{num_tokens} tokens scheduled at {start} of {len(request.token_ids)}")
-        if end > len(request.block_ids) * self._block_size:
-            raise ValueError(f"{end} tokens do not fit {len(request.block_ids)} blocks")
-        table = np.array(request.block_ids)
-        positions = np.arange(start, end)
-        blocks, offsets = table[positions // self._block_size], positions % self._block_size
-        self._slots[blocks, 0, offsets] = request.token_ids[start:end]
-        self._slots[blocks, 1, offsets] = positions
+        for table in map(np.array, request.block_tables):
+            if end > len(table) * self._block_size:
+                raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
+            positions = np.arange(start, end)
+            blocks, offsets = table[positions // self._block_size], positions % self._block_size
+            self._slots[blocks, 0, offsets] = request.token_ids[start:end]
+            self._slots[blocks, 1, offsets] = positions
         request.num_computed_tokens = end
         if end < len(request.token_ids):
             return None
-        visible = self._slots[table[: -(-end // self._block_size)]].transpose(1, 0, 2).reshape(2, -1)[:, :end]
-        seen_tokens, seen_positions = visible.astype(np.uint64)
-        token_id = _next_token(seen_tokens, seen_positions, request.sampling, self._facts.vocab_size)
+        visible = [
+            self._read(np.array(table), kind.num_skipped_tokens(end - 1), end)
+            for table, kind in zip(request.block_tables, self._groups.kinds, strict=True)
+        ]
+        token_id = _next_token(visible, request.sampling, self._facts.vocab_size)
         request.token_ids.append(token_id)
         num_logprobs = request.sampling.num_logprobs
         logprobs = None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs])
         return SampledToken(token_id, logprobs)
+
+    def _read(self, table: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.uint64]:
+        """What is in the slots of tokens [start, end): their ids, and their positions."""
+        first = start // self._block_size
+        blocks = table[first : -(-end // self._block_size)]
+        seen = self._slots[blocks].transpose(1, 0, 2).reshape(2, -1)
+        return seen[:, start - first * self._block_size : end - first * self._block_size].astype(np.uint64)
 
 
 def create_fake_executor(config: EngineConfig) -> FakeExecutor:
@@ -301,24 +325,30 @@ def create_fake_direct_executor(config: EngineConfig) -> FakeExecutor:
     return FakeExecutor(block_size=config.cache.block_size, connector=DirectMemoryConnector())
 
 
+def create_fake_groups_executor(config: EngineConfig) -> FakeExecutor:
+    """ExecutorFactory of a FakeExecutor whose model has two KV groups, a full one and a window."""
+    return FakeExecutor(block_size=config.cache.block_size, groups=TWO_GROUPS)
+
+
 @dataclass(slots=True)
 class _FakeRequest:
     token_ids: list[int]
     sampling: SamplingParams
-    block_ids: list[int]
+    block_tables: list[list[int]]
     num_computed_tokens: int
 
     @classmethod
     def from_new(cls, new: NewRequest) -> _FakeRequest:
-        return cls(list(new.token_ids), new.sampling, list(new.block_ids), new.num_computed_tokens)
+        return cls(list(new.token_ids), new.sampling, [list(ids) for ids in new.block_ids], new.num_computed_tokens)
 
 
-def _next_token(
-    token_ids: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64], sampling: SamplingParams, vocab_size: int
-) -> int:
-    """Polynomial hash of tokens and positions modulo 2**64, mixed with the seed unless greedy."""
-    powers = np.cumprod(np.full(len(token_ids), _MULTIPLIER, dtype=np.uint64))
-    digest = int(((token_ids + np.uint64(1)) * powers + positions * positions).sum(dtype=np.uint64))
+def _next_token(visible: Sequence[npt.NDArray[np.uint64]], sampling: SamplingParams, vocab_size: int) -> int:
+    """Polynomial hash of the tokens and positions of each group modulo 2**64, mixed with the seed unless greedy."""
+    digest = 0
+    for token_ids, positions in visible:
+        powers = np.cumprod(np.full(len(token_ids), _MULTIPLIER, dtype=np.uint64))
+        own = int(((token_ids + np.uint64(1)) * powers + positions * positions).sum(dtype=np.uint64))
+        digest = (digest * _MULTIPLIER + own) & _MASK64
     if not sampling.greedy:
         digest ^= (sampling.settled_seed * _MULTIPLIER + 1) & _MASK64
     digest ^= digest >> 33

@@ -106,14 +106,14 @@ class BlockPool:
     private to its request and is reused at once when it is freed.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, changes: CacheChanges | None = None) -> None:
         """`num_blocks` counts the null block; at least 2."""
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._null_block = self._blocks[NULL_BLOCK_ID]
-        self._null_block.ref_cnt = 1
+        self.null_block = self._blocks[NULL_BLOCK_ID]
+        self.null_block.ref_cnt = 1
         self._free = FreeBlockQueue()
         self._cached: dict[BlockHash, Block] = {}
-        self.changes = CacheChanges()  # of the cached hashes, to be reported
+        self.changes = CacheChanges() if changes is None else changes  # of the cached hashes, to be reported
         for block in self._blocks[NULL_BLOCK_ID + 1 :]:
             self._free.append(block)
 
@@ -160,7 +160,7 @@ class BlockPool:
         The last blocks of a prompt are queued before its first ones, so that the head of a prefix is evicted last.
         """
         for block in reversed(blocks):
-            if block.ref_cnt == 0 or block is self._null_block:
+            if block.ref_cnt == 0 or block is self.null_block:
                 raise ValueError(f"{block} is freed but has no users")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
@@ -215,6 +215,6 @@ class BlockPool:
             for block_hash, block in self._cached.items()
             if block.block_hash != block_hash
         ]
-        if self._null_block.ref_cnt != 1 or NULL_BLOCK_ID in free or NULL_BLOCK_ID in num_users:
+        if self.null_block.ref_cnt != 1 or NULL_BLOCK_ID in free or NULL_BLOCK_ID in num_users:
             violations.append("the null block was allocated")
         return violations

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from common.engine.kv_cache.block_pool import Block, BlockPool
 from common.engine.kv_cache.cache_changes import CacheChanges
+from common.engine.kv_cache.groups import KVGroups
 from common.types import BlockHash, RequestId
+
+Prefix = Sequence[Any]
+"""The cached blocks with which a request starts, one item for each `block_size` tokens. Its manager knows what is in
+it."""
 
 
 class TokenSequence(Protocol):
@@ -25,6 +30,10 @@ class TokenSequence(Protocol):
     @property
     def num_computed_tokens(self) -> int:
         """Leading tokens whose KV is in its blocks."""
+
+    @property
+    def num_arriving_tokens(self) -> int:
+        """Leading tokens whose KV comes from elsewhere, if it is a consumer."""
 
     @property
     def reads_cache(self) -> bool:
@@ -49,14 +58,23 @@ class _BlockTable:
         self.num_cached = num_cached  # leading blocks that were offered to the prefix cache
 
 
+class KeyedBlocks(NamedTuple):
+    """Blocks to be moved, in the order of BlockOrder, and their names."""
+
+    blocks: Sequence[Block]
+    keys: tuple[BlockHash, ...]
+
+
 class KVCacheManager:
     """Allocates blocks to requests and frees them; caches full computed blocks by content.
 
-    A request owns either no blocks or blocks for all tokens it had at admission; nothing is ever half-allocated.
+    A request owns either no blocks or blocks for all tokens it had at admission; nothing is ever half-allocated. This
+    one is of models with one group, out of which nothing falls; see GroupedKVCacheManager for others.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, groups: KVGroups, *, enable_prefix_caching: bool) -> None:
+        self.groups = groups
+        self.block_size = groups.block_size
         self._pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[RequestId, _BlockTable] = {}
@@ -88,7 +106,7 @@ class KVCacheManager:
         """
         return (request.num_tokens - 1) // self.block_size
 
-    def find_cached_prefix(self, request: TokenSequence) -> list[Block]:
+    def find_cached_prefix(self, request: TokenSequence) -> Prefix:
         """Returns the longest run of cached blocks with which `request` starts, among its shareable ones."""
         if not (self.enable_prefix_caching and request.reads_cache):
             return []
@@ -102,13 +120,13 @@ class KVCacheManager:
             prefix.append(block)
         return prefix
 
-    def can_allocate(self, request: TokenSequence, prefix: Sequence[Block], held_back: int) -> bool:
+    def can_allocate(self, request: TokenSequence, prefix: Prefix, held_back: int) -> bool:
         """Whether all tokens of `request` fit behind `prefix` and `held_back` free blocks remain."""
         needed = self.num_blocks_for(request.num_tokens) - len(prefix)
-        revived = sum(block.ref_cnt == 0 for block in prefix)
+        revived: int = sum(block.ref_cnt == 0 for block in prefix)
         return needed + revived + held_back <= self._pool.num_free
 
-    def allocate(self, request: TokenSequence, prefix: Sequence[Block]) -> None:
+    def allocate(self, request: TokenSequence, prefix: Prefix) -> None:
         """Creates a table of `request` that starts with `prefix` and holds all its tokens. Requires `can_allocate`."""
         assert request.request_id not in self._tables
         self._pool.share(prefix)
@@ -123,9 +141,9 @@ class KVCacheManager:
         """Blocks by which the table must grow to hold `num_tokens` tokens."""
         return max(0, self.num_blocks_for(num_tokens - self.capacity(request)))
 
-    def grow(self, request: TokenSequence, num_tokens: int) -> list[int] | None:
-        """Extends the table to hold `num_tokens` tokens. Returns the ids of the blocks added; None if too few are
-        free."""
+    def grow(self, request: TokenSequence, num_tokens: int) -> list[list[int]] | None:
+        """Extends the table to hold `num_tokens` tokens. Returns the ids of the blocks added to each group, empty if
+        there are none; None if too few are free."""
         table = self._tables[request.request_id]
         if num_tokens <= table.capacity:
             return []
@@ -135,10 +153,11 @@ class KVCacheManager:
         fresh = self._pool.allocate(missing)
         table.blocks += fresh
         table.capacity += missing * self.block_size
-        return [block.block_id for block in fresh]
+        return [[block.block_id for block in fresh]]
 
     def cache_computed(self, request: TokenSequence) -> None:
-        """Caches the full blocks among the computed tokens of `request`. Called once they are computed."""
+        """Caches the full blocks among the computed tokens of `request`, and frees those that fell out. Called once
+        they are computed."""
         table = self._tables[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
         if num_full <= table.num_cached or not self.enable_prefix_caching:
@@ -164,6 +183,39 @@ class KVCacheManager:
         """The blocks of `request`, in token order; empty if it has none."""
         table = self._tables.get(request.request_id)
         return table.blocks if table is not None else ()
+
+    def block_ids(self, request: TokenSequence) -> list[list[int]]:
+        """The block table of each group. The null block stands for those that fell out."""
+        return [[block.block_id for block in self._tables[request.request_id].blocks]]
+
+    def blocks_of_tokens(self, request: TokenSequence, start: int, stop: int) -> list[Block]:
+        """The blocks that hold tokens [start, stop) of `request`."""
+        return self._tables[request.request_id].blocks[start // self.block_size : self.num_blocks_for(stop)]
+
+    def keyed(
+        self, request: TokenSequence, first: int, hashes: tuple[BlockHash, ...], num_computed_tokens: int
+    ) -> KeyedBlocks:
+        """The blocks of the runs of tokens with these hashes, the first of which is number `first`, that `request`
+        needs to go on after `num_computed_tokens`."""
+        return KeyedBlocks(self._tables[request.request_id].blocks[first : first + len(hashes)], hashes)
+
+    def lookup_keys(self, hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """Names of the blocks that a tier may keep of runs of tokens with these hashes."""
+        return hashes
+
+    def num_kept(self, first: int, num_found: int, found: Sequence[bool]) -> int:
+        """How many of those runs, the first of which is number `first`, can be restored if a tier keeps `num_found`
+        leading ones of `lookup_keys`, `found` in all."""
+        return num_found
+
+    def num_usable(self, first: int, num_valid: int, num_wanted: int) -> int:
+        """How much a request can go on with that held the KV of `first` runs of tokens, wanted that of `num_wanted` and
+        has got that of `num_valid`."""
+        return num_valid
+
+    def lacks_blocks(self, request: TokenSequence) -> bool:
+        """Whether `request` can not go on after its computed tokens, as blocks were left out that it needs for that."""
+        return False
 
     def pin(self, blocks: Sequence[Block]) -> None:
         """Keeps `blocks` from being reused until `unpin`, even if their request ends."""

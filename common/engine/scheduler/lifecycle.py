@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from common.engine.contract.step import ModelRunnerOutput, NoToken, Outcome, PromptLogprobs
-from common.engine.kv_cache import Block, KVCacheManager
+from common.engine.kv_cache import Block, KVCacheManager, Prefix
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
 from common.engine.scheduler.grammars import GrammarAnswer, Grammars
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
@@ -122,26 +122,26 @@ class Lifecycle:
         kept.request.num_kept_blocks = kept.num_blocks
         self.places.answered(kept.request)
 
-    def ask_again(self, request: Request, prefix: Sequence[Block]) -> bool:
+    def ask_again(self, request: Request, prefix: Prefix) -> bool:
         """At its turn: whether another lookup is needed, for which it waits."""
         if self._transfers.ask_again(request, len(prefix)):
             self.places.look_up(request)
             return True
         return False
 
-    def reserve(self, request: Request, prefix: Sequence[Block], now: float) -> None:
+    def reserve(self, request: Request, prefix: Prefix, now: float) -> None:
         """A consumer gets blocks for its whole prompt; from now on KV may come."""
         self._claim_blocks(request, prefix)
         self.places.await_kv(request)
         self._announce_start(request, now, self._transfers.receive(request))
 
-    def restore(self, request: Request, prefix: Sequence[Block]) -> None:
+    def restore(self, request: Request, prefix: Prefix) -> None:
         """It gets blocks for all its tokens; those that a tier keeps come from there."""
         self._claim_blocks(request, prefix)
         self.places.await_kv(request)
         self._transfers.restore(request)
 
-    def admit(self, request: Request, prefix: Sequence[Block], now: float) -> None:
+    def admit(self, request: Request, prefix: Prefix, now: float) -> None:
         """It gets blocks and a slot."""
         self._claim_blocks(request, prefix)
         self.start(request, now)
@@ -167,7 +167,7 @@ class Lifecycle:
         self._outbox.add_event(request, started)
         self._has_urgent_news |= request.is_producer or bool(reserved_block_ids)
 
-    def _claim_blocks(self, request: Request, prefix: Sequence[Block]) -> None:
+    def _claim_blocks(self, request: Request, prefix: Prefix) -> None:
         self._kv.allocate(request, prefix)
         request.has_computed(len(prefix) * self._block_size)
         self._transfers.admitted(request)
@@ -211,7 +211,7 @@ class Lifecycle:
         self._transfers.arrived(request, handoff)
         self._has_urgent_news |= handoff.first_token is not None
         request.wants_prompt_logprobs = request.wants_prompt_logprobs and not is_complete  # else the producer has them
-        if handoff.may_be_written or request.wants_prompt_logprobs:
+        if handoff.may_be_written or request.wants_prompt_logprobs or self._kv.lacks_blocks(request):
             self._start_over(request, handoff.first_token)
             return
         self.places.ready.append(request)
@@ -219,8 +219,9 @@ class Lifecycle:
             self._append_token(request, handoff.first_token)
 
     def _start_over(self, request: Request, first_token: SampledToken | None) -> None:
-        """Back to the queue as an ordinary request: its blocks may still be written to, or it must compute its whole
-        prompt. Verified blocks are complete, so the prefix cache may return them."""
+        """Back to the queue as an ordinary request: its blocks may still be written to, it must compute its whole
+        prompt, or has too few blocks to compute the rest. Verified blocks are complete, so the prefix cache may return
+        them."""
         self._release_blocks(request)
         reason = self._add_token(request, first_token) if first_token is not None else None
         self._enqueue(request)
@@ -307,8 +308,7 @@ class Lifecycle:
         not given to others before they are over."""
         if request.num_scheduled_tokens == request.num_computed_tokens:
             return
-        first = request.num_computed_tokens // self._block_size
-        written = self._kv.blocks(request)[first : self._kv.num_blocks_for(request.num_scheduled_tokens)]
+        written = self._kv.blocks_of_tokens(request, request.num_computed_tokens, request.num_scheduled_tokens)
         last = None
         for flight in self._flights:
             if flight.scheduled.pop(request, None) is not None:

@@ -140,6 +140,11 @@ class Request:
         self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
 
     @property
+    def num_arriving_tokens(self) -> int:
+        """Leading tokens whose KV comes from a producer; until the handoff is over."""
+        return self.num_prompt_tokens if self.awaits_handoff else 0
+
+    @property
     def reads_cache(self) -> bool:
         """False if it must compute its whole prompt, for the log probabilities of the prompt's tokens."""
         return not self.wants_prompt_logprobs or self.awaits_handoff

@@ -83,7 +83,7 @@ class Scheduler:
         watermark: float = WATERMARK,
     ) -> None:
         """`measured_steps`: see Executor.measure_steps. Raises ConfigError if one request may outgrow the KV cache."""
-        if max_model_len > kv.num_blocks * kv.block_size:
+        if kv.num_blocks_for(max_model_len) > kv.num_blocks:
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit {kv.num_blocks} KV blocks of {kv.block_size} tokens",
                 param="max_model_len",
@@ -91,6 +91,7 @@ class Scheduler:
         self._config = config
         self._kv = kv
         self._block_size = kv.block_size
+        self._num_groups = len(kv.groups)
         self._limits = Limits(max_model_len, vocab_size, eos_token_ids)
         self._transfers = NoTransfers() if transfers is None else transfers
         self._grammars = NoGrammars() if grammars is None else grammars
@@ -171,7 +172,7 @@ class Scheduler:
             return None
         going_on = [request for request in running if request.num_tokens + 1 < request.max_num_tokens]
         num_grown = sum(request.num_tokens % self._block_size == 0 for request in going_on)
-        if not going_on or num_grown > self._kv.num_free_blocks:
+        if not going_on or num_grown * self._num_groups > self._kv.num_free_blocks:
             return None
         ahead = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys((request.request_id for request in going_on), 1),
@@ -271,7 +272,8 @@ class Scheduler:
         if num_missing:
             added = self._kv.grow(request, num_tokens + num_drafts)
             assert added is not None, "so many blocks are free"
-            plan.new_block_ids[request] = plan.new_block_ids.get(request, []) + added
+            before = plan.new_block_ids.get(request, [[]] * self._num_groups)
+            plan.new_block_ids[request] = [ids + more for ids, more in zip(before, added, strict=True)]
         return num_drafts
 
     def _admit_consumers(self, now: float) -> Request | None:
@@ -393,9 +395,9 @@ class Scheduler:
 
     @property
     def _num_held_back(self) -> int:
-        """Blocks that admission leaves free for growth: one for each request that holds blocks, and at least the
-        watermark. None if there is no such request, or a large one might never be admitted."""
-        num_holding = self._places.num_holding
+        """Blocks that admission leaves free for growth: one of each KV group for each request that holds blocks, and at
+        least the watermark. None if there is no such request, or a large one might never be admitted."""
+        num_holding = self._places.num_holding * self._num_groups
         return max(num_holding, self._watermark_blocks) if num_holding else 0
 
     @property
@@ -435,7 +437,7 @@ class Scheduler:
             token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
-            block_ids=[block.block_id for block in self._kv.blocks(request)],
+            block_ids=self._kv.block_ids(request),
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )

@@ -28,7 +28,7 @@ class StepPlan:
         self._prompt_work = 0.0  # beyond one for each token
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
         self.drafts: dict[Request, list[int]] = {}  # token ids, among those given
-        self.new_block_ids: dict[Request, list[int]] = {}  # blocks added to tables that the runner knows
+        self.new_block_ids: dict[Request, list[list[int]]] = {}  # of each group, added to known tables
         self.num_context_tokens = 0  # whose KV the requests that compute one token read
 
     @property

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import ConnectorFacts, WorkerConnector
 from common.engine.messages import EngineStats, RequestOutput
 from common.engine.transfers.measured import MeasuredConnector
@@ -63,10 +64,10 @@ class TransferActor:
         """True if `take_notes` would return something."""
         return bool(self._notes)
 
-    def start(self, connector: WorkerConnector, facts: ConnectorFacts, block_size: int) -> None:
+    def start(self, connector: WorkerConnector, facts: ConnectorFacts, groups: KVGroups) -> None:
         """Begin to serve. The connector is called on the actor's thread from now on."""
         self._measured = measured = MeasuredConnector(connector, time.monotonic)
-        self._mover = mover = Mover(measured, facts, block_size, time.monotonic)
+        self._mover = mover = Mover(measured, facts, groups, time.monotonic)
         self._thread = threading.Thread(target=self._run, args=(measured, mover), name="kv-transfers", daemon=True)
         self._thread.start()
 

@@ -24,11 +24,11 @@ class Announce(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A run of blocks, [first, first + len(ids)) of their request."""
+    """A run of blocks, [first, first + len(ids)) of their request in the order of BlockOrder."""
 
     first: int
     ids: tuple[int, ...]
-    hashes: tuple[BlockHash, ...]
+    keys: tuple[BlockHash, ...]
     fence: Fence
 
 
@@ -47,11 +47,11 @@ class Send(NamedTuple):
 
 
 class LookUp(NamedTuple):
-    """How many leading blocks of these does a tier keep? Answered by Moved."""
+    """Which blocks of these does a tier keep? Answered by Moved."""
 
     ticket: int
     request_id: RequestId  # for logs
-    hashes: tuple[BlockHash, ...]
+    keys: tuple[BlockHash, ...]
 
 
 class Restore(NamedTuple):
@@ -103,6 +103,7 @@ class Moved(NamedTuple):
 
     ticket: int
     num_blocks: int  # leading blocks found, valid or saved
+    found: tuple[bool, ...] = ()  # of a lookup: each of the blocks
 
 
 class Closed(NamedTuple):

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.messages import (
     AbortRequests,
@@ -72,10 +73,10 @@ _Settled = Callable[[TransferResult], None]
 class Mover:
     """Owns the handoffs, restores and offloads of one engine."""
 
-    def __init__(self, connector: Jobs, facts: ConnectorFacts, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, connector: Jobs, facts: ConnectorFacts, groups: KVGroups, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self._connector = connector
-        self._block_size = block_size
+        self._groups = groups
         self._clock = clock
         self._part_blocks = facts.part_blocks
         self._incoming_type: type[Incoming] = DirectIncoming if facts.is_direct else Incoming
@@ -143,9 +144,9 @@ class Mover:
 
     def _announce(self, request: Announce) -> None:
         if request.is_producer:
-            self._outgoing.setdefault(request.request_id, self._outgoing_type(request, self._block_size))
+            self._outgoing.setdefault(request.request_id, self._outgoing_type(request, self._groups))
         else:
-            self._incoming.setdefault(request.request_id, self._incoming_type(request, self._block_size))
+            self._incoming.setdefault(request.request_id, self._incoming_type(request, self._groups))
 
     def _end(self, message: End) -> None:
         if message.is_aborted:
@@ -205,8 +206,9 @@ class Mover:
                 job_id=job_id,
                 request_id=outgoing.request_id,
                 block_ids=blocks.ids,
-                block_hashes=blocks.hashes,
+                block_hashes=blocks.keys,
                 num_tokens_in_last=outgoing.num_tokens_in(blocks.first + num_blocks - 1),
+                num_last=outgoing.num_last(blocks.first, blocks.first + num_blocks),
                 destination=batch.destination,
                 fence=blocks.fence,
             )
@@ -269,8 +271,9 @@ class Mover:
                 job_id=job_id,
                 request_id=incoming.request_id,
                 block_ids=blocks.ids[run],
-                block_hashes=blocks.hashes[run],
+                block_hashes=blocks.keys[run],
                 num_tokens_in_last=incoming.num_tokens_in(stop - 1),
+                num_last=incoming.num_last(start, stop),
                 digests=incoming.digests(start, stop),
                 fence=blocks.fence,
             )
@@ -282,7 +285,7 @@ class Mover:
         self._notes.append(
             HandedOver(
                 request_id=incoming.request_id,
-                num_blocks=incoming.num_moved,
+                num_blocks=incoming.num_moved_spans,
                 first_token=incoming.first_token,
                 failure=incoming.error or incoming.failure,
                 final_at=incoming.final_at,
@@ -302,11 +305,11 @@ class Mover:
     def _look_up(self, message: LookUp) -> None:
         self._connector.start_lookup(
             BlockTransfer(
-                job_id=self._open_ticket(message.ticket, len(message.hashes)),
+                job_id=self._open_ticket(message.ticket, len(message.keys)),
                 request_id=message.request_id,
                 block_ids=(),
-                block_hashes=message.hashes,
-                num_tokens_in_last=self._block_size,
+                block_hashes=message.keys,
+                num_tokens_in_last=self._groups.block_size,
                 is_for_tier=True,
             )
         )
@@ -322,8 +325,8 @@ class Mover:
             job_id=self._open_ticket(ticket, len(blocks.ids)),
             request_id=request_id,
             block_ids=blocks.ids,
-            block_hashes=blocks.hashes,
-            num_tokens_in_last=self._block_size,
+            block_hashes=blocks.keys,
+            num_tokens_in_last=self._groups.block_size,
             is_for_tier=True,
             fence=blocks.fence,
         )
@@ -333,7 +336,7 @@ class Mover:
 
         def settled(result: TransferResult) -> None:
             del self._tickets[ticket]
-            self._notes.append(Moved(ticket, min(max(result.num_blocks_ok, 0), num_blocks)))
+            self._notes.append(Moved(ticket, min(max(result.num_blocks_ok, 0), num_blocks), result.found))
 
         job_id = self._tickets[ticket] = self._open(settled)
         return job_id

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from common.engine.contract.step import Fence
-from common.engine.kv_cache import Block, KVCacheManager
+from common.engine.kv_cache import Block, KeyedBlocks, KVCacheManager
 from common.engine.kv_connector import ConnectorFacts
 from common.engine.messages import EngineStats
 from common.engine.phases import Phase, PhaseClock
@@ -60,7 +60,8 @@ class _Lookup(NamedTuple):
 
 class _Restore(NamedTuple):
     request: Request
-    first: int
+    first: int  # spans [first, stop) of it
+    stop: int
     blocks: Sequence[Block]
 
 
@@ -110,7 +111,7 @@ class TransferPort:
         self._num_offloading = 0  # blocks pinned by offloads, `_offered` included
         self._held_back: dict[RequestId, Request] = {}  # more of them could be offered once others have settled
         self._offered: list[Block] = []  # of the next offload, pinned already
-        self._offered_hashes: list[BlockHash] = []
+        self._offered_keys: list[BlockHash] = []
 
     def __len__(self) -> int:
         """Handoffs, lookups, restores and offloads that are not over."""
@@ -159,9 +160,8 @@ class TransferPort:
     def receive(self, request: Request) -> list[int]:
         """See KVTransfers."""
         first = request.num_computed_tokens // self._kv.block_size
-        stop = self._kv.num_blocks_for(request.num_prompt_tokens)
-        hashes = request.prompt_block_hashes(self._kv.block_size, first, stop)
-        run = self._hand_over(request, first, stop, hashes)
+        stop = -(-request.num_prompt_tokens // self._kv.block_size)
+        run = self._hand_over(request, first, request.prompt_block_hashes(self._kv.block_size, first, stop))
         self._actor.put(Receive(request.request_id, run))
         if not self._is_direct:
             return []
@@ -172,10 +172,11 @@ class TransferPort:
         """See KVTransfers."""
         first, stop = request.num_computed_tokens // self._kv.block_size, request.num_kept_blocks
         hashes = request.full_block_hashes(self._kv.block_size, first, stop)
-        blocks = self._kv.blocks(request)[first:stop]
-        self._kv.pin(blocks)
-        ticket = self._awaited[request.request_id] = self._issue(_Restore(request, first, blocks))
-        self._actor.put(Restore(ticket, request.request_id, self._run(first, blocks, hashes)))
+        order = self._kv.groups.order(stop * self._kv.block_size)
+        keyed = self._kv.keyed(request, first, hashes, stop * self._kv.block_size)
+        self._kv.pin(keyed.blocks)
+        ticket = self._awaited[request.request_id] = self._issue(_Restore(request, first, stop, keyed.blocks))
+        self._actor.put(Restore(ticket, request.request_id, self._run(order.num_blocks(first), keyed)))
 
     def arrived(self, request: Request, arrival: HandedOver | Restored) -> None:
         """See KVTransfers. What came from a store or a tier is there already."""
@@ -197,9 +198,9 @@ class TransferPort:
         for request in list(self._held_back.values()):
             self._offer(request)
         if self._offered:
-            run = self._run(0, self._offered, tuple(self._offered_hashes))
+            run = self._run(0, KeyedBlocks(self._offered, tuple(self._offered_keys)))
             self._actor.put(Offload(self._issue(_Offload(self._offered)), run))
-            self._offered, self._offered_hashes = [], []
+            self._offered, self._offered_keys = [], []
 
     def released(self, request: Request) -> None:
         """See KVTransfers."""
@@ -266,21 +267,22 @@ class TransferPort:
             return  # no more is wanted: it has failed, or the consumer has everything
         progress, block_size = self._progress[request.request_id], self._kv.block_size
         if request.num_uncomputed_tokens == 0:
-            stop = self._kv.num_blocks_for(request.num_prompt_tokens)
+            stop = -(-request.num_prompt_tokens // block_size)
         else:
             stop = min(request.num_computed_tokens, request.num_prompt_tokens) // block_size
         start = progress.num_sent
         if stop > start:
             progress.num_sent = stop
             hashes = request.prompt_block_hashes(block_size, start, stop)
-            self._actor.put(Send(request.request_id, self._hand_over(request, start, stop, hashes)))
+            self._actor.put(Send(request.request_id, self._hand_over(request, start, hashes)))
 
-    def _hand_over(self, request: Request, start: int, stop: int, hashes: tuple[BlockHash, ...]) -> Blocks:
-        """Pin the request's blocks [start, stop) for as long as its handoff is open."""
-        blocks = self._kv.blocks(request)[start:stop]
-        self._kv.pin(blocks)
-        self._open[request.request_id] += blocks
-        return self._run(start, blocks, hashes)
+    def _hand_over(self, request: Request, first: int, hashes: tuple[BlockHash, ...]) -> Blocks:
+        """Pin the blocks of a run of the prompt, from its block `first` on, for as long as its handoff is open: those
+        that are needed to go on after the prompt."""
+        keyed = self._kv.keyed(request, first, hashes, request.num_prompt_tokens)
+        self._kv.pin(keyed.blocks)
+        self._open[request.request_id] += keyed.blocks
+        return self._run(self._kv.groups.order(request.num_prompt_tokens).num_blocks(first), keyed)
 
     def _close(self, request_id: RequestId) -> None:
         """The blocks are freed together, so that the prompt's end is evicted before its beginning. The handoff of a
@@ -288,8 +290,8 @@ class TransferPort:
         self._writable.discard(request_id)
         self._kv.unpin(self._open.pop(request_id, []))
 
-    def _run(self, first: int, blocks: Sequence[Block], hashes: tuple[BlockHash, ...]) -> Blocks:
-        return Blocks(first, tuple(block.block_id for block in blocks), hashes, self.fence)
+    def _run(self, first: int, keyed: KeyedBlocks) -> Blocks:
+        return Blocks(first, tuple(block.block_id for block in keyed.blocks), keyed.keys, self.fence)
 
     # ---------------------------------------------------------------- tiers
 
@@ -301,7 +303,7 @@ class TransferPort:
         self._totals.num_queried_tokens += num_blocks * self._kv.block_size
         hashes = request.full_block_hashes(self._kv.block_size, num_cached, num_cached + num_blocks)
         ticket = self._awaited[request.request_id] = self._issue(lookup)
-        self._actor.put(LookUp(ticket, request.request_id, hashes))
+        self._actor.put(LookUp(ticket, request.request_id, self._kv.lookup_keys(hashes)))
         return True
 
     def _issue(self, question: _Lookup | _Restore | _Offload) -> int:
@@ -313,11 +315,14 @@ class TransferPort:
         match self._tickets.pop(note.ticket):
             case _Lookup(request, first):
                 self._stop_waiting(request, note.ticket)
-                arrivals.append(Kept(request, first + note.num_blocks if note.num_blocks else 0))
-            case _Restore(request, first, blocks):
+                num_kept = self._kv.num_kept(first, note.num_blocks, note.found)
+                arrivals.append(Kept(request, first + num_kept if num_kept else 0))
+            case _Restore(request, first, stop, blocks):
                 self._stop_waiting(request, note.ticket)
                 self._kv.unpin(blocks)
-                arrivals.append(Restored(request, first + note.num_blocks))
+                order = self._kv.groups.order(stop * self._kv.block_size)
+                num_valid = order.num_spans(order.num_blocks(first) + note.num_blocks)
+                arrivals.append(Restored(request, self._kv.num_usable(first, num_valid, stop)))
             case _Offload(blocks):
                 self._kv.unpin(blocks)
                 self._num_offloading -= len(blocks)
@@ -338,7 +343,7 @@ class TransferPort:
     def _offer(self, request: Request) -> None:
         """Let the next offload take the full blocks of `request` that are new, as many as may be pinned."""
         start, end = self._offloadable(request)
-        stop = min(end, start + self._max_offloading - self._num_offloading)
+        stop = min(end, start + (self._max_offloading - self._num_offloading) // len(self._kv.groups))
         if stop < end:
             self._held_back[request.request_id] = request
         else:
@@ -346,8 +351,9 @@ class TransferPort:
         if stop <= start:
             return
         self._progress[request.request_id].num_offered = stop
-        blocks = self._kv.blocks(request)[start:stop]
+        hashes = request.full_block_hashes(self._kv.block_size, start, stop)
+        blocks, keys = self._kv.keyed(request, start, hashes, request.num_computed_tokens)
         self._kv.pin(blocks)
         self._num_offloading += len(blocks)
         self._offered += blocks
-        self._offered_hashes += request.full_block_hashes(self._kv.block_size, start, stop)
+        self._offered_keys += keys

@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import Destination, TransferResult
 from common.engine.messages import TransferTarget, TransferUpdate
 from common.engine.transfers.messages import Announce, Blocks
@@ -30,13 +31,16 @@ from common.types import SampledToken
 
 
 class BlockStream:
-    """A prompt's blocks in a handoff: blocks [0, num_started) were handed to the connector, in order."""
+    """A prompt's blocks in a handoff, as many as are needed to go on after it: blocks [0, num_started) were handed to
+    the connector, in the order of BlockOrder. A span is a run of tokens, of which each KV group may have a block."""
 
-    def __init__(self, request: Announce, block_size: int) -> None:
+    def __init__(self, request: Announce, groups: KVGroups) -> None:
         self.request_id = request.request_id
         self.epoch = request.epoch
         self._num_prompt_tokens = request.num_prompt_tokens
-        self._block_size = block_size
+        self._block_size = groups.block_size
+        self._num_spans = -(-request.num_prompt_tokens // groups.block_size)
+        self._order = groups.order(request.num_prompt_tokens)
         self.num_started = 0
         self.error = ""  # of the first job that failed: reason label
         self._broken_at: int | None = None  # first block that was not moved
@@ -58,9 +62,18 @@ class BlockStream:
         moved = min(self._in_flight.values(), default=self.num_started)
         return moved if self._broken_at is None else min(moved, self._broken_at)
 
+    @property
+    def num_moved_spans(self) -> int:
+        """Leading spans of which all blocks are moved for certain."""
+        return self._order.num_spans(self.num_moved)
+
     def num_tokens_in(self, block: int) -> int:
         """Prompt tokens in the block of this index; fewer than it holds in a partial last one."""
-        return min(self._block_size, self._num_prompt_tokens - block * self._block_size)
+        return min(self._block_size, self._num_prompt_tokens - self._order.num_spans(block) * self._block_size)
+
+    def num_last(self, start: int, stop: int) -> int:
+        """How many of blocks [start, stop), the last ones, hold the same tokens."""
+        return stop - max(start, self._order.num_blocks(self._order.num_spans(stop - 1)))
 
     def start(self, job_id: int, num_blocks: int) -> None:
         """The next `num_blocks` blocks are in flight."""
@@ -91,8 +104,8 @@ class Incoming(BlockStream):
 
     is_window_open = False  # a producer may write to the reserved blocks
 
-    def __init__(self, request: Announce, block_size: int) -> None:
-        super().__init__(request, block_size)
+    def __init__(self, request: Announce, groups: KVGroups) -> None:
+        super().__init__(request, groups)
         self._num_ready_tokens = 0  # leading prompt tokens that can be loaded
         self.blocks: Blocks | None = None  # once they are reserved
         self.final_at: float | None = None  # when the last update came
@@ -123,9 +136,9 @@ class Incoming(BlockStream):
         """Leading blocks whose content can be loaded. The partial last one comes with the end of the prompt."""
         if self.is_broken:
             return 0
-        if self._num_ready_tokens >= self._num_prompt_tokens:
-            return -(-self._num_prompt_tokens // self._block_size)
-        return self._num_ready_tokens // self._block_size
+        is_whole = self._num_ready_tokens >= self._num_prompt_tokens
+        num_spans = self._num_spans if is_whole else self._num_ready_tokens // self._block_size
+        return self._order.num_blocks(num_spans)
 
     def digests(self, start: int, stop: int) -> tuple[bytes, ...]:
         """The digests of blocks [start, stop); empty: the store verifies them."""
@@ -145,8 +158,8 @@ class Incoming(BlockStream):
 class DirectIncoming(Incoming):
     """Consumer: a producer writes the prompt's KV into the reserved blocks."""
 
-    def __init__(self, request: Announce, block_size: int) -> None:
-        super().__init__(request, block_size)
+    def __init__(self, request: Announce, groups: KVGroups) -> None:
+        super().__init__(request, groups)
         self._is_quiescent = False
         self._digests: list[bytes] = []  # of the blocks after those that were found in the prefix cache
 
@@ -189,15 +202,15 @@ class Batch(NamedTuple):
         blocks, to = self
         for start in range(0, len(blocks.ids), most or len(blocks.ids)):
             run = slice(start, None if most is None else start + most)
-            part = Blocks(blocks.first + start, blocks.ids[run], blocks.hashes[run], blocks.fence)
+            part = Blocks(blocks.first + start, blocks.ids[run], blocks.keys[run], blocks.fence)
             yield Batch(part, to and Destination(to.address, to.block_ids[run]))
 
 
 class Outgoing(BlockStream):
     """Producer: the prompt's KV leaves for a store as it is computed."""
 
-    def __init__(self, request: Announce, block_size: int) -> None:
-        super().__init__(request, block_size)
+    def __init__(self, request: Announce, groups: KVGroups) -> None:
+        super().__init__(request, groups)
         self._waiting: list[Blocks] = []  # computed, and not handed to the connector
         self.num_reported_tokens = 0  # in the last KVSaved
         self.is_reported_broken = False  # the last KVSaved, with a failure, was sent
@@ -205,7 +218,7 @@ class Outgoing(BlockStream):
     @property
     def num_saved_tokens(self) -> int:
         """Leading prompt tokens whose KV is in the connector."""
-        return min(self.num_moved * self._block_size, self._num_prompt_tokens)
+        return min(self.num_moved_spans * self._block_size, self._num_prompt_tokens)
 
     @property
     def is_complete(self) -> bool:
@@ -251,8 +264,8 @@ class Outgoing(BlockStream):
 class DirectOutgoing(Outgoing):
     """Producer: the prompt's KV is written to the blocks that a consumer has reserved, once they are known."""
 
-    def __init__(self, request: Announce, block_size: int) -> None:
-        super().__init__(request, block_size)
+    def __init__(self, request: Announce, groups: KVGroups) -> None:
+        super().__init__(request, groups)
         self._target: TransferTarget | None = None
         self._num_held = 0  # leading blocks that the consumer has already
         self._num_taken_digests = 0
@@ -271,9 +284,9 @@ class DirectOutgoing(Outgoing):
     def aim(self, target: TransferTarget) -> None:
         """See Outgoing. The stream fails if the target does not fit the prompt."""
         held, block_ids, num_tokens = target.num_held_tokens, target.block_ids, self._num_prompt_tokens
-        num_held = -(-held // self._block_size)
+        num_held = self._order.num_blocks(-(-held // self._block_size))
         is_whole = held == num_tokens or (held % self._block_size == 0 and 0 <= held < num_tokens)
-        num_lacking = -(-num_tokens // self._block_size) - num_held
+        num_lacking = self._order.num_blocks(self._num_spans) - num_held
         if not is_whole or len(block_ids) != num_lacking or len({*block_ids, 0}) != num_lacking + 1:
             self.fail("incompatible")
             return
@@ -287,7 +300,7 @@ class DirectOutgoing(Outgoing):
             return None
         blocks, held = batch.blocks, self._num_held
         if (excess := held - blocks.first) > 0:
-            blocks = blocks._replace(first=held, ids=blocks.ids[excess:], hashes=blocks.hashes[excess:])
+            blocks = blocks._replace(first=held, ids=blocks.ids[excess:], keys=blocks.keys[excess:])
         start = blocks.first - held
         to_ids = tuple(target.block_ids[start : start + len(blocks.ids)])
         return Batch(blocks, Destination(target.address, to_ids)) if blocks.ids else None
@@ -311,6 +324,6 @@ def _join(runs: Sequence[Blocks]) -> Blocks:
     return Blocks(
         runs[0].first,
         tuple(block_id for run in runs for block_id in run.ids),
-        tuple(block_hash for run in runs for block_hash in run.hashes),
+        tuple(key for run in runs for key in run.keys),
         runs[-1].fence,
     )

@@ -67,7 +67,8 @@ class BatchPacker:
         table.num_computed_tokens[rows] = layout.ends
         token_rows = rows[layout.sequences]
         blocks, offsets = np.divmod(positions, block_size)
-        block_ids = table.block_tables[token_rows, blocks]
+        block_table = table.block_tables[0]
+        block_ids = block_table[token_rows, blocks]
         max_blocks = -(-max(layout.seq_lens) // block_size)
         input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = _upload(
             [
@@ -76,7 +77,7 @@ class BatchPacker:
                 block_ids * block_size + offsets,
                 layout.wanted,
                 layout.ends,
-                table.block_tables[rows, :max_blocks],
+                block_table[rows, :max_blocks],
             ],
             self._device,
         )

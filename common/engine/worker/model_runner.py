@@ -377,7 +377,7 @@ class ModelRunner:
         Writes to the first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, blocks, 0)
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, [blocks], 0)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))

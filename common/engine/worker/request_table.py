@@ -35,6 +35,7 @@ class RequestTable:
         max_model_len: int,
         block_size: int,
         *,
+        num_groups: int = 1,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
@@ -45,7 +46,8 @@ class RequestTable:
         self._processors_of: list[tuple[LogitsProcessor, ...]] = [()] * max_num_seqs
         # One token more than the longest request: the last one sampled is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
-        self.block_tables = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), dtype=np.int64)
+        table_shape = (max_num_seqs, -(-(max_model_len + 1) // block_size))
+        self.block_tables = [np.zeros(table_shape, dtype=np.int64) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.version = 0  # changes as requests get rows or lose them
@@ -207,10 +209,11 @@ class RequestTable:
                 return self._rules[row]
         return rules_of(params, self._eos_token_ids, self._vocab_size)
 
-    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+    def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         start = self._num_blocks[row]
-        end = start + len(block_ids)
-        self.block_tables[row, start:end] = block_ids
+        end = start + len(block_ids[0])
+        for table, added in zip(self.block_tables, block_ids, strict=True):
+            table[row, start:end] = added
         self._num_blocks[row] = end
 
     def _drop(self, request_id: RequestId) -> None:
@@ -221,5 +224,6 @@ class RequestTable:
         self._not_plain.discard(row)
         self.num_prompt_logits.pop(row, None)
         self._params[row], self._rules[row] = _NO_PARAMS, NO_RULES  # whose tables may be large
-        self.block_tables[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
+        for table in self.block_tables:
+            table[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch
         self._free_rows.append(row)

@@ -14,6 +14,7 @@ from common.cores import num_usable_cores
 from common.engine.attention.base import KVSpec
 from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
@@ -79,6 +80,15 @@ class Worker:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
+            kv_groups=(
+                KVGroupSpec(
+                    tuple(range(loaded.kv_spec.num_layers)),
+                    loaded.kv_spec.num_kv_heads,
+                    loaded.kv_spec.head_dim,
+                    loaded.kv_spec.value_head_dim,
+                    str(loaded.dtype).removeprefix("torch."),
+                ),
+            ),
             bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.type,

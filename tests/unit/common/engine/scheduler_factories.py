@@ -22,8 +22,10 @@ import msgspec
 import numpy as np
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, NoToken, Outcome, SchedulerOutput
-from common.engine.kv_cache import KVCacheManager
+from common.engine.executor.fake import ONE_GROUP
+from common.engine.kv_cache import KVCacheManager, KVGroups, create_kv_cache_manager
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.messages import (
     AbortRequests,
@@ -104,6 +106,7 @@ class SchedulerWithTransfers(Scheduler):
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, facts: ConnectorFacts, **settings: Any) -> None:
         self.facts = facts
+        self.kv = kv
         self.actor = SyncActor()
         self.port = TransferPort(kv, facts, self.actor, PhaseClock())
         super().__init__(config, kv, transfers=self.port, **settings)
@@ -128,6 +131,7 @@ def create_scheduler(
     is_direct: bool = False,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
+    groups: Sequence[KVGroupSpec] = ONE_GROUP,
     part_blocks: int | None = None,
     measured_steps: Sequence[tuple[int, float]] = (),
     watermark: float = 0.0,
@@ -137,13 +141,15 @@ def create_scheduler(
 ) -> SchedulerWithTransfers:
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
+    kv_groups = KVGroups(groups, block_size)
+    fitting = (num_blocks - 1) // len(groups) * block_size
     return SchedulerWithTransfers(
         SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "target_itl_ms": None} | settings),
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
+        create_kv_cache_manager(num_blocks, kv_groups, enable_prefix_caching=enable_prefix_caching),
         ConnectorFacts(
             is_direct=is_direct, keeps_blocks=keeps_blocks, wants_offloads=wants_offloads, part_blocks=part_blocks
         ),
-        max_model_len=min(64, (num_blocks - 1) * block_size) if max_model_len is None else max_model_len,
+        max_model_len=min(64, fitting) if max_model_len is None else max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         measured_steps=measured_steps,
@@ -255,7 +261,7 @@ def stored_prompt(request: AddRequest, block_size: int = BLOCK_SIZE) -> dict[Blo
 class _RunningRequest:
     def __init__(self, new: NewRequest) -> None:
         self.token_ids = new.token_ids
-        self.block_ids = list(new.block_ids)
+        self.block_tables = [list(table) for table in new.block_ids]
         self.num_computed_tokens = new.num_computed_tokens
 
 
@@ -264,7 +270,7 @@ class Step:
     """A step of a FakeEngine: what was computed, and what the connector was asked since the step before."""
 
     new_requests: list[NewRequest] = field(default_factory=list)
-    new_block_ids: dict[RequestId, list[int]] = field(default_factory=dict)
+    new_block_ids: dict[RequestId, list[list[int]]] = field(default_factory=dict)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     work: float = 0.0
@@ -298,6 +304,7 @@ class FakeEngine:
         proposer: Proposer | None = None,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
+        self._groups = self.scheduler.kv.groups
         self.block_size = block_size
         self.settle_at_once = settle_at_once
         self.runs_ahead = runs_ahead
@@ -329,7 +336,7 @@ class FakeEngine:
         self._scheduled: SchedulerOutput | None = None  # the step that runs
         self._deferred: list[Callable[[], None]] = []  # what the scheduler is told at its end
         self._actor = self.scheduler.actor
-        self._actor.mover = Mover(self, self.scheduler.facts, block_size, lambda: self.now)
+        self._actor.mover = Mover(self, self.scheduler.facts, self._groups, lambda: self.now)
         self._actor.on_news = self._collect
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -496,12 +503,14 @@ class FakeEngine:
             return
         if kind == "lookup":
             kept = [block_hash in self.medium for block_hash in transfer.block_hashes]
-            num_kept = min([*kept, False].index(False), num_blocks_ok)
-            self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=int(num_kept), error=error))
+            kept = kept[: int(min(len(kept), num_blocks_ok))]
+            num_kept = [*kept, False].index(False)
+            found = (*kept, *[False] * (len(transfer.block_hashes) - len(kept)))
+            self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=num_kept, error=error, found=found))
             return
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
-            is_last = index == len(transfer.block_ids) - 1
+            is_last = index >= len(transfer.block_ids) - transfer.num_last
             num_tokens = transfer.num_tokens_in_last if is_last else self.block_size
             slots = range(block_id * self.block_size, block_id * self.block_size + num_tokens)
             if index >= num_blocks_ok:
@@ -526,7 +535,8 @@ class FakeEngine:
 
     def _settle_directly(self, transfer: BlockTransfer, num_blocks_ok: float, error: str) -> TransferResult:
         contents = [self.block(block_id) for block_id in transfer.block_ids]
-        contents[-1] = contents[-1][: transfer.num_tokens_in_last]
+        for index in range(len(contents) - transfer.num_last, len(contents)):
+            contents[index] = contents[index][: transfer.num_tokens_in_last]
         digests = tuple(digest_of(content) for content in contents)
         if transfer.destination is None:
             matches = [digest == told for digest, told in zip(digests, transfer.digests, strict=True)]
@@ -594,7 +604,7 @@ class FakeEngine:
             stop = request.num_computed_tokens
             if request_id in awaited:
                 known = request.token_ids + step.drafts.get(request_id, [])
-                assert self._read(request, stop) == fingerprints(known[:stop]), f"{request_id} reads other KV"
+                self._check_reads(request, known[:stop], stop - step.num_scheduled_tokens[request_id])
             if request_id in step.drafts:
                 request.num_computed_tokens -= len(step.drafts[request_id])
                 stop = request.num_computed_tokens
@@ -634,10 +644,11 @@ class FakeEngine:
             assert new.request_id not in self._running
             self._running[new.request_id] = _RunningRequest(new)
         for request_id, block_ids in step.new_block_ids.items():
-            self._running[request_id].block_ids += block_ids
+            for table, added in zip(self._running[request_id].block_tables, block_ids, strict=True):
+                table += added
 
-    def _slot(self, request: _RunningRequest, position: int) -> int:
-        block_id = request.block_ids[position // self.block_size]
+    def _slot(self, table: list[int], position: int) -> int:
+        block_id = table[position // self.block_size]
         assert block_id != 0, "the null block was allocated"
         return block_id * self.block_size + position % self.block_size
 
@@ -645,13 +656,18 @@ class FakeEngine:
         values = fingerprints(request.token_ids + drafts)
         moving = {block_id for _, transfer in self.jobs.values() for block_id in transfer.block_ids}
         moving.update(*self.windows.values())
-        for position in range(start, stop):
-            slot = self._slot(request, position)
-            assert slot // self.block_size not in moving, "a block under transfer changes"
-            self._kv[slot] = values[position]
+        for table in request.block_tables:
+            for position in range(start, stop):
+                slot = self._slot(table, position)
+                assert slot // self.block_size not in moving, "a block under transfer changes"
+                self._kv[slot] = values[position]
 
-    def _read(self, request: _RunningRequest, stop: int) -> list[int]:
-        return [self._kv.get(self._slot(request, position), -1) for position in range(stop)]
+    def _check_reads(self, request: _RunningRequest, token_ids: list[int], start: int) -> None:
+        """The tokens from `start` on read, in each group, what those before them and they themselves have written."""
+        for table, kind in zip(request.block_tables, self._groups.kinds, strict=True):
+            first = kind.num_skipped_tokens(start)
+            read = [self._kv.get(self._slot(table, position), -1) for position in range(first, len(token_ids))]
+            assert read == fingerprints(token_ids)[first:], "it reads other KV"
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         assert len({output.request_id for output in outputs}) == len(outputs)

@@ -8,12 +8,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def new_request(tokens, blocks, computed=0, sampling=GREEDY):
-    return NewRequest(R, list(tokens), len(tokens), sampling, list(blocks), computed)
+    return NewRequest(R, list(tokens), len(tokens), sampling, [list(blocks)], computed)
 
 
 def step(new=(), blocks=None, scheduled=None, **kwargs):
     scheduled = scheduled or {}
-    return SchedulerOutput(list(new), blocks or {}, scheduled, sum(scheduled.values()), **kwargs)
+    return SchedulerOutput(
+        list(new), {each: [ids] for each, ids in (blocks or {}).items()}, scheduled, sum(scheduled.values()), **kwargs
+    )
 
 
 def started(**kwargs):

@@ -78,7 +78,7 @@ class Batch:
         params = SamplingParams(temperature=0.0, **sampling)  # type: ignore[arg-type]
         request_id = RequestId(str(number))
         self._grammars[request_id] = grammar
-        new = NewRequest(request_id, [1, 2, *output], 2, params, [], 0)
+        new = NewRequest(request_id, [1, 2, *output], 2, params, [[]], 0)
         self.masks.step_scheduled(SchedulerOutput(new_requests=[new]), self._grammars.get)
 
     def drop(self, number: int) -> None:

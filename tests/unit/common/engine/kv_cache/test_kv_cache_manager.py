@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kv_cache import KVCacheManager
+from common.engine.executor.fake import ONE_GROUP
+from common.engine.kv_cache import KVCacheManager, KVGroups
 from common.engine.scheduler.request import Request
 from common.types import SampledToken, hash_prompt, root_hash
 from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_request
@@ -14,7 +15,7 @@ def make_request(request_id: str, prompt, **settings) -> Request:
 
 
 def make_manager(num_blocks: int = 17, *, enable_prefix_caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching)
+    return KVCacheManager(num_blocks, KVGroups(ONE_GROUP, BLOCK_SIZE), enable_prefix_caching=enable_prefix_caching)
 
 
 def compute(kv: KVCacheManager, request: Request) -> None:
@@ -109,7 +110,7 @@ def test_growth_is_all_or_nothing():
     assert kv.grow(a, 8) == []
     assert kv.grow(a, 17) is None
     assert kv.num_free_blocks == 1
-    assert kv.grow(a, 9) == ids(kv.blocks(a))[2:]
+    assert kv.grow(a, 9) == [ids(kv.blocks(a))[2:]]
     assert kv.grow(a, 13) is None
 
 

@@ -42,7 +42,7 @@ def sampled(logits, params, prompt=(), outputs=None):
 def table_of(params, prompt, outputs):
     table = RequestTable(len(params), 64, 4, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
     for i, (sampling, output) in enumerate(zip(params, outputs, strict=True)):
-        new = NewRequest(RequestId(f"r{i}"), [*prompt, *output], len(prompt), sampling, [1], 0)
+        new = NewRequest(RequestId(f"r{i}"), [*prompt, *output], len(prompt), sampling, [[1]], 0)
         table.update(SchedulerOutput(new_requests=[new]))
     return table
 

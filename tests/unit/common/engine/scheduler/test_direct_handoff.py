@@ -319,7 +319,7 @@ class TestConsumer:
         assert (list(load.block_ids), list(load.digests)) == (blocks, digests)
         engine.settle_all()
         (new,) = engine.step().new_requests
-        assert new.block_ids[: len(blocks)] == blocks
+        assert new.block_ids[0][: len(blocks)] == blocks
         engine.run()
         assert_answered(engine, request)
         assert [event.recompute_reason for event in events(engine, KVReceived)] == [""]
@@ -381,8 +381,8 @@ class TestConsumer:
         assert engine.outputs["a"] == ([first.token_id] if first is not None else []), "the first token does not wait"
         (new,) = engine.end_step().new_requests
         kept = blocks[:1] if caching else []
-        assert new.block_ids[: len(kept)] == kept
-        assert not set(new.block_ids[len(kept) :]) & set(blocks)
+        assert new.block_ids[0][: len(kept)] == kept
+        assert not set(new.block_ids[0][len(kept) :]) & set(blocks)
         engine.assert_sound()
         (event,) = events(engine, KVReceived)
         assert (event.num_tokens, event.recompute_reason) == (4, "prefill_gone")
@@ -400,7 +400,7 @@ class TestConsumer:
         blocks = reserved(engine)
         engine.update_transfer("a", 0, final=True, failure="prefill_gone", is_quiescent=True)
         (new,) = engine.step().new_requests
-        assert new.block_ids == blocks
+        assert new.block_ids == [blocks]
         engine.run()
         assert_answered(engine, request)
         engine.assert_idle()

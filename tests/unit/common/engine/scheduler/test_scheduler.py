@@ -4,7 +4,8 @@ import pytest
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.step import ModelRunnerOutput
-from common.engine.kv_cache import KVCacheManager
+from common.engine.executor.fake import ONE_GROUP
+from common.engine.kv_cache import KVCacheManager, KVGroups
 from common.engine.messages import IntegrityReport, KVSaved, RequestStarted
 from common.engine.scheduler.scheduler import Scheduler
 from common.errors import ConfigError, ErrorCode, InvalidRequestError, OverloadedError, PromptTooLongError
@@ -37,7 +38,7 @@ class TestSteps:
         first = engine.step()
         (new,) = first.new_requests
         assert (new.token_ids[:6], new.num_prompt_tokens) == (request.prompt_token_ids, 6)
-        assert (new.num_computed_tokens, len(new.block_ids)) == (0, 2)
+        assert (new.num_computed_tokens, len(new.block_ids[0])) == (0, 2)
         assert first.num_scheduled_tokens == {"a": 6}
         second = engine.step()
         assert second.new_requests == []
@@ -122,7 +123,7 @@ class TestSteps:
         engine, request = FakeEngine(block_size=1), create_request("a", 3)
         engine.add(request)
         engine.step()
-        assert len(engine.step().new_block_ids["a"]) == 1
+        assert len(engine.step().new_block_ids["a"][0]) == 1
         engine.run()
         assert_answered(engine, request)
         engine.assert_idle()
@@ -427,7 +428,7 @@ class TestAbort:
 
 
 def test_an_engine_without_a_connector_computes_all_that_it_is_asked():
-    kv = KVCacheManager(65, BLOCK_SIZE, enable_prefix_caching=True)
+    kv = KVCacheManager(65, KVGroups(ONE_GROUP, BLOCK_SIZE), enable_prefix_caching=True)
     scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=64, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
     prompt = create_request("a", 9).prompt_token_ids
     scheduler.add_request(create_request("a", prompt, max_tokens=1), now=0.0)

@@ -26,7 +26,7 @@ def test_what_is_given_can_be_taken_back(num_tokens, num_context_tokens, work):
     assert plan.work == pytest.approx(1 + prefill_work(5, 7), abs=1e-9)
 
     plan.give(request, num_tokens)
-    plan.new_block_ids[request] = [3]
+    plan.new_block_ids[request] = [[3]]
     assert (plan.num_tokens, plan.budget) == (6 + num_tokens, 26 - num_tokens)
     assert plan.num_context_tokens == 11 + num_context_tokens
     assert plan.work == pytest.approx(1 + prefill_work(5, 7) + work, abs=1e-9)

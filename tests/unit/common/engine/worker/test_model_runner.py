@@ -56,10 +56,10 @@ class Driver:
             table.extend(fresh[request_id])
         new_ids = {request_id for request_id, _, _ in self.new}
         new = [
-            NewRequest(r, self.tokens[r], num_prompt, sampling, self.blocks[r], self.computed[r])
+            NewRequest(r, self.tokens[r], num_prompt, sampling, [self.blocks[r]], self.computed[r])
             for r, num_prompt, sampling in self.new
         ]
-        added = {r: blocks for r, blocks in fresh.items() if blocks and r not in new_ids}
+        added = {r: [blocks] for r, blocks in fresh.items() if blocks and r not in new_ids}
         result = self.worker.execute(SchedulerOutput(new, added, scheduled, sum(scheduled.values()), self.dropped))
         self.new, self.dropped = [], []
         for request_id, count in scheduled.items():

@@ -17,7 +17,7 @@ VOCAB_SIZE = 4096
 def new_request(number: int) -> NewRequest:
     token_ids = range(VOCAB_SIZE)
     sampling = SamplingParams(logit_bias={token_id: number + token_id / 7 for token_id in token_ids})
-    return NewRequest(RequestId(f"{number}"), [1, 2, 3], 3, sampling, [1], 0)
+    return NewRequest(RequestId(f"{number}"), [1, 2, 3], 3, sampling, [[1]], 0)
 
 
 def test_choices_of_a_request_share_their_rules() -> None:

@@ -133,7 +133,7 @@ def test_handoff_between_two_executors(start):
     full = hash_prompt(prompt, BLOCK_SIZE, root_hash())
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
-    new = NewRequest(request_id, prompt, len(prompt), GREEDY, [4, 5, 6], 0)
+    new = NewRequest(request_id, prompt, len(prompt), GREEDY, [[4, 5, 6]], 0)
     result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), no_masks, PhaseClock()).result()
     tokens = [result.outcomes[request_id][0].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
@@ -141,7 +141,7 @@ def test_handoff_between_two_executors(start):
     assert [(r.job_id, r.num_blocks_ok) for r in saving.poll()] == [(1, 3)]
     loading.start_load(BlockTransfer(2, request_id, (9, 8, 7), hashes, 3))
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
-    new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [9, 8, 7], 19)
+    new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [[9, 8, 7]], 19)
     for step in range(5):
         result = consumer.submit(
             SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), no_masks, PhaseClock()
