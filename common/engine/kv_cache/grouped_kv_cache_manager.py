@@ -50,6 +50,12 @@ class GroupedKVCacheManager(KVCacheManager):
         """See KVCacheManager."""
         return self._num_spans(num_tokens) * len(self.groups)
 
+    def num_shareable_blocks(self, request: TokenSequence) -> int:
+        """See KVCacheManager. A producer needs the blocks that its consumer goes on with."""
+        num_spans = super().num_shareable_blocks(request)
+        leaving = request.num_leaving_tokens
+        return num_spans if leaving is None else min(num_spans, leaving // self.block_size)
+
     def find_cached_prefix(self, request: TokenSequence) -> Prefix:
         """See KVCacheManager."""
         if not (self.enable_prefix_caching and request.reads_cache):
@@ -149,12 +155,16 @@ class GroupedKVCacheManager(KVCacheManager):
         self._free_skipped(request, table)
 
     def _free_skipped(self, request: TokenSequence, table: _GroupTables) -> None:
-        """Frees what fell out, from the first span on: the next requests need the last ones."""
-        for group, first in enumerate(self.groups.first_spans(request.num_computed_tokens)):
+        """Frees what fell out. A producer keeps what its consumer goes on with."""
+        num_tokens, leaving = request.num_computed_tokens, request.num_leaving_tokens
+        if leaving is not None:
+            num_tokens = min(num_tokens, leaving)
+        for group, first in enumerate(self.groups.first_spans(num_tokens)):
             for span in table.spans[table.num_freed[group] : first]:
                 if span[group] is not self._null_block:
                     self._pool.free([span[group]])
                     span[group] = self._null_block
+                    self.has_fallen_out = True
             table.num_freed[group] = max(table.num_freed[group], first)
 
     def free(self, request: TokenSequence) -> None:

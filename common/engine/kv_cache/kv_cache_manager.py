@@ -33,7 +33,11 @@ class TokenSequence(Protocol):
 
     @property
     def num_arriving_tokens(self) -> int:
-        """Leading tokens whose KV comes from elsewhere, if it is a consumer."""
+        """Leading tokens whose KV comes from a producer, if it is a consumer."""
+
+    @property
+    def num_leaving_tokens(self) -> int | None:
+        """Leading tokens whose KV goes to a consumer, if it is a producer."""
 
     @property
     def reads_cache(self) -> bool:
@@ -78,6 +82,7 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[RequestId, _BlockTable] = {}
+        self.has_fallen_out = False  # blocks of running requests have become free; reset by the one who looks
 
     @property
     def num_blocks(self) -> int:

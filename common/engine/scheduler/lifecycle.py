@@ -275,7 +275,9 @@ class Lifecycle:
                 if reason is not None:
                     self.finish(request, reason)
         self.totals.num_generation_tokens += num_sampled
-        self._kv.unpin(flight.pinned)
+        if flight.pinned or self._kv.has_fallen_out:
+            self._kv.unpin(flight.pinned)
+            self._kv.has_fallen_out = self.is_stalled = False
         self._transfers.step_ended()
         if result.drafts:
             running = {request.request_id: request for request in flight.scheduled if not request.is_finished}

@@ -145,6 +145,11 @@ class Request:
         return self.num_prompt_tokens if self.awaits_handoff else 0
 
     @property
+    def num_leaving_tokens(self) -> int | None:
+        """Leading tokens whose KV goes to a consumer, if it is a producer."""
+        return self.num_prompt_tokens if self.is_producer else None
+
+    @property
     def reads_cache(self) -> bool:
         """False if it must compute its whole prompt, for the log probabilities of the prompt's tokens."""
         return not self.wants_prompt_logprobs or self.awaits_handoff

@@ -10,6 +10,7 @@ would show as noise; and what a request must answer is known beforehand (`expect
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections import deque
@@ -58,6 +59,7 @@ from common.types import (
     SampledToken,
     SamplingParams,
     TransferId,
+    group_key,
     hash_partial_block,
     hash_prompt,
     root_hash,
@@ -65,6 +67,7 @@ from common.types import (
 
 BLOCK_SIZE = 4
 EOS = 2
+TWO_GROUPS = (*ONE_GROUP, dataclasses.replace(ONE_GROUP[0], kind="window", window=6))
 VOCAB_SIZE = 32
 
 
@@ -248,14 +251,20 @@ def prompt_digests(request: AddRequest, num_held_tokens: int = 0) -> list[bytes]
     return [digest_of(values[i : i + BLOCK_SIZE]) for i in range(num_held_tokens, len(values), BLOCK_SIZE)]
 
 
-def stored_prompt(request: AddRequest, block_size: int = BLOCK_SIZE) -> dict[BlockHash, list[int]]:
-    """Content of the medium after the KV of the whole prompt was saved."""
+def stored_prompt(
+    request: AddRequest, block_size: int = BLOCK_SIZE, *, num_groups: int = 1
+) -> dict[BlockHash, list[int]]:
+    """Content of the medium after the KV of the whole prompt was saved, in the order of the tokens."""
     tokens, root = request.prompt_token_ids, root_hash(request.cache_salt)
     hashes = hash_prompt(tokens, block_size, root)
     if len(tokens) % block_size:
         hashes.append(hash_partial_block(tokens, block_size, hashes.copy(), root))
     values = fingerprints(tokens)
-    return {h: values[i * block_size : (i + 1) * block_size] for i, h in enumerate(hashes)}
+    return {
+        group_key(block_hash, group): values[index * block_size : (index + 1) * block_size]
+        for index, block_hash in enumerate(hashes)
+        for group in range(num_groups)
+    }
 
 
 class _RunningRequest:

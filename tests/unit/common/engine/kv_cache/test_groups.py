@@ -181,6 +181,18 @@ def test_a_consumer_gets_what_it_reads_after_the_handoff():
     assert kv.check_integrity([]) == []
 
 
+def test_a_producer_keeps_what_its_consumer_goes_on_with():
+    """Also if it has output already, computed here for its next token."""
+    kv = make_manager()
+    compute(kv, make_request("a", PROMPT))
+    request = make_request("b", PROMPT[:14], output=PROMPT[14:], max_tokens=99, role="producer")
+    prefix = kv.find_cached_prefix(request)
+    assert len(prefix) == 3
+    kv.allocate(request, prefix)
+    compute_in_steps(kv, request, 20, 30)
+    assert [block_id != 0 for block_id in kv.block_ids(request)[1]] == [False] * 2 + [True] * 6
+
+
 def test_blocks_are_named_in_the_order_in_which_they_move():
     kv = make_manager()
     request = consumer("a", PROMPT)

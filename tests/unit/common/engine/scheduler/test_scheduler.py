@@ -545,3 +545,15 @@ def test_blocks_that_a_step_in_flight_writes_are_given_to_no_other():
     assert (stats.num_free_blocks, stats.num_blocks) == (62, 64)
     engine.assert_sound()
     engine.assert_idle()
+
+
+def test_a_request_gets_blocks_to_which_steps_in_flight_wrote_once_they_are_over():
+    engine = FakeEngine(create_scheduler(num_blocks=5, max_num_batched_tokens=5), depth=3)
+    engine.add(create_request("a", 15))
+    engine.begin_step()
+    engine.add(create_request("b", 9))
+    engine.abort("a")
+    engine.end_step()
+    engine.run()
+    engine.assert_idle()
+    assert engine.finished["b"] is FinishReason.LENGTH

@@ -11,6 +11,8 @@ from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
     EOS,
+    ONE_GROUP,
+    TWO_GROUPS,
     FakeEngine,
     create_proposer,
     create_request,
@@ -39,9 +41,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         runs_ahead=st.booleans(),
         depth=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from(["none", "none", "right", "wrong", "half"]),
+        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
     )
-    def start(self, num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth, drafts):
-        self._start(num_blocks, budget, seats, policy, watermark, prefix_caching, tiers, runs_ahead, depth, drafts)
+    def start(self, num_blocks, budget, seats, **settings):
+        self._start(num_blocks, budget, seats, **settings)
 
     def _start(
         self,
@@ -55,9 +58,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         runs_ahead=False,
         depth=1,
         drafts="none",
+        groups=ONE_GROUP,
     ):
         scheduler = create_scheduler(
-            num_blocks=num_blocks,
+            num_blocks=1 + (num_blocks - 1) * len(groups),
+            groups=groups,
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=budget,
             max_num_seqs=seats,
@@ -190,9 +195,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The prefill pod saved the KV of `num_more` further tokens."""
         request = self.requests[request_id]
         num_ready = min(self.open[request_id] + num_more, len(request.prompt_token_ids))
-        stored = stored_prompt(request)
+        num_groups = len(self.engine.scheduler.kv.groups)
+        stored = stored_prompt(request, num_groups=num_groups)
         is_all = num_ready == len(request.prompt_token_ids)
-        for block_hash in list(stored)[: None if is_all else num_ready // BLOCK_SIZE]:
+        for block_hash in list(stored)[: None if is_all else num_ready // BLOCK_SIZE * num_groups]:
             self.engine.medium[block_hash] = stored[block_hash]
         self.open[request_id] = num_ready
 
@@ -204,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nobody_waits_for_nothing(self):
         """An engine that says that it has no work has none, and what is unfinished waits for a job or a handoff."""
         engine = self.engine
-        if engine.is_stepping or engine.scheduler.has_work:
+        if engine.is_stepping or engine._queue or engine.scheduler.has_work:
             return
         step = engine.step()
         assert (step.num_scheduled_tokens, step.dropped_request_ids) == ({}, [])

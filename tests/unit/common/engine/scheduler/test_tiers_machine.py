@@ -9,7 +9,13 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from common.engine.kv_connector import TransferResult
 from tests.unit.common.engine.scheduler.test_scheduler_properties import SchedulerMachine
-from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_request, stored_prompt
+from tests.unit.common.engine.scheduler_factories import (
+    BLOCK_SIZE,
+    ONE_GROUP,
+    TWO_GROUPS,
+    create_request,
+    stored_prompt,
+)
 
 MAX_LIVE = 5  # with more, most would wait and little would move
 
@@ -18,10 +24,14 @@ class TiersMachine(SchedulerMachine):
     """The parent's rules, and rules that go on: without these hardly any history would come to a restore."""
 
     @initialize(
-        num_blocks=st.integers(7, 14), budget=st.integers(3, 16), seats=st.integers(2, 4), offloads=st.booleans()
+        num_blocks=st.integers(7, 14),
+        budget=st.integers(3, 16),
+        seats=st.integers(2, 4),
+        offloads=st.booleans(),
+        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
     )
-    def start(self, num_blocks, budget, seats, offloads):
-        self._start(num_blocks, budget, seats, tiers="offloaded" if offloads else "kept")
+    def start(self, num_blocks, budget, seats, offloads, groups=ONE_GROUP):
+        self._start(num_blocks, budget, seats, tiers="offloaded" if offloads else "kept", groups=groups)
 
     @precondition(lambda self: len(self.engine.scheduler._places.live) < MAX_LIVE)
     @rule(
@@ -34,8 +44,9 @@ class TiersMachine(SchedulerMachine):
     def add_what_another_pod_computed(self, role, num_tokens, num_kept, max_tokens, is_alike):
         first = 10 if is_alike else 12 + len(self.requests)
         prompt = [first, *(10 + index % 2 for index in range(1, num_tokens))]
-        content = list(stored_prompt(create_request("", prompt)).items())
-        self.engine.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE)])
+        num_groups = len(self.engine.scheduler.kv.groups)
+        content = list(stored_prompt(create_request("", prompt), num_groups=num_groups).items())
+        self.engine.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE) * num_groups])
         self.add(role, prompt, [], max_tokens, ignore_eos=True, priority=0, salt="")
 
     @rule(num_moves=st.integers(1, 30))
