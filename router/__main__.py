@@ -8,12 +8,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import uvloop
-
 from common.config import parse, report_config_error
 from common.errors import ConfigError
 from common.observability.captured_output import captured_output
 from common.observability.logging import setup_logging
+from common.rpc.event_loop import UvLoop
 from router.config import RouterConfig
 from router.runtime import Router, settle_garbage_collection
 from router.workers.supervisor import Supervisor, WorkersFailedError
@@ -36,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with captured_output() as log:
             setup_logging(config.log_level, "router", config.log_format, stream=log)
-            uvloop.run(_serve(config) if config.workers == 1 else _supervise(config))
+            with asyncio.Runner(loop_factory=UvLoop) as runner:
+                runner.run(_serve(config) if config.workers == 1 else _supervise(config))
     except ConfigError as error:
         return report_config_error(error)
     except WorkersFailedError as error:

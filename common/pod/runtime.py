@@ -46,6 +46,7 @@ from common.pod.stats import StatsBoard
 from common.pod.tasks import TaskSet
 from common.registry import PodRecord, RedisRegistry
 from common.rpc.channel import open_channel
+from common.rpc.event_loop import AsyncioLoop
 from common.rpc.server import RpcServer
 from common.rpc.tls import cluster_tls
 
@@ -290,7 +291,8 @@ def run_pod(runtime: PodRuntime) -> int:
     try:
         with captured_output() as log:
             setup_logging(config.log_level, config.pod_id, config.log_format, stream=log)
-            return asyncio.run(_run(runtime))
+            with asyncio.Runner(loop_factory=AsyncioLoop) as runner:
+                return runner.run(_run(runtime))
     except ConfigError as error:
         return report_config_error(error)
     except EngineDeadError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
@@ -55,7 +54,7 @@ class DecodeSession:
         self._on_end = on_end
         self._stub = pods_pb2_grpc.DecodeStub(channel)
         self._sinks: dict[str, DeltaSink] = {}  # by request id on the pod
-        self._commands: deque[pods_pb2.DecodeCommand] = deque()
+        self._commands: dict[str, list[pods_pb2.DecodeCommand]] = {}  # unsent, by request id, oldest first
         self._has_commands = asyncio.Event()
         self._broken: BatonError | None = None
 
@@ -93,19 +92,22 @@ class DecodeSession:
         if self._broken is not None:
             raise UnavailableError(self._broken.message)
         self._sinks[submit.request.request_id] = sink
-        self._send(pods_pb2.DecodeCommand(submit=submit))
+        self._send(submit.request.request_id, pods_pb2.DecodeCommand(submit=submit))
 
     def abort(self, request_id: str) -> None:
         """End a request; its sink hears nothing more. Does nothing if it has ended."""
-        if self._sinks.pop(request_id, None) is not None:
-            self._send(pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
+        if self._sinks.pop(request_id, None) is None:
+            return
+        unsent = self._commands.pop(request_id, [])
+        if not (unsent and unsent[0].HasField("submit")):  # the pod knows it
+            self._send(request_id, pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
 
     def prefill_failed(self, request_id: str, epoch: int, code: ErrorCode) -> None:
         """Tell the pod to compute the prompt itself."""
         if request_id in self._sinks:
             reason = common_pb2.ErrorCode.ValueType(code.value.number)
             failed = pods_pb2.PrefillFailed(request_id=request_id, epoch=epoch, reason=reason)
-            self._send(pods_pb2.DecodeCommand(prefill_failed=failed))
+            self._send(request_id, pods_pb2.DecodeCommand(prefill_failed=failed))
 
     async def _deliver_prompt(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """Delivers log probabilities of the prompt but for the last ones, and takes them from the delta. There may be
@@ -133,8 +135,8 @@ class DecodeSession:
             )
             sink.on_lost(BatonError("internal error; the router's log has the details"))
 
-    def _send(self, command: pods_pb2.DecodeCommand) -> None:
-        self._commands.append(command)
+    def _send(self, request_id: str, command: pods_pb2.DecodeCommand) -> None:
+        self._commands.setdefault(request_id, []).append(command)
         self._has_commands.set()
 
     async def _write_commands(
@@ -144,7 +146,8 @@ class DecodeSession:
             while True:
                 await self._has_commands.wait()
                 while self._commands:
-                    await call.write(self._commands.popleft())
+                    for command in self._commands.pop(next(iter(self._commands))):
+                        await call.write(command)
                 self._has_commands.clear()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             logger.debug("commands can no longer be written: %s", error)  # the reader learns why and reports it

@@ -10,11 +10,11 @@ import socket
 import sys
 
 import msgspec
-import uvloop
 
 from common.errors import ConfigError, UnavailableError
 from common.observability.captured_output import log_stream
 from common.observability.logging import setup_logging
+from common.rpc.event_loop import UvLoop
 from router.peers import WorkerContext
 from router.runtime import Router, settle_garbage_collection
 from router.security.usage import SharedUsage
@@ -91,7 +91,8 @@ def main() -> int:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
-    uvloop.run(_run(int(sys.argv[1])))
+    with asyncio.Runner(loop_factory=UvLoop) as runner:
+        runner.run(_run(int(sys.argv[1])))
     return 0
 
 
