@@ -27,9 +27,9 @@ import triton
 from torch.nn import functional
 from triton.testing import do_bench
 
-from common.engine.attention import triton_backend
-from common.engine.attention.base import AttentionArgs, AttentionMetadata
-from common.engine.attention.triton_backend import Tile, TritonAttention
+from common.engine.devices.attention import AttentionArgs, AttentionMetadata
+from common.engine.devices.gpu import attention as triton_attention
+from common.engine.devices.gpu.attention import Tile, TritonAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DECODES = [(1, 1024), (1, 16384), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (256, 512)]
@@ -85,7 +85,7 @@ class Rig:
         num_tokens = len(batch.slot_mapping)
         query = torch.randn(num_tokens, HEADS * HEAD_DIM, device="cuda", dtype=DTYPE)
         out = torch.empty_like(query)
-        kind = triton_backend._Kind.of(HEADS, AttentionArgs(HEAD_DIM**-0.5))  # noqa: SLF001
+        kind = triton_attention._Kind.of(HEADS, AttentionArgs(HEAD_DIM**-0.5))  # noqa: SLF001
         self.attention.begin_step(batch)
 
         def run() -> None:
@@ -123,12 +123,12 @@ def torch_attention_ms(num_query: int, num_before: int) -> float:
 @contextmanager
 def tile_of(name: str, tile: Tile) -> Iterator[None]:
     """Lets the backend use `tile`."""
-    stored = getattr(triton_backend, name)
-    setattr(triton_backend, name, lambda *_: tile)
+    stored = getattr(triton_attention, name)
+    setattr(triton_attention, name, lambda *_: tile)
     try:
         yield
     finally:
-        setattr(triton_backend, name, stored)
+        setattr(triton_attention, name, stored)
 
 
 def sweep(rig: Rig, bandwidth: float, rate: float) -> None:

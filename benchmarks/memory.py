@@ -40,8 +40,8 @@ from benchmarks.engine import describe_machine, make_100m_model
 from common.demo_model import demo_model_path
 from common.engine.client import AsyncMPClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
+from common.engine.devices.cpu.kernel_cache import KERNEL_CACHE_VARIABLES
 from common.engine.messages import AddRequest, EngineCoreOutputs
-from common.engine.worker.kernel_cache import KERNEL_CACHE_VARIABLES
 from common.types import Constraint, RequestId, SamplingParams
 from common.types.parameters import parameters_of
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.engine.config import Quantization
-from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
-from common.engine.model.quantized_linear import QuantizedLinear
+from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.quantization.int8 import QuantizedLinear
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _LINEAR = "_proj.weight"  # how the names of linear layers end, in models of the Llama kind

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.compare.checkpoints import Precision
-from common.engine.model.packed_linear import PackedLinear
+from common.engine.devices.cpu.packed_linear import PackedLinear
 
 ON_GPU = torch.cuda.is_available()
 _READ_BYTES = (4 << 30) if ON_GPU else (512 << 20)

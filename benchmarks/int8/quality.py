@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from common.engine.attention.base import AttentionMetadata
-from common.engine.attention.registry import create_backend
 from common.engine.config import DType, ModelConfig, Quantization
+from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.registry import create_backend
 from common.engine.llm import LLM
 from common.engine.model.loader import LoadedModel, load_model
 from common.types import SamplingParams

@@ -10,10 +10,10 @@ from torch import nn
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, Quantization, SchedulerConfig
-from common.engine.cpu_kernels.tiles import has_tiles
+from common.engine.devices.cpu.kernels.tiles import has_tiles
+from common.engine.devices.cpu.packed_linear import PackedLinear
+from common.engine.devices.cpu.streamed_linear import blocks_of
 from common.engine.messages import AddRequest
-from common.engine.model.packed_linear import PackedLinear
-from common.engine.model.streamed_linear import blocks_of
 from common.errors import ConfigError
 from common.types import RequestId, SampledToken
 from tests.integration.batch_invariance_rig import OUTPUT_TOKENS, SAMPLING, alone, run

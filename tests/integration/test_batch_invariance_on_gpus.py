@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine.attention.base import AttentionArgs, AttentionMetadata
-from common.engine.attention.registry import create_backend
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.devices.attention import AttentionArgs, AttentionMetadata
+from common.engine.devices.registry import create_backend
 from tests.integration.batch_invariance_rig import alone, run
 from tests.tiny_models import tiny_model_dir
 
@@ -69,7 +69,7 @@ def test_whatever_the_schedule(device, dtype):
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (100, 70)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_linear_layer(device, dtype, in_features, out_features):
-    from common.engine.model.triton_operators import BatchInvariantLinear
+    from common.engine.devices.gpu.operators import BatchInvariantLinear
 
     torch.manual_seed(0)
     layer = nn.Linear(in_features, out_features, bias=out_features == 70).to(device=device, dtype=dtype)

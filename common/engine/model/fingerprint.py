@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.engine.attention.base import KVSpec
+from common.engine.devices.attention import KVSpec
 
 CHUNK_BYTES = 4096
 NUM_CHUNKS = 256

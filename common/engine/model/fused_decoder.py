@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from common.engine.attention.base import (
+from common.engine.devices.attention import (
     AttentionArgs,
     AttentionMetadata,
     HeadNorms,
@@ -25,11 +25,11 @@ from common.engine.attention.base import (
     ProjectionAttention,
     Rotary,
 )
-from common.engine.model.fused_norm import RMSNorm, rms_norm_of
-from common.engine.model.operators import AddNorm, Operators, PerToken
+from common.engine.devices.fused_norm import RMSNorm, rms_norm_of
+from common.engine.devices.operators import AddNorm, Operators, PerToken
 from common.engine.model.probe import ProbedModel
-from common.engine.model.quantized_linear import AnyLinear, QuantizedLinear, joined_bias
-from common.engine.model.quantized_linear import joined as joined_quantized
+from common.engine.quantization.int8 import AnyLinear, QuantizedLinear, joined_bias
+from common.engine.quantization.int8 import joined as joined_quantized
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -17,22 +17,22 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.engine.attention.base import KVSpec
-from common.engine.attention.hook import ATTENTION_NAME
-from common.engine.attention.registry import AttentionBackendName, can_attend
-from common.engine.attention.self_check import kernels_agree
 from common.engine.config import Kernels, ModelConfig
-from common.engine.cpu_kernels.compiled import instructions
-from common.engine.cpu_kernels.pairs import MULTIPLIES_PAIRS
-from common.engine.model.compiled_sampler import CompiledSampler, checked_sampler, supports
-from common.engine.model.cpu_operators import CpuOperators
+from common.engine.devices.attention import KVSpec
+from common.engine.devices.cpu.kernels.compiled import instructions
+from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.devices.cpu.operators import CpuOperators
+from common.engine.devices.cpu.packed_linear import pack_linears
+from common.engine.devices.cpu.sampler import CompiledSampler, checked_sampler, supports
+from common.engine.devices.cpu.streamed_int8_linear import compile_linears
+from common.engine.devices.fused_norm import fuse_norms
+from common.engine.devices.operators import Operators
+from common.engine.devices.registry import AttentionBackendName, can_attend
+from common.engine.devices.self_check import kernels_agree
+from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
-from common.engine.model.fused_norm import fuse_norms
-from common.engine.model.operators import Operators
-from common.engine.model.packed_linear import pack_linears
 from common.engine.model.probe import ProbedModel, probe_model
-from common.engine.model.quantized_linear import quantize_linears
-from common.engine.model.streamed_int8_linear import compile_linears
+from common.engine.quantization.int8 import quantize_linears
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -241,14 +241,14 @@ def _rounding(device: torch.device) -> str:
     """Names what decides how kernels round."""
     if kernels_of(device) == "cpu":
         return instructions()
-    from common.engine.attention.triton_backend import compiled_for
+    from common.engine.devices.gpu.attention import compiled_for
 
     return compiled_for(device)
 
 
 def _operators(backend: Literal["cpu", "triton"], *, batch_invariant: bool) -> Operators:
     if backend == "triton":
-        from common.engine.model.triton_operators import TritonOperators
+        from common.engine.devices.gpu.operators import TritonOperators
 
         return TritonOperators(batch_invariant=batch_invariant)
     return CpuOperators(batch_invariant=batch_invariant)

@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 
-from common.engine.attention.base import AttentionArgs, KVSpec
-from common.engine.attention.hook import ATTENTION_NAME, attention_args, clear_layer_attention, set_layer_attention
+from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.model.attention_hook import (
+    ATTENTION_NAME,
+    attention_args,
+    clear_layer_attention,
+    set_layer_attention,
+)
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12

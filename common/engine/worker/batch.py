@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.engine.attention.base import AttentionMetadata
+from common.engine.devices.attention import AttentionMetadata
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId
 

@@ -11,9 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.engine.attention.base import ProjectionAttention
-from common.engine.attention.hook import install
-from common.engine.attention.registry import create_backend
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.step import (
     FinishedStep,
@@ -27,7 +24,13 @@ from common.engine.contract.step import (
     accepted,
     outcomes_of,
 )
-from common.engine.model.compiled_sampler import CompiledSampler
+from common.engine.devices.attention import ProjectionAttention
+from common.engine.devices.cpu.decode_programs import DecodePrograms
+from common.engine.devices.cpu.sampler import CompiledSampler
+from common.engine.devices.decode_inputs import DecodeInputs, RecordedStepError
+from common.engine.devices.gpu.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
+from common.engine.devices.registry import create_backend
+from common.engine.model.attention_hook import install
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.draws import Draws, Penalties
@@ -35,9 +38,6 @@ from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
 from common.engine.speculation.base import Proposer
 from common.engine.worker.batch import BatchPacker, PackedBatch
-from common.engine.worker.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
-from common.engine.worker.decode_inputs import DecodeInputs, RecordedStepError
-from common.engine.worker.decode_programs import DecodePrograms
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
 from common.engine.worker.token_mask import TokenMask
@@ -52,7 +52,7 @@ _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 def device_sampler() -> Callable[[torch.Tensor, Draws, Penalties | None], torch.Tensor]:
     """See `sample_on_device`, which is imported where Triton is used only."""
-    from common.engine.sampling.device_sampler import sample_on_device
+    from common.engine.devices.gpu.sampler import sample_on_device
 
     return sample_on_device
 

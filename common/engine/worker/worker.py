@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from common.cores import num_usable_cores
-from common.engine.attention.base import KVSpec
-from common.engine.attention.hook import clear_layer_attention
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
+from common.engine.devices.attention import KVSpec
+from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
+from common.engine.devices.memory import available_kv_bytes
 from common.engine.kv_connector import ConnectorFactory, OpenConnector, WorkerConnector
+from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.registry import PROPOSERS
-from common.engine.worker.kernel_cache import bound_kernel_caches
-from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError

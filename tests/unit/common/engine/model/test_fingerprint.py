@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.attention.base import KVSpec
+from common.engine.devices.attention import KVSpec
 from common.engine.model.fingerprint import CHUNK_BYTES, NUM_CHUNKS, fingerprint_model
 from tests.tiny_models import tiny_model_dir
 

@@ -3,11 +3,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common.engine.attention import cpu_backend
 from common.engine.config import ModelConfig
-from common.engine.cpu_kernels.attention import Scores
-from common.engine.model import cpu_operators
-from common.engine.model.cpu_operators import CpuOperators
+from common.engine.devices.cpu import attention as cpu_attention
+from common.engine.devices.cpu import operators as cpu_operators
+from common.engine.devices.cpu.kernels.attention import Scores
+from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.model.fused_decoder import can_fuse
 from common.engine.model.loader import load_model
 from tests.tiny_models import TINY_MODELS, tiny_model_dir
@@ -50,7 +50,7 @@ def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog)
 def test_attention_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
     model = str(tiny_model_dir("gemma2"))
     assert load_model(ModelConfig(model=model)).kernels == "attention"
-    monkeypatch.setattr(cpu_backend, "_scores", lambda args: Scores(2 * args.scale))
+    monkeypatch.setattr(cpu_attention, "_scores", lambda args: Scores(2 * args.scale))
     loaded = load_model(ModelConfig(model=model))
     assert (loaded.kernels, loaded.kernels_failed) == ("torch", True)
     assert "differs from torch's" in caplog.text
@@ -62,7 +62,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(name, monkeypatch, caplog):
         raise RuntimeError("LLVM IR parsing error")
 
     monkeypatch.setattr(cpu_operators, "silu_mul_kernel", fail)
-    monkeypatch.setattr(cpu_backend, "decode_kernel", fail)
+    monkeypatch.setattr(cpu_attention, "decode_kernel", fail)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir(name))))
     assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
     assert "LLVM IR parsing error" in caplog.text

@@ -16,9 +16,10 @@ from transformers import utils as transformers_utils
 
 from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
-from common.engine.model import loader, streamed_int8_linear
+from common.engine.devices.cpu import streamed_int8_linear
+from common.engine.model import loader
 from common.engine.model.loader import load_model
-from common.engine.model.quantized_linear import QuantizedLinear
+from common.engine.quantization.int8 import QuantizedLinear
 from common.errors import ConfigError, ModelLoadError
 from tests.tiny_models import MAX_MODEL_LEN, TINY_MODELS, VOCAB_SIZE, tiny_model_dir
 

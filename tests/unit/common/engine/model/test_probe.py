@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from common.engine.attention.hook import ATTENTION_NAME
+from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
 from common.errors import ModelLoadError
 from tests.tiny_models import tiny_model_dir

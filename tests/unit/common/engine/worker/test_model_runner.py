@@ -7,9 +7,10 @@ import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.contract.step import NewRequest, SchedulerOutput
-from common.engine.model import cpu_operators, packed_linear
-from common.engine.worker.decode_inputs import RecordedStepError
-from common.engine.worker.decode_programs import DecodePrograms
+from common.engine.devices.cpu import operators as cpu_operators
+from common.engine.devices.cpu import packed_linear
+from common.engine.devices.cpu.decode_programs import DecodePrograms
+from common.engine.devices.decode_inputs import RecordedStepError
 from common.engine.worker.worker import Worker
 from common.types import RequestId, SamplingParams
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir

@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.attention.base import KVSpec
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
+from common.engine.devices import memory
+from common.engine.devices.attention import KVSpec
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
 from common.engine.phases import PhaseClock
-from common.engine.worker import memory
 from common.engine.worker.worker import allocate_kv_cache
 from common.errors import ConfigError
 from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash

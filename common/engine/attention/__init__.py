@@ -1,1 +1,0 @@
-"""Paged attention behind one small interface, and its hook into transformers' modelling code."""

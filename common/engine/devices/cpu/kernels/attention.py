@@ -1,0 +1,357 @@
+"""Attention of decodes over the paged KV cache, read in place; and what comes between a layer's projections and it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.elementwise import inverse_rms
+from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
+
+_MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
+_MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
+_TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
+_HIDDEN = -1e30  # score of a token that is not attended to
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the code of an attention kernel depends on."""
+
+    element: ElementType  # of the KV cache, queries and results
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_numbers(self) -> int:
+        """Numbers in a block."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
+    def head_numbers(self) -> int:
+        """Numbers of one head's keys, or values, in a block and layer."""
+        return self.block_size * self.head_dim
+
+    @property
+    def tile(self) -> int:
+        """Tokens that are attended to at once."""
+        return lanes_of(self.block_size)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a layer turns queries and keys into scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+@cache
+def decode_kernel(shape: CacheShape, scores: Scores) -> Kernel:
+    """Attention of one query token for each of some sequences; a task is one sequence and KV head.
+
+    cache: of the layer, from its first block on. query [sequences, heads, head_dim] and out alike, with `query_stride`
+    numbers from one sequence to the next in query. seq_lens [sequences], block_tables [sequences, table_width], sinks
+    [heads] float32.
+    """
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        sequence, kv_head = task // shape.num_kv_heads, task % shape.num_kv_heads
+        first_head = kv_head * shape.group
+        query = a.query.at(sequence * a.query_stride + first_head * shape.head_dim)
+        scaled = b.scratch(shape.group * shape.head_dim)
+        lanes = lanes_of(shape.head_dim)
+        with b.loop(0, shape.group * shape.head_dim, lanes) as i:
+            scaled.at(i).store(query.at(i).load(lanes) * scores.scale)
+        _attend(b, shape, scores, a, sequence, kv_head, scaled)
+
+    arguments = _attention_arguments(shape) | {"query": shape.element, "query_stride": None}
+    return Kernel("decode_attention", arguments, body)
+
+
+@cache
+def fused_decode_kernel(shape: CacheShape, scores: Scores, *, has_norms: bool) -> Kernel:
+    """The same from the projections: norms of queries and keys, rotary embedding, writing the cache, attention.
+
+    qkv [sequences, (heads + 2 * kv heads) * head_dim]; slots [sequences]; positions [sequences], rows of the tables
+    cosines and sines [positions, head_dim] float32; query_norm and key_norm [head_dim] float32.
+    """
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        sequence, kv_head = task // shape.num_kv_heads, task % shape.num_kv_heads
+        scaled = b.scratch(shape.group * shape.head_dim)
+        _rotate_and_store(b, shape, a, sequence, kv_head, scaled, has_norms=has_norms, scale=scores.scale)
+        _attend(b, shape, scores, a, sequence, kv_head, scaled)
+
+    return Kernel("fused_decode_attention", _attention_arguments(shape) | _projection_arguments(shape), body)
+
+
+@cache
+def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> Kernel:
+    """The first part of it alone, for chunks of prompts: queries and keys are also changed in place in qkv. A task is
+    one token and KV head."""
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        token, kv_head = task // shape.num_kv_heads, task % shape.num_kv_heads
+        row = a.qkv.at(token * _qkv_numbers(shape))
+        queries = row.at(kv_head * (shape.group * shape.head_dim))
+        _rotate_and_store(b, shape, a, token, kv_head, queries, has_norms=has_norms, scale=None)
+
+    return Kernel("prepare_attention", _projection_arguments(shape), body)
+
+
+def _attention_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
+    ints = ElementType.INT64
+    return {
+        "cache": shape.element,
+        "seq_lens": ints,
+        "block_tables": ints,
+        "table_width": None,
+        "sinks": ElementType.FLOAT32,
+        "out": shape.element,
+    }
+
+
+def _projection_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
+    ints, floats = ElementType.INT64, ElementType.FLOAT32
+    return {
+        "cache": shape.element,
+        "qkv": shape.element,
+        "slots": ints,
+        "positions": ints,
+        "cosines": floats,
+        "sines": floats,
+        "query_norm": floats,
+        "key_norm": floats,
+        "epsilon": floats,
+    }
+
+
+def _qkv_numbers(shape: CacheShape) -> int:
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+
+
+def _rotate_and_store(
+    b: Builder,
+    shape: CacheShape,
+    a: Any,
+    token: Value,
+    kv_head: Value,
+    queries: Pointer,
+    *,
+    has_norms: bool,
+    scale: float | None,
+) -> None:
+    """Queries of the KV head's group go to `queries`, its key and value to the cache."""
+    dim = shape.head_dim
+    row = a.qkv.at(token * _qkv_numbers(shape))
+    cosines, sines = (table.at(a.positions.at(token).load() * dim) for table in (a.cosines, a.sines))
+    query_norm, key_norm = (a.query_norm, a.key_norm) if has_norms else (None, None)
+    own = row.at(kv_head * (shape.group * dim))
+    with b.loop(0, shape.group) as head:
+        offset = head * dim
+        _rotate(b, dim, own.at(offset), [queries.at(offset)], cosines, sines, query_norm, a.epsilon, scale)
+    slot = a.slots.at(token).load()
+    cached = a.cache.at(
+        (slot // shape.block_size) * shape.block_numbers
+        + kv_head * shape.head_numbers
+        + (slot % shape.block_size) * dim
+    )
+    key = row.at((kv_head + shape.num_heads) * dim)
+    targets = [cached] if scale is not None else [cached, key]
+    _rotate(b, dim, key, targets, cosines, sines, key_norm, a.epsilon, None)
+    value = key.at(shape.num_kv_heads * dim)
+    cached_value = cached.at(shape.num_kv_heads * shape.head_numbers)
+    lanes = lanes_of(dim)
+    for i in range(0, dim, lanes):
+        cached_value.at(i).store(value.at(i).load(lanes))
+
+
+def _rotate(
+    b: Builder,
+    dim: int,
+    source: Pointer,
+    targets: list[Pointer],
+    cosines: Pointer,
+    sines: Pointer,
+    norm: Pointer | None,
+    epsilon: Pointer,
+    scale: float | None,
+) -> None:
+    """Norm, if any, and rotary embedding of one head: each number turns with the one half a head away."""
+    half = dim // 2
+    lanes = lanes_of(half)
+    places = range(0, half, lanes)
+    numbers = {i: source.at(i).load(lanes) for start in (0, half) for i in (start + place for place in places)}
+    if norm is not None:
+        squares = b.number(0.0, lanes)
+        for number in numbers.values():
+            squares = b.fma(number, number, squares)
+        inverse = inverse_rms(b, squares, dim, epsilon)
+        numbers = {i: number * inverse * norm.at(i).load(lanes) for i, number in numbers.items()}
+    for i in places:
+        first, second = numbers[i], numbers[i + half]
+        turned = {
+            i: first * cosines.at(i).load(lanes) - second * sines.at(i).load(lanes),
+            i + half: second * cosines.at(i + half).load(lanes) + first * sines.at(i + half).load(lanes),
+        }
+        for place, value in turned.items():
+            for target in targets:
+                target.at(place).store(value if scale is None else value * scale)
+
+
+def _attend(
+    b: Builder, shape: CacheShape, scores: Scores, a: Any, sequence: Value, kv_head: Value, queries: Pointer
+) -> None:
+    """Softmax over tiles of tokens, with running maxima and sums per query head; `queries` are scaled, float32."""
+    group, dim, tile = shape.group, shape.head_dim, shape.tile
+    state = _State(b, shape)
+    seq_len = a.seq_lens.at(sequence).load()
+    cache: Pointer = a.cache
+    table = a.block_tables.at(sequence * a.table_width)
+    first_token = (
+        b.number(0) if scores.window is None else b.select(seq_len < scores.window, 0, seq_len - scores.window)
+    )
+
+    def keys_at(token: Value) -> Pointer:
+        block = table.at(token // shape.block_size).load()
+        in_block = kv_head * shape.head_numbers + (token % shape.block_size) * dim
+        return cache.at(block * shape.block_numbers + in_block)
+
+    with b.loop(first_token - first_token % tile, seq_len, tile) as token:
+        keys = keys_at(token)
+        values = keys.at(shape.num_kv_heads * shape.head_numbers)
+        ahead = token + _TILES_AHEAD * tile
+        next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
+        next_values = next_keys.at(shape.num_kv_heads * shape.head_numbers)
+        if shape.element is not ElementType.FLOAT32 and group > 1:
+            keys, values = (_widened(b, each, tile * dim) for each in (keys, values))
+        lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token
+        visible = lane_tokens < seq_len
+        if scores.window is not None:
+            visible = visible & (lane_tokens >= first_token)
+        share = -(-tile * dim // group)  # asked for between products: more at once would wait for each other
+        with b.loop(0, group) as head:
+            for each in (next_keys, next_values):
+                b.prefetch(each.at(head * share), share, near=False)
+            dots = _dots(b, queries.at(head * dim), keys, dim, tile)
+            if scores.softcap is not None:
+                dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
+            state.take(head, b.select(visible, dots, _HIDDEN), visible)
+        heads = max(count for count in range(1, _MAX_HEADS + 1) if group % count == 0)
+        with b.loop(0, group, heads) as first_head:
+            _add_values(b, shape, state, first_head, heads, values)
+    out = a.out.at((sequence * shape.num_heads + kv_head * group) * dim)
+    sinks = a.sinks.at(kv_head * group) if scores.has_sinks else None
+    with b.loop(0, group) as head:
+        factor = state.final_factor(head, None if sinks is None else sinks.at(head).load())
+        lanes = lanes_of(dim)
+        with b.loop(0, dim, lanes) as i:
+            out.at(head * dim + i).store(state.total.at(head * dim + i).load(lanes) * factor)
+
+
+class _State:
+    """Of a softmax under way, for each query head of a group; in memory of the thread, which stays in its cache."""
+
+    def __init__(self, b: Builder, shape: CacheShape) -> None:
+        self._b = b
+        self._tile = tile = shape.tile
+        self._maxima = b.scratch(shape.group)  # of all scores
+        self._sums = b.scratch(shape.group * tile)  # of all weights, lane by lane
+        self.weights = b.scratch(shape.group * tile)  # of this tile
+        self.factors = b.scratch(shape.group)  # that shrink earlier weights as the maximum grows
+        self.total = b.scratch(shape.group * shape.head_dim)  # of weighted values, up to the tile before
+        lanes = lanes_of(shape.head_dim)
+        with b.loop(0, shape.group) as head:
+            self._maxima.at(head).store(b.number(_HIDDEN))
+            self._sums.at(head * tile).store(b.number(0.0, tile))
+        with b.loop(0, shape.group * shape.head_dim, lanes) as i:
+            self.total.at(i).store(b.number(0.0, lanes))
+
+    def take(self, head: Value, scores: Value, visible: Value) -> None:
+        """Turns a tile's scores into weights."""
+        b = self._b
+        before = self._maxima.at(head).load()
+        maximum = b.maximum(before, b.max(scores))
+        factor = b.exp(before - maximum)
+        weights = b.select(visible, b.exp(scores - maximum), 0.0)
+        self._maxima.at(head).store(maximum)
+        self.factors.at(head).store(factor)
+        self.weights.at(head * self._tile).store(weights)
+        sums = self._sums.at(head * self._tile)
+        sums.store(sums.load(self._tile) * factor + weights)
+
+    def final_factor(self, head: Value, sink: Value | None) -> Value:
+        """What the total of a head is multiplied with in the end."""
+        b = self._b
+        sums = self._sums.at(head * self._tile).load(self._tile)
+        total = b.sum(sums)
+        if sink is None:
+            return b.number(1.0) / total
+        before = self._maxima.at(head).load()
+        maximum = b.maximum(before, sink)
+        factor = b.exp(before - maximum)
+        return factor / (total * factor + b.exp(sink - maximum))
+
+
+def _widened(b: Builder, source: Pointer, count: int) -> Pointer:
+    """A float32 copy of what several query heads will read."""
+    copy = b.scratch(count)
+    lanes = lanes_of(count)
+    with b.loop(0, count, lanes) as i:
+        copy.at(i).store(source.at(i).load(lanes))
+    return copy
+
+
+def _dots(b: Builder, query: Pointer, keys: Pointer, dim: int, tile: int) -> Value:
+    """Products of the query with each key of a tile, as a vector."""
+    lanes = lanes_of(dim)
+    parts = [query.at(i).load(lanes) for i in range(0, dim, lanes)]
+
+    def products(key: int) -> Value:
+        """Whose sum is the product with one key."""
+        total = b.number(0.0, lanes)
+        for i, part in enumerate(parts):
+            total = b.fma(part, keys.at(key * dim + i * lanes).load(lanes), total)
+        return total
+
+    if tile == lanes:
+        return b.sums(products, tile)
+    return b.vector([b.sum(products(key)) for key in range(tile)])
+
+
+def _add_values(
+    b: Builder, shape: CacheShape, state: _State, first_head: Value, num_heads: int, values: Pointer
+) -> None:
+    """total = total * factor + weights @ values, for some heads of a group."""
+    dim, tile = shape.head_dim, shape.tile
+    lanes = lanes_of(dim)
+    width = min(dim, max(1, _MAX_VECTORS // num_heads) * lanes)
+    while dim % width:
+        width -= lanes
+    heads = [first_head + head for head in range(num_heads)]
+    with b.loop(0, dim, width) as start:
+        places = [start + i for i in range(0, width, lanes)]
+        totals = [[state.total.at(head * dim + place).load(lanes) for place in places] for head in heads]
+        factors = [state.factors.at(head).load() for head in heads]
+        totals = [[each * factor for each in row] for row, factor in zip(totals, factors, strict=True)]
+        for token in range(tile):
+            parts = [values.at(place + token * dim).load(lanes) for place in places]
+            for row, head in zip(totals, heads, strict=True):
+                weight = b.number(state.weights.at(head * tile + token).load(), lanes)
+                row[:] = [b.fma(weight, part, each) for part, each in zip(parts, row, strict=True)]
+        for row, head in zip(totals, heads, strict=True):
+            for place, each in zip(places, row, strict=True):
+                state.total.at(head * dim + place).store(each)

@@ -1,0 +1,82 @@
+"""Kernels around a decoder's linear layers: embedding, residual and RMS norm, and SwiGLU. One task is one token."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value, lanes_of
+
+
+@cache
+def embed_kernel(element: ElementType, size: int) -> Kernel:
+    """hidden = rows of the table, delta = 0.
+
+    token_ids [tokens], table [vocabulary, size] of `element`; hidden float32 and delta of `element`, [tokens, size].
+    """
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        row = a.table.at(a.token_ids.at(token).load() * size)
+        hidden, delta = (each.at(token * size) for each in (a.hidden, a.delta))
+        with b.loop(0, size, lanes) as i:
+            hidden.at(i).store(row.at(i).load(lanes))
+            delta.at(i).store(b.number(0.0, lanes))
+
+    return Kernel(
+        "embed",
+        {"token_ids": ElementType.INT64, "table": element, "hidden": ElementType.FLOAT32, "delta": element},
+        body,
+    )
+
+
+@cache
+def add_norm_kernel(element: ElementType, size: int) -> Kernel:
+    """hidden += delta, then out = RMS norm of hidden, times weight.
+
+    hidden float32 [tokens, size], delta and out [tokens, size] of `element`, weight float32 [size]; epsilon points to
+    one float32.
+    """
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        hidden, delta, out = (each.at(token * size) for each in (a.hidden, a.delta, a.out))
+        squares = b.variable(b.number(0.0, lanes))
+        with b.loop(0, size, lanes) as i:
+            value = hidden.at(i).load(lanes) + delta.at(i).load(lanes)
+            hidden.at(i).store(value)
+            squares.set(b.fma(value, value, squares.get()))
+        scale = inverse_rms(b, squares.get(), size, a.epsilon)
+        with b.loop(0, size, lanes) as i:
+            out.at(i).store(hidden.at(i).load(lanes) * scale * a.weight.at(i).load(lanes))
+
+    floats = ElementType.FLOAT32
+    return Kernel(
+        "add_norm", {"hidden": floats, "delta": element, "out": element, "weight": floats, "epsilon": floats}, body
+    )
+
+
+@cache
+def silu_mul_kernel(element: ElementType, size: int) -> Kernel:
+    """out = silu(gate) * up; gate and up are the halves of gate_up [tokens, 2 * size], out is [tokens, size]."""
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        gate, out = a.gate_up.at(token * (2 * size)), a.out.at(token * size)
+        up = gate.at(size)
+        with b.loop(0, size, lanes) as i:
+            out.at(i).store(silu(b, gate.at(i).load(lanes)) * up.at(i).load(lanes))
+
+    return Kernel("silu_mul", {"gate_up": element, "out": element}, body)
+
+
+def silu(b: Builder, value: Value) -> Value:
+    """value * sigmoid(value)"""
+    return value / (b.exp(b.number(0.0, value.lanes) - value) + 1.0)
+
+
+def inverse_rms(b: Builder, squares: Value, size: int, epsilon: Pointer) -> Value:
+    """1 / sqrt(mean + epsilon), from a vector of sums of squares."""
+    mean = b.sum(squares) * (1.0 / size)
+    return b.number(1.0) / b.sqrt(mean + epsilon.load())

@@ -1,0 +1,121 @@
+"""A fused decoder's operators on CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention
+from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, result, threads_for
+from common.engine.devices.cpu.kernels.elementwise import add_norm_kernel, embed_kernel, silu_mul_kernel
+from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.streamed_int8_linear import compiled
+from common.engine.devices.cpu.streamed_linear import StreamedLinear
+from common.engine.devices.fused_norm import RMSNorm
+from common.engine.devices.operators import AddNorm, Embed, PerToken
+from common.engine.quantization.int8 import AnyLinear, QuantizedLinear
+
+_ROWS = 512  # activations of more would not stay in the cores' caches from one operator to the next
+_MAX_ROWS = 768  # rather than a few rows apart, for which weights are read once more
+
+
+class CpuOperators:
+    """See Operators. `batch_invariant`: a token's results do not depend on what else is computed beside it."""
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
+
+    def supports(self, model: Any) -> bool:
+        """See Operators."""
+        return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16) and has_openmp()
+
+    def split(self, num_tokens: int) -> list[int]:
+        """See Operators."""
+        num_whole = max(0, num_tokens - _MAX_ROWS + _ROWS - 1) // _ROWS
+        return [_ROWS] * num_whole + [num_tokens - num_whole * _ROWS]
+
+    def attention(self, kv_cache: torch.Tensor) -> CpuAttention:
+        """See Operators."""
+        return BatchInvariantAttention(kv_cache) if self._batch_invariant else CpuAttention(kv_cache)
+
+    def embed(self, table: torch.Tensor) -> Embed:
+        """See Operators."""
+        return _Embed(table)
+
+    def linear(self, linear: AnyLinear) -> PerToken:
+        """See Operators."""
+        if isinstance(linear, QuantizedLinear):
+            return compiled(linear)
+        return StreamedLinear(linear, batch_invariant=self._batch_invariant)
+
+    def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
+        """See Operators."""
+        return _AddNorm(norm, dtype)
+
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+        """See Operators."""
+        size, dtype = gate_up.out_features // 2, gate_up.weight.dtype
+        if isinstance(gate_up, QuantizedLinear):
+            return _Gated(compiled(gate_up), size, dtype)
+        linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
+        return partial(_gated, linear, _Gated(linear, size, dtype))
+
+
+class _Embed:
+    def __init__(self, table: torch.Tensor) -> None:
+        self._dtype = table.dtype
+        self._size = table.shape[1]
+        self._call = Call(embed_kernel(element_type_of(table.dtype), self._size))
+        self._call.keep("table", table.contiguous())
+
+    def __call__(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(token_ids), self._size)
+        hidden, delta = torch.empty(shape, dtype=torch.float32), result(shape, self._dtype)
+        call = self._call
+        call.point("token_ids", token_ids)
+        call.point("hidden", hidden)
+        call.point("delta", delta)
+        call.run(len(token_ids), threads_for(hidden.numel()))
+        return hidden, delta
+
+
+class _AddNorm:
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._call = Call(add_norm_kernel(element_type_of(dtype), len(norm.weight)))
+        self._call.keep("weight", norm.weight)
+        self._call.keep("epsilon", torch.tensor(norm.epsilon))
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        out = result(hidden.shape, self._dtype)
+        call = self._call
+        call.point("hidden", hidden)
+        call.point("delta", delta)
+        call.point("out", out)
+        call.run(hidden.shape[0], threads_for(hidden.numel()))
+        return out
+
+
+def _gated(linear: StreamedLinear, separate: PerToken, inputs: torch.Tensor) -> torch.Tensor:
+    """At once, if there is a kernel for that."""
+    gated = linear.gated(inputs)
+    return separate(inputs) if gated is None else gated
+
+
+class _Gated:
+    def __init__(self, linear: PerToken, size: int, dtype: torch.dtype) -> None:
+        self._linear = linear
+        self._size = size
+        self._call = Call(silu_mul_kernel(element_type_of(dtype), size))
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        gate_up = self._linear(inputs)
+        num_rows = gate_up.shape[0]
+        out = result((num_rows, self._size), gate_up.dtype)
+        call = self._call
+        call.point("gate_up", gate_up)
+        call.point("out", out)
+        call.run(num_rows, threads_for(2 * gate_up.numel()))
+        return out

@@ -1,0 +1,175 @@
+"""Quantised linear layers on the CPU kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from common.engine.devices.cpu.huge_pages import use_huge_pages
+from common.engine.devices.cpu.kernels import int8_linear, tiled_int8_linear
+from common.engine.devices.cpu.kernels.compiled import (
+    Call,
+    CannotRecordError,
+    has_openmp,
+    is_recording,
+    result,
+    threads_for,
+)
+from common.engine.devices.cpu.kernels.int8_linear import GRANULE, int8_linear_kernel
+from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
+from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
+from common.engine.quantization.int8 import QuantizedLinear
+from common.errors import ModelLoadError
+
+_PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
+_CHECKED_ROWS = (1, MAX_TILE_ROWS - 1, 2 * MAX_TILE_ROWS + 3)  # that all kernels take part in
+_CHECKED_OUTPUTS = 192
+_MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the norm
+
+
+class StreamedInt8Linear(nn.Module):
+    """See PerToken, and for use in a model's own code a module. A row's result does not depend on how many rows there
+    are. `linear` may be given up."""
+
+    def __init__(self, linear: QuantizedLinear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight  # shape and type
+        self._out_padding, self._in_padding = -self.out_features % GRANULE, -self.in_features % GRANULE
+        integers = functional.pad(linear.integers, (0, self._in_padding, 0, self._out_padding))
+        scale = functional.pad(linear.scale, (0, self._out_padding))
+        bias = None if linear.bias is None else functional.pad(linear.bias.detach().float(), (0, self._out_padding))
+        tiles = linear.weight.dtype == torch.bfloat16 and has_tiles() and can_tile_int8(*reversed(integers.shape))
+        self._kernels = (_Tiles if tiles else _Vectors)(integers, scale, bias, linear.weight.dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        if is_recording() and (self._in_padding or self._out_padding):
+            raise CannotRecordError("a linear layer is padded by torch")
+        rows = inputs.reshape(-1, self.in_features)
+        rows = functional.pad(rows, (0, self._in_padding)) if self._in_padding else rows.contiguous()
+        out = result((len(rows), self.out_features + self._out_padding), rows.dtype)
+        most = self._kernels.most_rows
+        for few, few_out in zip(rows.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
+            if len(few):
+                self._kernels(few, few_out)
+        if self._out_padding:
+            out = out[:, : self.out_features].contiguous()
+        return out.view(*inputs.shape[:-1], self.out_features)
+
+    __call__ = forward  # without nn.Module's hooks, which take as long as a small operator
+
+
+class _Vectors:
+    """Kernels of vector instructions with the weight that they read."""
+
+    most_rows = int8_linear.MAX_ROWS
+
+    def __init__(
+        self, integers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        out_features, in_features = integers.shape
+        block, piece = int8_linear.block_of(out_features), int8_linear.piece_of(in_features)
+        kernel = int8_linear_kernel(element_type_of(dtype), block, piece, has_bias=bias is not None)
+        self._call = Call(kernel, in_features=in_features, out_features=out_features)
+        _keep(self._call, _in_blocks(integers, block), scale, bias)
+        self._num_blocks, self._num_weights = out_features // block, integers.numel()
+
+    def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        _run(self._call, inputs, out, self._num_blocks, self._num_weights)
+
+
+class _Tiles:
+    """Kernels of matrix instructions with the weight that they read."""
+
+    most_rows = tiled_int8_linear.MAX_ROWS
+
+    def __init__(
+        self, integers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        assert dtype == torch.bfloat16
+        out_features, in_features = integers.shape
+        has_bias = bias is not None
+        few = [tiled_int8_linear.few_int8_rows_kernel(num_tiles=tiles, has_bias=has_bias) for tiles in (1, 2)]
+        many = tiled_int8_linear.many_int8_rows_kernel(tiled_int8_linear.piece_of(in_features), has_bias=has_bias)
+        weight = _in_blocks(integers, tiled_int8_linear.BLOCK)
+        self._few, self._many = [Call(kernel) for kernel in few], Call(many)
+        self._many.keep("whole", configuration(MAX_TILE_ROWS))
+        for call in (*self._few, self._many):
+            call.set("in_features", in_features)
+            call.set("out_features", out_features)
+            _keep(call, weight, scale, bias)
+        self._num_blocks, self._num_weights = out_features // tiled_int8_linear.BLOCK, integers.numel()
+
+    def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        num_rows = len(inputs)
+        if num_rows <= MAX_TILE_ROWS:
+            call = self._few[num_rows > TILE]
+            call.point("configuration", configuration(num_rows))
+        else:
+            call = self._many
+            call.point("rest", rest_configuration(num_rows))
+        _run(call, inputs, out, self._num_blocks, self._num_weights)
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """True if there are kernels for activations of this type."""
+    return dtype in _MAX_ERROR and has_openmp()
+
+
+def compile_linears(model: nn.Module) -> None:
+    """Replaces the quantised layers of a model that runs its own code. Raises ModelLoadError if the kernels compute
+    something else than torch."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantizedLinear) and can_compile(child.weight.dtype):
+                setattr(parent, name, compiled(child))
+
+
+def compiled(linear: QuantizedLinear) -> StreamedInt8Linear:
+    """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch."""
+    _check_kernels(linear.in_features, linear.out_features, linear.weight.dtype, has_bias=linear.bias is not None)
+    return StreamedInt8Linear(linear)
+
+
+@cache
+def _check_kernels(in_features: int, out_features: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+    """Compares the kernels of a layer with torch's operators, on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    out_features = min(out_features, _CHECKED_OUTPUTS + out_features % _CHECKED_OUTPUTS)
+    integers = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8, generator=generator)
+    scale = torch.rand(out_features, generator=generator) / 128
+    bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
+    linear = QuantizedLinear(integers, scale, bias, dtype)
+    inputs = torch.randn(max(_CHECKED_ROWS), in_features, generator=generator).to(dtype)
+    expected, kernels = linear(inputs).float(), StreamedInt8Linear(linear)
+    for num_rows in _CHECKED_ROWS:
+        found = kernels(inputs[:num_rows]).float()
+        error = float((found - expected[:num_rows]).norm() / expected[:num_rows].norm())
+        if not error <= _MAX_ERROR[dtype]:
+            reason = f"the int8 kernels differ from torch (relative error {error:.2g})"
+            raise ModelLoadError(reason, param="quantization")
+
+
+def _in_blocks(integers: torch.Tensor, block: int) -> torch.Tensor:
+    """[out_features / block, in_features, block]"""
+    return integers.view(-1, block, integers.shape[1]).transpose(1, 2).contiguous()
+
+
+def _keep(call: Call, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+    use_huge_pages(weight.data_ptr(), weight.nbytes)
+    call.keep("weight", weight)
+    call.keep("scale", scale)
+    if bias is not None:
+        call.keep("bias", bias)
+
+
+def _run(call: Call, inputs: torch.Tensor, out: torch.Tensor, num_blocks: int, num_weights: int) -> None:
+    call.point("inputs", inputs)
+    call.point("out", out)
+    call.set("num_rows", len(inputs))
+    call.run(num_blocks, threads_for(num_weights // _PER_NUMBER))

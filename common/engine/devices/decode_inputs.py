@@ -1,0 +1,51 @@
+"""Inputs of decode steps, and places for them that stay the same from step to step, which recorded steps read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from common.engine.devices.attention import AttentionMetadata
+
+
+class DecodeInputs(NamedTuple):
+    """Inputs of a forward pass over decodes."""
+
+    input_ids: torch.Tensor  # [num_decodes]
+    positions: torch.Tensor  # [num_decodes]
+    attention: AttentionMetadata
+
+
+class RecordedStepError(RuntimeError):
+    """A recorded step computes something else than the forward pass that was recorded."""
+
+
+Forward = Callable[[DecodeInputs], torch.Tensor]
+"""Returns logits [num_decodes, vocabulary]; reads nothing of the host's that differs from step to step."""
+
+
+class FixedInputs:
+    """Inputs of up to `most` decodes in fixed places."""
+
+    def __init__(self, most: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(most, dtype=torch.int64, device=device)
+        width = -(-(max_model_len + 1) // block_size)
+        self.block_tables = torch.zeros((most, width), dtype=torch.int64, device=device)
+
+    def first(self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False) -> DecodeInputs:
+        """The inputs of the first `size` decodes, which have at most `seq_lens` tokens."""
+        metadata = AttentionMetadata(
+            num_decodes=size,
+            query_start=list(range(size + 1)),
+            seq_lens=list(seq_lens),
+            seq_lens_tensor=self.seq_lens[:size],
+            block_tables=self.block_tables[:size],
+            slot_mapping=self.slots[:size],
+            has_drafts=has_drafts,
+        )
+        return DecodeInputs(self.input_ids[:size], self.positions[:size], metadata)

@@ -1,0 +1,122 @@
+"""CUDA graphs of decode steps: the forward pass as one launch, where Python would take longer than the GPU.
+
+One graph for each of a few batch sizes; a step uses the smallest that holds it, filled up with sequences that have no
+tokens. The inputs are copied to fixed places first, and logits are found at a fixed place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from common.engine.devices.decode_inputs import DecodeInputs, FixedInputs, Forward, RecordedStepError
+
+logger = logging.getLogger(__name__)
+
+_BLOCKS_PER_COPY = 128
+
+
+class Recorder(Protocol):
+    """Records work on a device."""
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], Any]:
+        """Returns what does the same work again."""
+
+
+class DecodeGraphs:
+    """Graphs of one model over one KV cache."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        record: Recorder,
+        *,
+        sizes: Sequence[int],
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """Records them. Raises RecordedStepError, or whatever torch raises if the forward pass cannot be recorded."""
+        self._most = most = max(sizes)
+        self._max_model_len = max_model_len
+        self._fixed = FixedInputs(most, max_model_len, block_size, device)
+        self._logits: torch.Tensor | None = None
+        self._replays: dict[int, Callable[[], Any]] = {}
+        for size in sorted(sizes, reverse=True):  # the first takes the memory that all share
+            self._replays[size] = self._record(forward, record, size)
+        self._sizes = sorted(sizes)
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
+        """Logits [num_decodes, vocabulary], valid until the next run; None if there are too many decodes."""
+        num_decodes = len(inputs.input_ids)
+        size = next((size for size in self._sizes if size >= num_decodes), None)
+        if size is None:
+            return None
+        self._stage(inputs, size)
+        self._replays[size]()
+        assert self._logits is not None
+        return self._logits[:num_decodes]
+
+    def _record(self, forward: Forward, record: Recorder, size: int) -> Callable[[], Any]:
+        inputs = self._fixed.first(size, [self._max_model_len] * size)
+
+        def work() -> None:
+            logits = forward(inputs)
+            if self._logits is None:
+                self._logits = logits.new_empty((self._most, logits.shape[1]))
+            self._logits[:size].copy_(logits)
+
+        work()  # compiles kernels, which must not happen while recording
+        assert self._logits is not None
+        expected = self._logits[:size].clone()
+        replay = record(work)
+        self._logits.fill_(torch.nan)
+        replay()
+        if not torch.equal(self._logits[:size], expected):
+            raise RecordedStepError(f"a CUDA graph of {size} decodes computes something else")
+        return replay
+
+    def _stage(self, inputs: DecodeInputs, size: int) -> None:
+        from common.engine.devices.gpu.kernels.staging import stage_decodes_kernel
+
+        attention, fixed = inputs.attention, self._fixed
+        stage_decodes_kernel[(size,)](
+            inputs.input_ids,
+            inputs.positions,
+            attention.slot_mapping,
+            attention.seq_lens_tensor,
+            attention.block_tables,
+            fixed.input_ids,
+            fixed.positions,
+            fixed.slots,
+            fixed.seq_lens,
+            fixed.block_tables,
+            len(inputs.input_ids),
+            attention.block_tables.shape[1],
+            fixed.block_tables.shape[1],
+            BLOCKS=_BLOCKS_PER_COPY,
+        )
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: denser where a sequence more costs a larger share."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
+    return sorted({min(size, max_num_seqs) for size in sizes})
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], Any]:
+        """See Recorder."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay

@@ -1,0 +1,148 @@
+"""A fused decoder's operators on GPUs: linear layers by cuBLAS, or by a kernel of our own where rows may not depend on
+one another; the rest by Triton kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import nn
+from torch.nn import functional
+
+from common.engine.devices.fused_norm import RMSNorm
+from common.engine.devices.gpu.attention import (
+    BatchInvariantTritonAttention,
+    TritonAttention,
+    factor_type,
+    runs_on,
+)
+from common.engine.devices.gpu.kernels.elementwise import add_norm_kernel, silu_mul_kernel
+from common.engine.devices.gpu.kernels.linear import linear_kernel
+from common.engine.devices.operators import AddNorm, Embed, PerToken
+from common.engine.quantization.int8 import AnyLinear
+
+_NUMBERS_PER_PROGRAM = 1024
+
+
+class TritonOperators:
+    """See Operators. `batch_invariant`: a token's results do not depend on what else is computed beside it."""
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
+
+    def supports(self, model: Any) -> bool:
+        """See Operators."""
+        return runs_on(model.device)
+
+    def split(self, num_tokens: int) -> list[int]:
+        """See Operators."""
+        return [num_tokens]
+
+    def attention(self, kv_cache: torch.Tensor) -> TritonAttention:
+        """See Operators."""
+        return BatchInvariantTritonAttention(kv_cache) if self._batch_invariant else TritonAttention(kv_cache)
+
+    def embed(self, table: torch.Tensor) -> Embed:
+        """See Operators."""
+        return partial(_embed, table)
+
+    def linear(self, linear: AnyLinear) -> PerToken:
+        """See Operators."""
+        assert isinstance(linear, nn.Linear)  # quantisation is refused on GPUs
+        if self._batch_invariant:
+            return BatchInvariantLinear(linear)
+        return partial(functional.linear, weight=linear.weight, bias=linear.bias)
+
+    def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
+        """See Operators."""
+        return _AddNorm(norm, dtype)
+
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+        """See Operators."""
+        linear, size = self.linear(gate_up), gate_up.out_features // 2
+        return lambda inputs: _silu_mul(size, linear(inputs))
+
+
+class LinearTile(NamedTuple):
+    """Shape of one program's work, and how it is compiled."""
+
+    rows: int
+    columns: int
+    depth: int  # inputs that are taken at a time
+    num_warps: int
+    num_stages: int
+
+
+def linear_tile(dtype: torch.dtype) -> LinearTile:
+    """One for any number of rows."""
+    return LinearTile(32, 32, 32, 4, 3) if dtype == torch.float32 else LinearTile(64, 64, 64, 4, 4)
+
+
+class BatchInvariantLinear:
+    """See PerToken. A row's result does not depend on how many rows there are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._weight = linear.weight.detach().contiguous()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._tile = linear_tile(self._weight.dtype)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] -> [rows, out_features]"""
+        (num_rows, _), (out_features, in_features) = inputs.shape, self._weight.shape
+        out = torch.empty((num_rows, out_features), dtype=inputs.dtype, device=inputs.device)
+        tile = self._tile
+        if num_rows:
+            linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(out_features, tile.columns))](
+                inputs.contiguous(),
+                self._weight,
+                self._weight if self._bias is None else self._bias,
+                out,
+                num_rows,
+                IN_FEATURES=in_features,
+                OUT_FEATURES=out_features,
+                HAS_BIAS=self._bias is not None,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                DEPTH=tile.depth,
+                FACTOR_TYPE=factor_type(inputs.dtype),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out
+
+
+def _embed(table: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = functional.embedding(token_ids, table)
+    return rows.float(), torch.zeros_like(rows)
+
+
+class _AddNorm:
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        self._norm = norm
+        self._dtype = dtype
+        self._padded = triton.next_power_of_2(len(norm.weight))
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(hidden, dtype=self._dtype)
+        add_norm_kernel[(len(hidden),)](
+            hidden,
+            delta,
+            self._norm.weight,
+            out,
+            self._norm.epsilon,
+            SIZE=hidden.shape[1],
+            PADDED_SIZE=self._padded,
+            num_warps=4 if self._padded <= 2048 else 8,
+        )
+        return out
+
+
+def _silu_mul(size: int, gate_up: torch.Tensor) -> torch.Tensor:
+    out = torch.empty((len(gate_up), size), dtype=gate_up.dtype, device=gate_up.device)
+    num_numbers = out.numel()
+    silu_mul_kernel[(triton.cdiv(num_numbers, _NUMBERS_PER_PROGRAM),)](
+        gate_up, out, num_numbers, SIZE=size, NUMBERS=_NUMBERS_PER_PROGRAM
+    )
+    return out

@@ -1,0 +1,49 @@
+"""What a fused decoder is made of, on each kind of device: linear layers, and compiled kernels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from common.engine.devices.attention import ProjectionAttention
+from common.engine.devices.fused_norm import RMSNorm
+from common.engine.quantization.int8 import AnyLinear
+
+Embed = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Token ids [tokens] -> their embeddings, float32, and zeros, both [tokens, size]: the residual stream, and what is to
+be added to it."""
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden, delta): hidden += delta, in place; returns the RMS norm of hidden. Both are [tokens, size], hidden is
+float32."""
+
+PerToken = Callable[[torch.Tensor], torch.Tensor]
+"""[tokens, size] -> [tokens, another size]"""
+
+
+class Operators(Protocol):
+    """Builds the operators of one kind of device. Weights and activations are of one type but
+    for quantised layers, sums are float32."""
+
+    def split(self, num_tokens: int) -> list[int]:
+        """Into how many tokens each a step is best cut for linear layers and what is between them."""
+
+    def supports(self, model: Any) -> bool:
+        """True if the device and the types of a transformers model are those of these operators."""
+
+    def attention(self, kv_cache: torch.Tensor) -> ProjectionAttention:
+        """Attention over the KV cache."""
+
+    def embed(self, table: torch.Tensor) -> Embed:
+        """Embeddings from a table [vocabulary, size]."""
+
+    def linear(self, linear: AnyLinear) -> PerToken:
+        """The linear layer; its own weight may be given up."""
+
+    def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
+        """Residual and RMS norm."""
+
+    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+        """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`."""

@@ -1,0 +1,87 @@
+"""Whether compiled attention kernels compute what torch's operators do, with a model's shapes on this device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from common.engine.devices.attention import AttentionArgs, AttentionMetadata, KVSpec
+from common.engine.devices.registry import AttentionBackendName, create_backend
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_DECODES = [(36, 37), (15, 16), (0, 1)]  # tokens [start, end) of sequences that a step computes
+_CHUNKS = [(16, 37), (0, 20)]
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+@torch.inference_mode()
+def kernels_agree(
+    backend: AttentionBackendName,
+    device: torch.device,
+    spec: KVSpec,
+    num_heads: Sequence[int],
+    args: Sequence[AttentionArgs],
+) -> bool:
+    """Runs both over a small cache of random numbers, for each kind of layer. `num_heads` and `args` are by layer. Also
+    False if a kernel does not compile."""
+    checked: set[tuple[object, ...]] = set()
+    for layer, (heads, layer_args) in enumerate(zip(num_heads, args, strict=True)):
+        kind = (heads, layer_args.scale, layer_args.sliding_window, layer_args.softcap, layer_args.sinks is None)
+        try:
+            if kind not in checked and not _layer_agrees(backend, device, spec, layer, heads, layer_args):
+                return False
+        except Exception as error:  # noqa: BLE001  whatever a compiler raises
+            logger.warning("a kernel does not compile: %s", error)
+            return False
+        checked.add(kind)
+    return True
+
+
+def _layer_agrees(
+    name: AttentionBackendName, device: torch.device, spec: KVSpec, layer: int, num_heads: int, args: AttentionArgs
+) -> bool:
+    generator = torch.Generator().manual_seed(layer)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, spec.dtype)
+
+    tolerance = _TOLERANCE[spec.dtype]
+    for spans in (_DECODES, _CHUNKS):
+        batch = _batch(spans, device)
+        num_tokens = len(batch.slot_mapping)
+        query = random(1, num_tokens, num_heads, spec.head_dim)
+        key, value = (random(1, num_tokens, spec.num_kv_heads, spec.head_dim) for _ in range(2))
+        kv_cache = random(1 + int(batch.block_tables.max()), *spec.block_shape(_BLOCK_SIZE))
+        results = []
+        for backend in (create_backend(name, kv_cache), create_backend("torch", kv_cache)):
+            backend.begin_step(batch)
+            results.append(backend.attend(layer, query, key, value, args).float())
+        found, expected = results
+        if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+            return False
+    return True
+
+
+def _batch(spans: Sequence[tuple[int, int]], device: torch.device) -> AttentionMetadata:
+    """A step that computes tokens [start, end) of each sequence."""
+    ends = [end for _, end in spans]
+    blocks = [-(-end // _BLOCK_SIZE) for end in ends]
+    tables = torch.zeros((len(blocks), max(blocks)), dtype=torch.int64)
+    for row, count in enumerate(blocks):
+        tables[row, :count] = 1 + sum(blocks[:row]) + torch.arange(count)
+    query_start, slots = [0], list[int]()
+    for row, (start, end) in enumerate(spans):
+        query_start.append(query_start[-1] + end - start)
+        slots += [int(tables[row, at // _BLOCK_SIZE]) * _BLOCK_SIZE + at % _BLOCK_SIZE for at in range(start, end)]
+    return AttentionMetadata(
+        num_decodes=sum(end - start == 1 for start, end in spans),
+        query_start=query_start,
+        seq_lens=ends,
+        seq_lens_tensor=torch.tensor(ends, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.tensor(slots, device=device),
+    )

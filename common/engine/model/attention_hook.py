@@ -1,0 +1,92 @@
+"""Our attention as an attention implementation of transformers.
+
+Importing this module registers `ATTENTION_NAME`; a model loaded with it calls `_attention` in every layer, which passes
+on to the callable installed on that layer's module. No mask function is registered under the name, so transformers
+builds no mask: the backend handles causality and sequence borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from common.engine.devices.attention import AttentionArgs, AttentionBackend
+
+ATTENTION_NAME = "baton_paged"
+
+_ATTRIBUTE = "baton_attention"
+
+LayerAttention = Callable[..., torch.Tensor]
+"""(module, query, key, value, **arguments of the modelling code), tensors [1, heads, tokens, head_dim]
+-> [1, tokens, heads, value head_dim]"""
+
+
+def install(modules: Sequence[torch.nn.Module], backend: AttentionBackend) -> None:
+    """Let the attention modules, in layer order, compute with `backend`."""
+    for layer, module in enumerate(modules):
+        set_layer_attention(module, _paged(layer, backend))
+
+
+def set_layer_attention(module: torch.nn.Module, attention: LayerAttention) -> None:
+    """Let one module compute its attention with `attention`."""
+    object.__setattr__(module, _ATTRIBUTE, attention)
+
+
+def clear_layer_attention(module: torch.nn.Module) -> None:
+    """Undo `set_layer_attention`."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def attention_args(
+    head_dim: int,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **unused: Any,
+) -> AttentionArgs:
+    """A layer's constants, of the arguments that its modelling code passes."""
+    return AttentionArgs(head_dim**-0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    return module.__dict__[_ATTRIBUTE](module, query, key, value, **arguments), None
+
+
+def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:
+    args_of_layer: AttentionArgs | None = None  # constants of the layer, as it gave them at its first call
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        nonlocal args_of_layer
+        if args_of_layer is None:
+            args_of_layer = attention_args(query.shape[-1], **arguments)
+        value_dim = value.shape[-1]
+        padding = key.shape[-1] - value_dim
+        if padding:
+            value = functional.pad(value, (0, padding))
+        # [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]
+        out = backend.attend(layer, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), args_of_layer)
+        return out[..., :value_dim] if padding else out
+
+    return attend
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from torch import nn
+
+from common.engine.devices.cpu import streamed_linear
+from common.engine.devices.cpu.kernels.linear import MAX_ROWS
+from common.engine.devices.cpu.packed_linear import PackedLinear
+from common.engine.devices.cpu.streamed_linear import StreamedLinear
+from common.errors import ModelLoadError
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def linear(request):
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 2048, dtype=request.param)
+    packed = PackedLinear(layer).packed
+    if streamed_linear.blocks_of(layer.weight.detach(), packed) is None:
+        pytest.skip("oneDNN packs weights differently on this processor")
+    return layer
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300])
+@pytest.mark.parametrize("tiles", [True, False])
+def test_computes_the_same(linear, num_rows, tiles, monkeypatch):
+    if not tiles:
+        monkeypatch.setattr(streamed_linear, "has_tiles", lambda: False)
+        monkeypatch.setattr(streamed_linear, "_MAX_ROWS_BFLOAT16", MAX_ROWS)
+    streamed = StreamedLinear(linear)
+    inputs = torch.randn(num_rows, 512).to(linear.weight.dtype)[:, ::2]
+    tolerance = 1e-5 if linear.weight.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(streamed(inputs), linear(inputs), atol=tolerance, rtol=tolerance)
+
+
+def tiled_layer(in_features, out_features, *, bias=True):
+    torch.manual_seed(0)
+    layer = nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16)
+    blocks = streamed_linear.blocks_of(layer.weight.detach(), PackedLinear(layer).packed)
+    if blocks is None or not streamed_linear._is_tiled(layer, blocks):
+        pytest.skip("no matrix instructions, or oneDNN packs weights differently")
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 40, 600])
+def test_gated_is_what_the_layer_and_silu_give(num_rows, bias):
+    layer = tiled_layer(512, 2048, bias=bias)
+    streamed = StreamedLinear(layer, gated=True)
+    inputs = torch.randn(num_rows, 512).bfloat16()
+    gate, up = layer(inputs).float().chunk(2, dim=1)
+    expected = nn.functional.silu(gate) * up
+    torch.testing.assert_close(streamed.gated(inputs).float(), expected, atol=2**-6, rtol=2**-6)
+    assert StreamedLinear(layer).gated(inputs) is None
+
+
+def test_rows_beyond_the_most_are_the_same_as_alone(monkeypatch):
+    layer = tiled_layer(512, 2048)
+    inputs = torch.randn(130, 512).bfloat16()
+    whole = StreamedLinear(layer)(inputs)
+    monkeypatch.setattr(streamed_linear, "_MAX_ROWS_TILED", 48)
+    assert torch.equal(StreamedLinear(layer, batch_invariant=True)(inputs), whole)
+    torch.testing.assert_close(StreamedLinear(layer)(inputs), whole, atol=2**-6, rtol=2**-6)  # oneDNN's
+
+
+def test_blocks_that_no_cache_holds_are_left_to_onednn_beyond_one_pass(monkeypatch):
+    layer = tiled_layer(512, 2048)
+    monkeypatch.setattr(streamed_linear, "_MAX_CACHED", 1 << 10)
+    streamed = StreamedLinear(layer)
+    monkeypatch.setattr(streamed, "_packed", lambda inputs: pytest.fail("went through oneDNN"))
+    streamed(torch.randn(32, 512).bfloat16())
+    with pytest.raises(pytest.fail.Exception):
+        streamed(torch.randn(33, 512).bfloat16())
+
+
+def test_a_tiled_kernel_that_computes_something_else_is_refused(monkeypatch):
+    layer = tiled_layer(512, 2048)
+    streamed_linear._check_tiled.cache_clear()
+    monkeypatch.setattr(streamed_linear, "_MAX_ERROR", 1e-6)
+    with pytest.raises(ModelLoadError, match="differ from torch"):
+        StreamedLinear(layer)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_blocks", "num_threads", "expected"),
+    [(768, 12, 2, 768), (512, 16, 32, 64), (512, 16, 1000, 32), (20, 16, 64, 32), (100, 64, 16, 128)],
+)
+def test_rows_are_shared_out_where_blocks_are_too_few(num_rows, num_blocks, num_threads, expected):
+    assert streamed_linear._rows_per_task(num_rows, num_blocks, num_threads) == expected
+
+
+def test_few_rows_do_not_go_through_onednn(linear, monkeypatch):
+    streamed = StreamedLinear(linear)
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, inputs: pytest.fail("went through oneDNN"))
+    streamed(torch.randn(1, 256).to(linear.weight.dtype))
+
+
+def test_a_layout_that_the_kernel_does_not_read_is_left_to_onednn(linear):
+    weight = linear.weight.detach()
+    packed = PackedLinear(linear).packed
+    assert streamed_linear.blocks_of(weight, packed) is not None
+    changed = weight.clone()
+    changed[-1, -1] += 1  # what is packed is something else, in its last block
+    assert streamed_linear.blocks_of(changed, packed) is None
+    assert streamed_linear.blocks_of(weight, None) is None

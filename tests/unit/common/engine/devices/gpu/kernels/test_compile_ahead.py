@@ -1,0 +1,51 @@
+"""What a machine without a GPU can know of the kernels: that they compile for one, and what they take of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+KERNELS = [
+    "attend decode bf16 128",
+    "attend chunk bf16 128",
+    "attend any bf16 128",
+    "linear bf16",
+    "prepare bf16",
+    "add norm bf16",
+    "draw bf16",
+    "settle bf16",
+]
+
+
+def compiled(capability, *kernels):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.common.engine.devices.gpu.kernels.compile_ahead",
+        str(capability),
+        *kernels,
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert said.returncode == 0, said.stderr
+    return {figures.pop("kernel"): figures for figures in map(json.loads, said.stdout.splitlines())}
+
+
+def test_products_spill_no_registers_on_hopper():
+    figures = compiled(90, *KERNELS)
+    assert figures.keys() == set(KERNELS)
+    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "linear"))} == {
+        "attend decode bf16 128": 0,
+        "attend chunk bf16 128": 0,
+        "attend any bf16 128": 0,
+        "linear bf16": 0,
+    }
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles(capability):
+    figures = compiled(capability)
+    assert len(figures) > 20
+    assert max(each["shared"] for each in figures.values()) <= 163 * 1024  # of a multiprocessor of an A100
+    assert max(each["spilled"] for each in figures.values()) <= 128
