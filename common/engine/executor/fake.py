@@ -24,7 +24,15 @@ from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.kv_cache import KVGroups
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, OpenConnector, TransferResult, WorkerConnector
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    OpenConnector,
+    TransferResult,
+    WorkerConnector,
+)
 from common.engine.phases import Phase, PhaseClock
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
@@ -72,7 +80,11 @@ class MemoryConnector:
         self._settled: list[TransferResult] = []
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
@@ -136,7 +148,11 @@ class DirectMemoryConnector:
         self._settled: list[TransferResult] = []
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. Pods compare fingerprints before they exchange addresses."""
         self._kv_cache = kv_cache

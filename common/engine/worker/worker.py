@@ -18,13 +18,14 @@ from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
-from common.engine.kv_connector import ConnectorFactory, OpenConnector, WorkerConnector
+from common.engine.kv_connector import NO_FENCES, ConnectorFactory, OpenConnector, WorkerConnector
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.registry import PROPOSERS
+from common.engine.worker.fences import DeviceFences
 from common.engine.worker.kernel_cache import bound_kernel_caches
 from common.engine.worker.memory import available_kv_bytes
 from common.engine.worker.model_runner import ModelRunner
@@ -52,6 +53,7 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._facts: ModelFacts | None = None
         self._connector: WorkerConnector | None = None
+        self._fences: DeviceFences | None = None
         self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
 
@@ -134,7 +136,11 @@ class Worker:
             return None
         assert self._facts is not None
         assert self._kv_cache is not None
-        facts = self._connector.register_kv_cache(self._kv_cache, self._facts.fingerprint, on_settled)
+        if self._kv_cache.device.type != "cpu":
+            self._fences = DeviceFences()  # connectors copy on streams of their own
+        facts = self._connector.register_kv_cache(
+            self._kv_cache, self._facts.fingerprint, on_settled, self._fences or NO_FENCES
+        )
         return OpenConnector(self._connector, facts)
 
     @property
@@ -154,8 +160,7 @@ class Worker:
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, phases)
-        fence = self._fence()
-        return running if fence is None else _FencedStep(running, fence)
+        return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
@@ -169,14 +174,6 @@ class Worker:
         self._runner = None
         self._kv_cache = None
         self._loaded = None
-
-    def _fence(self) -> Fence:
-        """Returns the end of the work submitted by this thread; connectors copy on streams of their own."""
-        if self._connector is None or self._loaded is None or self._loaded.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer
