@@ -240,12 +240,17 @@ class FakeExecutor:
         )
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
+        self._phases = PhaseClock()
         self.runs_ahead = runs_ahead
         self.num_failed_recordings = 0  # for tests to set
         self._requests: dict[RequestId, _FakeRequest] = {}
         self._slots: npt.NDArray[np.float32] = np.empty((0, 2, block_size), dtype=np.float32)
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
+
+    def share_phases(self, phases: PhaseClock) -> None:
+        """See Executor."""
+        self._phases = phases
 
     def load_model(self) -> ModelFacts:
         """The facts given to the constructor."""
@@ -266,9 +271,9 @@ class FakeExecutor:
             self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
         )
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> FinishedStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See Executor."""
-        phases.enter(Phase.FORWARD)
+        self._phases.enter(Phase.FORWARD)
         return FinishedStep(self.execute(step))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

@@ -19,6 +19,10 @@ class InprocExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
 
+    def share_phases(self, phases: PhaseClock) -> None:
+        """See Executor."""
+        self._worker.phases = phases
+
     def load_model(self) -> ModelFacts:
         """See Executor."""
         return self._worker.load_model()
@@ -45,9 +49,9 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
-        return self._worker.submit(step, masks, phases)
+        return self._worker.submit(step, masks)
 
     def close(self) -> None:
         """See Executor."""

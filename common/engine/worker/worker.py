@@ -49,6 +49,7 @@ class Worker:
     """Executor's other half: the same calls, in the same order, on one thread."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
         self._loaded: LoadedModel | None = None
         self._facts: ModelFacts | None = None
@@ -153,18 +154,18 @@ class Worker:
         """See Executor.num_failed_recordings."""
         return 0 if self._runner is None else self._runner.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, phases)
+        running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
         return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
-        return self.submit(step, no_masks, PhaseClock()).result()
+        return self.submit(step, no_masks).result()
 
     def close(self) -> None:
         """See Executor.close."""

@@ -11,7 +11,6 @@ from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
-from common.engine.phases import PhaseClock
 from common.engine.worker import memory
 from common.engine.worker.worker import allocate_kv_cache
 from common.errors import ConfigError
@@ -134,7 +133,7 @@ def test_handoff_between_two_executors(start):
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [[4, 5, 6]], 0)
-    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), no_masks, PhaseClock()).result()
+    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), no_masks).result()
     tokens = [result.outcomes[request_id][0].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
@@ -143,9 +142,7 @@ def test_handoff_between_two_executors(start):
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [[9, 8, 7]], 19)
     for step in range(5):
-        result = consumer.submit(
-            SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), no_masks, PhaseClock()
-        ).result()
+        result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), no_masks).result()
         tokens.append(result.outcomes[request_id][0].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 
