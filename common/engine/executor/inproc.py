@@ -11,12 +11,15 @@ from common.engine.contract.step import RunningStep, SchedulerOutput
 from common.engine.kv_connector import OpenConnector
 from common.engine.phases import PhaseClock
 from common.engine.worker.worker import Worker
+from common.errors import ConfigError
 
 
 class InprocExecutor:
     """See Executor."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.parallel.num_ranks > 1:
+            raise ConfigError(f"num_ranks: {config.parallel.num_ranks}, but executor inproc has one", param="num_ranks")
         self._worker = Worker(config)
 
     def share_phases(self, phases: PhaseClock) -> None:

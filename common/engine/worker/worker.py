@@ -46,9 +46,11 @@ class _FencedStep(NamedTuple):
 
 
 class Worker:
-    """Executor's other half: the same calls, in the same order, on one thread."""
+    """Executor's other half: the same calls, in the same order, on one thread. Loads the part of the model that is its
+    rank's."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self.rank = rank
         self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
         self._loaded: LoadedModel | None = None
@@ -61,6 +63,7 @@ class Worker:
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
         bound_kernel_caches()
+        self._choose_device()
         if self._config.model.num_threads is not None:
             _set_num_threads(self._config.model.num_threads)
         # First, as its errors come at once while a model may take minutes to load.
@@ -175,6 +178,18 @@ class Worker:
         self._runner = None
         self._kv_cache = None
         self._loaded = None
+
+    def _choose_device(self) -> None:
+        """Makes the rank's GPU the one that is meant by "cuda" on this thread."""
+        number = self._config.parallel.device_of(self.rank)
+        if number == 0 or self._config.model.device == "cpu" or not torch.cuda.is_available():
+            return
+        if number >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank_devices: {number}, but there are {torch.cuda.device_count()} GPUs, counted from 0",
+                param="rank_devices",
+            )
+        torch.cuda.set_device(number)
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer

@@ -5,14 +5,21 @@ import pytest
 import torch
 
 from common.engine.attention.base import KVSpec
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
 from common.engine.worker import memory
-from common.engine.worker.worker import allocate_kv_cache
+from common.engine.worker.worker import Worker, allocate_kv_cache
 from common.errors import ConfigError
 from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
 from tests.tiny_models import MAX_MODEL_LEN, prompt_of, reference_generate, tiny_model_dir
@@ -107,6 +114,44 @@ def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
     model = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=5)
     with pytest.raises(ConfigError, match="num_threads: 5, but this process has 4 cores"):
         InprocExecutor(EngineConfig(model=model)).load_model()
+
+
+def test_more_than_one_rank_is_refused():
+    with pytest.raises(ConfigError, match="num_ranks: 2, but executor inproc has one") as raised:
+        InprocExecutor(EngineConfig(parallel=ParallelConfig(num_ranks=2)))
+    assert raised.value.param == "num_ranks"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "chosen"),
+    [
+        (ParallelConfig(), 0, []),
+        (ParallelConfig(num_ranks=2), 1, [1]),
+        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 0, [3]),
+        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 1, []),
+    ],
+)
+def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    Worker(EngineConfig(parallel=parallel), rank)._choose_device()
+    assert devices == chosen
+    Worker(EngineConfig(model=ModelConfig(device="cpu"), parallel=parallel), rank)._choose_device()
+    assert devices == chosen
+
+
+def test_a_device_that_does_not_exist_is_a_setting_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="rank_devices: 1, but there are 1 GPUs"):
+        Worker(EngineConfig(parallel=ParallelConfig(rank_devices=[1]))).load_model()
+
+
+def test_each_rank_has_one_device():
+    with pytest.raises(ValueError, match="--rank-devices: 1 devices, but --num-ranks is 2"):
+        ParallelConfig(num_ranks=2, rank_devices=[1])
 
 
 def resident_bytes():
