@@ -20,7 +20,6 @@ from common.engine.config import EngineConfig, ParallelConfig
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.inproc import InprocExecutor
-from common.engine.phases import PhaseClock
 from common.pod.config import PodConfig
 from common.pod.runtime import PodRuntime, run_pod
 from common.step_budget import prefill_work
@@ -48,12 +47,12 @@ class PacedExecutor(InprocExecutor):
         """See Executor."""
         return measured_steps(self._steps, self._budget)
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
         if not step.num_scheduled_tokens:  # the engine only takes notes, as one of any speed does at once
-            return super().submit(step, masks, phases)
+            return super().submit(step, masks)
         due = time.perf_counter() + self._steps.seconds(_described(step))
-        outcome = super().submit(step, masks, phases).result()
+        outcome = super().submit(step, masks).result()
         time.sleep(max(0.0, due - time.perf_counter()))
         return FinishedStep(outcome)
 

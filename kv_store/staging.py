@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common.engine.contract.step import Fence
+from common.engine.kv_connector import NO_FENCES, Fences
 from common.errors import ConfigError
 from kv_store.base import Buffer
 from kv_store.block_format import HEADER_BYTES, SUPPORTED_DTYPES, BlockLayout
@@ -47,12 +48,12 @@ def layout_of(kv_cache: torch.Tensor) -> BlockLayout:
     return BlockLayout(dtype, num_layers, num_kv_heads, block_size, head_dim)
 
 
-def create_staging(kv_cache: torch.Tensor, num_bytes: int) -> Staging:
+def create_staging(kv_cache: torch.Tensor, num_bytes: int, fences: Fences = NO_FENCES) -> Staging:
     """Creates as many frames as fit into `num_bytes`, but at least one, for the calling thread."""
     slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8)  # [num_blocks, payload bytes]
     frame_bytes = HEADER_BYTES + slabs.shape[1]
     shape = (min(max(1, num_bytes // frame_bytes), slabs.shape[0]), frame_bytes)
-    return HostStaging(slabs, shape) if kv_cache.device.type == "cpu" else CudaStaging(slabs, shape)
+    return HostStaging(slabs, shape) if kv_cache.device.type == "cpu" else CudaStaging(slabs, shape, fences)
 
 
 class HostStaging:
@@ -88,8 +89,9 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 class CudaStaging:
     """For a KV cache in GPU memory: pinned, with a copy stream of its own."""
 
-    def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
+    def __init__(self, slabs: torch.Tensor, shape: tuple[int, int], fences: Fences) -> None:
         self._slabs = slabs
+        self._fences = fences
         self._stream = torch.cuda.Stream(slabs.device)  # type: ignore[no-untyped-call]
         frames = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._payloads = list(frames[:, HEADER_BYTES:])
@@ -108,8 +110,7 @@ class CudaStaging:
 
     def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], fence: Fence) -> None:
         with torch.cuda.stream(self._stream):
-            if fence is not None:
-                self._stream.wait_event(fence)
+            self._fences.wait(fence)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         self._stream.synchronize()

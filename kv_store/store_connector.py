@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
+from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
 from common.errors import (
     BlockCorruptError,
     BlockMissingError,
@@ -161,14 +161,18 @@ class StoreWorkerConnector:
         self._closed = False
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
         self._format = BlockFormat(fingerprint, layout_of(kv_cache))
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled
-        stagings = [create_staging(kv_cache, self._options.staging_bytes) for _ in range(self._options.threads)]
+        stagings = [create_staging(kv_cache, self._options.staging_bytes, fences) for _ in range(self._options.threads)]
         self._batch_size = len(stagings[0].frames)
         self._start_thread("deadlines", self._watch_deadlines)
         for index, staging in enumerate(stagings):

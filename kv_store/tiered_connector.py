@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    TransferResult,
+    WorkerConnector,
+)
 from common.errors import ConfigError
 from kv_store.nixl.connector import NixlOptions
 
@@ -39,14 +46,18 @@ class TieredWorkerConnector:
         self._tiers = tiers
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. The tiers first, as they fail faster if they cannot be used."""
         try:
-            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, on_settled)
+            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, on_settled, fences)
         except ConfigError as error:
             raise _named_below_store(error) from error
-        facts = self._direct.register_kv_cache(kv_cache, fingerprint, on_settled)
+        facts = self._direct.register_kv_cache(kv_cache, fingerprint, on_settled, fences)
         return replace(facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
 
     def start_load(self, transfer: BlockTransfer) -> None:

@@ -128,6 +128,21 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="What runs the model: inproc, in the engine's process; or module:factory of an Executor.",
         ),
     ] = "inproc"
+    num_ranks: Annotated[
+        int, Meta(ge=1, description="Parts that the model is cut into, for executors that can; inproc has one.")
+    ] = 1
+    rank_devices: Annotated[
+        list[Annotated[int, Meta(ge=0)]],
+        Meta(description="Number of the GPU of each rank; default: 0, 1 and so on."),
+    ] = []
+
+    def __post_init__(self) -> None:
+        if self.rank_devices and len(self.rank_devices) != self.num_ranks:
+            raise ValueError(f"--rank-devices: {len(self.rank_devices)} devices, but --num-ranks is {self.num_ranks}")
+
+    def device_of(self, rank: int) -> int:
+        """Number of the GPU of this rank."""
+        return self.rank_devices[rank] if self.rank_devices else rank
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

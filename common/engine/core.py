@@ -87,6 +87,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self.phases = PhaseClock(clock)
+        executor.share_phases(self.phases)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step
@@ -211,6 +212,7 @@ class EngineCore:
         """Schedules, executes and updates. Any exception is fatal for this core."""
         flight = self._ahead or self._begin_next()
         self._ahead = self._begin_ahead(flight)
+        self.phases.enter(Phase.DEVICE)
         result = flight.running.result()
         self.phases.enter(Phase.UPDATE)
         finished = self._clock()
@@ -253,7 +255,7 @@ class EngineCore:
             observer.begin_step(step)
         self.phases.enter(Phase.PREPARE)
         self._masks.step_scheduled(step, self._scheduler.grammar_of)
-        running = self._executor.submit(step, self._masks.masks, self.phases)
+        running = self._executor.submit(step, self._masks.masks)
         if observer is not None:
             observer.end_step()
         return _Flight(step, running, began)

@@ -55,7 +55,7 @@ class BlockTransfer:
     destination: Destination | None = None  # saves of a direct connector only
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's digest of each block
     is_for_tier: bool = False  # no other pod waits for it
-    fence: Fence = None
+    fence: Fence = 0
     num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
 
 
@@ -82,13 +82,41 @@ class ConnectorFacts:
     wants_offloads: bool = False  # keeps_blocks, and every full block should be saved, not only those of handoffs
 
 
+class Fences(Protocol):
+    """The steps of a worker whose device goes on computing after they were answered. Used on any thread."""
+
+    def is_over(self, fence: Fence) -> bool:
+        """Whether the device has finished the step."""
+
+    def wait(self, fence: Fence) -> None:
+        """Work that the calling thread gives its current stream from now on begins after the step."""
+
+
+class NoFences:
+    """Fences of a device that has finished a step when it is answered."""
+
+    def is_over(self, fence: Fence) -> bool:
+        """See Fences."""
+        return True
+
+    def wait(self, fence: Fence) -> None:
+        """See Fences."""
+
+
+NO_FENCES = NoFences()
+
+
 class WorkerConnector(Protocol):
     """Moves blocks between one worker's KV cache and a medium. All methods but `register_kv_cache` and `close` are
     called on the transfer thread and return without waiting for the medium; every started job settles exactly once,
     within a deadline."""
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """Called once, before anything else. `kv_cache` is
         [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab.

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
+from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
 from common.errors import (
     BlockCorruptError,
     StoreError,
@@ -86,7 +86,11 @@ class NixlWorkerConnector:
         self._kv_cache: torch.Tensor | None = None
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
         layout = layout_of(kv_cache)
@@ -99,7 +103,7 @@ class NixlWorkerConnector:
         )
         self._agent = Agent(self._nixl, region)
         self._jobs = JobTable(on_settled)
-        self._kv_cache = kv_cache
+        self._kv_cache, self._fences = kv_cache, fences
         sending = _Sending(self._jobs, Sender(self._nixl, region), region, fingerprint, layout.block_size)
         self._start_thread("saves", lambda: sending.run(self._saves, kv_cache))
         verifying = _Verifying(self._jobs, region, layout.block_size)
@@ -159,7 +163,7 @@ class NixlWorkerConnector:
     def _submit(self, transfer: BlockTransfer, inbox: _Inbox) -> None:
         if self._kv_cache is None:
             raise RuntimeError("the connector is not open")
-        job = Job(transfer, time.monotonic() + self._options.timeout_s)
+        job = Job(transfer, time.monotonic() + self._options.timeout_s, self._fences)
         self._jobs.add(job)
         inbox.put(job)
 

@@ -71,7 +71,7 @@ class StagedSlabReader:
         frames = self._staging.frames
         for start in range(0, len(block_ids), len(frames)):
             batch = block_ids[start : start + len(frames)]
-            self._staging.gather(batch, None)
+            self._staging.gather(batch, 0)
             for frame in frames[: len(batch)]:
                 yield frame[HEADER_BYTES:]
 

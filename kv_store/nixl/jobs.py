@@ -6,16 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import NO_FENCES, BlockTransfer, Fences, TransferResult
 from common.errors import TransferCancelledError
 
 
 class Job:
     """One transfer. `due` is in monotonic seconds."""
 
-    def __init__(self, transfer: BlockTransfer, due: float) -> None:
+    def __init__(self, transfer: BlockTransfer, due: float, fences: Fences = NO_FENCES) -> None:
         self.transfer = transfer
         self.due = due
+        self._fences = fences
         self.is_settled = False
         self.is_unwanted = False  # cancelled, while the transport still has it
         self.is_with_transport = False  # which alone may settle it
@@ -28,7 +29,7 @@ class Job:
     @property
     def is_ready(self) -> bool:
         """True once the compute stream has written the blocks."""
-        return self.transfer.fence is None or bool(self.transfer.fence.query())
+        return self._fences.is_over(self.transfer.fence)
 
 
 class JobTable:

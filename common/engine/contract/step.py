@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from common.types import Logprobs, RequestId, SampledToken, SamplingParams
 
-Fence = Any
-"""The end of a step on the device: a torch.cuda.Event, or None on a CPU, which works in order. A connector must not
-touch a transfer's blocks before it."""
+Fence = int
+"""The number of a step that its workers' devices may not have finished: they count those that compute something from 1
+on. A connector must not touch a transfer's blocks before it is over; see Fences. 0: no step."""
 
 
 class NoToken(enum.Enum):
@@ -98,7 +98,7 @@ class ModelRunnerOutput:
 
     outcomes: dict[RequestId, Outcome] = field(default_factory=dict)  # of requests whose last token was computed
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
-    fence: Fence = None  # after which the KV of the step's tokens is written
+    fence: Fence = 0  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
 
 

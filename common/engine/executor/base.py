@@ -13,8 +13,8 @@ from common.engine.phases import PhaseClock
 
 
 class Executor(Protocol):
-    """Owns the workers. Called by EngineCore on its one thread, in this order: `load_model`, `initialize_kv_cache`,
-    `open_connector`, `measure_steps`, then `submit` once per step, then `close`."""
+    """Owns the workers. Called by EngineCore on its one thread, in this order: `share_phases`, `load_model`,
+    `initialize_kv_cache`, `open_connector`, `measure_steps`, then `submit` once per step, then `close`."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -26,6 +26,10 @@ class Executor(Protocol):
     def num_failed_recordings(self) -> int:
         """How often decode steps that were recorded, to be run as one call, computed something else than kernel by
         kernel. They are not used."""
+
+    def share_phases(self, phases: PhaseClock) -> None:
+        """An executor that computes on the caller's thread enters there what it does in a step. The caller enters the
+        rest: Phase.PREPARE before it submits a step, and Phase.DEVICE before it waits for the result."""
 
     def load_model(self) -> ModelFacts:
         """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
@@ -40,9 +44,8 @@ class Executor(Protocol):
         """Opens the connector over the KV cache, if there is one; the caller uses it until `close`. `on_settled` may
         be called from any thread, also between steps."""
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
-        """Begins one step: removes dropped requests, runs the forward pass, samples with `masks`. Called in
-        Phase.PREPARE; notes in `phases` what comes after it, also while its result is waited for."""
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
+        """Begins one step: removes dropped requests, runs the forward pass, samples with `masks`."""
 
     def close(self) -> None:
         """Releases everything, the connector included. Idempotent; safe after a partial start."""

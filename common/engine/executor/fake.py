@@ -24,7 +24,15 @@ from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.kv_cache import KVGroups
-from common.engine.kv_connector import BlockTransfer, ConnectorFacts, OpenConnector, TransferResult, WorkerConnector
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    OpenConnector,
+    TransferResult,
+    WorkerConnector,
+)
 from common.engine.phases import Phase, PhaseClock
 from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
 
@@ -72,7 +80,11 @@ class MemoryConnector:
         self._settled: list[TransferResult] = []
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
@@ -136,7 +148,11 @@ class DirectMemoryConnector:
         self._settled: list[TransferResult] = []
 
     def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, on_settled: Callable[[], None]
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. Pods compare fingerprints before they exchange addresses."""
         self._kv_cache = kv_cache
@@ -224,12 +240,17 @@ class FakeExecutor:
         )
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
+        self._phases = PhaseClock()
         self.runs_ahead = runs_ahead
         self.num_failed_recordings = 0  # for tests to set
         self._requests: dict[RequestId, _FakeRequest] = {}
         self._slots: npt.NDArray[np.float32] = np.empty((0, 2, block_size), dtype=np.float32)
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
+
+    def share_phases(self, phases: PhaseClock) -> None:
+        """See Executor."""
+        self._phases = phases
 
     def load_model(self) -> ModelFacts:
         """The facts given to the constructor."""
@@ -250,9 +271,9 @@ class FakeExecutor:
             self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
         )
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> FinishedStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See Executor."""
-        phases.enter(Phase.FORWARD)
+        self._phases.enter(Phase.FORWARD)
         return FinishedStep(self.execute(step))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

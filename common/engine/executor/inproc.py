@@ -11,13 +11,20 @@ from common.engine.contract.step import RunningStep, SchedulerOutput
 from common.engine.kv_connector import OpenConnector
 from common.engine.phases import PhaseClock
 from common.engine.worker.worker import Worker
+from common.errors import ConfigError
 
 
 class InprocExecutor:
     """See Executor."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.parallel.num_ranks > 1:
+            raise ConfigError(f"num_ranks: {config.parallel.num_ranks}, but executor inproc has one", param="num_ranks")
         self._worker = Worker(config)
+
+    def share_phases(self, phases: PhaseClock) -> None:
+        """See Executor."""
+        self._worker.phases = phases
 
     def load_model(self) -> ModelFacts:
         """See Executor."""
@@ -45,9 +52,9 @@ class InprocExecutor:
         """See Executor."""
         return self._worker.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
-        return self._worker.submit(step, masks, phases)
+        return self._worker.submit(step, masks)
 
     def close(self) -> None:
         """See Executor."""

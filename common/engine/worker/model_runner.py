@@ -115,7 +115,7 @@ class ModelRunner:
         phases: PhaseClock,
     ) -> RunningStep:
         """Begins to. The step is over at once unless a GPU computes it and kernels can sample all requests.
-        `masks` and `phases`: see Executor."""
+        `masks`: see Executor; `phases` are entered as they begin."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens, drafts)
         if batch.opened_blocks and self._attention.reads_whole_blocks:
@@ -129,15 +129,15 @@ class ModelRunner:
             assert self._sample_on_device is not None
             rows, lengths = batch.sampled_rows, batch.sampled_lengths
             if before is not None and self._table.is_penalised[rows].any():
-                before.settle()
+                _settle(before, phases)
             draws, penalties = self._table.draws(rows, lengths), self._table.penalties(rows, lengths)
             token_ids = self._sample_on_device(logits, draws, penalties)
             if not drafts and self._proposer is None:
-                self._sampling = SamplingStep(token_ids, batch, self._table, phases)
+                self._sampling = SamplingStep(token_ids, batch, self._table)
                 return self._sampling
             return FinishedStep(self._answer(batch, samples_of(token_ids.tolist()), {}, drafts))
         if before is not None:
-            before.settle()
+            _settle(before, phases)
         return FinishedStep(self._finish(batch, logits, masks, drafts))
 
     def _samples_on_device(self, batch: PackedBatch) -> bool:
@@ -381,3 +381,10 @@ class ModelRunner:
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))
+
+
+def _settle(step: SamplingStep, phases: PhaseClock) -> None:
+    if not step.is_settled:
+        interrupted = phases.enter(Phase.DEVICE)
+        step.settle()
+        phases.enter(interrupted)

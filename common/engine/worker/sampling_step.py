@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from common.engine.contract.step import ModelRunnerOutput, outcomes_of
-from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.sampler import samples_of
 from common.engine.worker.batch import PackedBatch
 from common.engine.worker.request_table import RequestTable
@@ -16,14 +15,13 @@ from common.engine.worker.request_table import RequestTable
 class SamplingStep:
     """See RunningStep. In the request table, placeholders stand for its tokens until they are known."""
 
-    def __init__(self, token_ids: torch.Tensor, batch: PackedBatch, table: RequestTable, phases: PhaseClock) -> None:
+    def __init__(self, token_ids: torch.Tensor, batch: PackedBatch, table: RequestTable) -> None:
         """`token_ids` [sampled requests], on the device; -1: no token."""
         self.is_settled = False
         self._token_ids = token_ids
         self._request_ids = batch.sampled_ids
         self._rows = batch.sampled_rows
         self._table = table
-        self._phases = phases
         self._places = table.expect_tokens(self._rows)
         self._on_host = token_ids
         self._copied: torch.cuda.Event | None = None
@@ -43,9 +41,7 @@ class SamplingStep:
         """Waits for the tokens and notes them in the request table. Idempotent."""
         if not self.is_settled:
             if self._copied is not None:
-                interrupted = self._phases.enter(Phase.DEVICE)
                 self._copied.synchronize()
-                self._phases.enter(interrupted)
             self.is_settled = True
             self._table.settle_tokens(self._rows, self._places, self._on_host.clamp(min=0).numpy())
 

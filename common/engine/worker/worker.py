@@ -19,7 +19,7 @@ from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, 
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
 from common.engine.devices.memory import available_kv_bytes
-from common.engine.kv_connector import ConnectorFactory, OpenConnector, WorkerConnector
+from common.engine.kv_connector import NO_FENCES, ConnectorFactory, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.loader import LoadedModel, load_model
@@ -27,6 +27,7 @@ from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.registry import PROPOSERS
+from common.engine.worker.fences import DeviceFences
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
@@ -45,19 +46,24 @@ class _FencedStep(NamedTuple):
 
 
 class Worker:
-    """Executor's other half: the same calls, in the same order, on one thread."""
+    """Executor's other half: the same calls, in the same order, on one thread. Loads the part of the model that is its
+    rank's."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self.rank = rank
+        self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
         self._loaded: LoadedModel | None = None
         self._facts: ModelFacts | None = None
         self._connector: WorkerConnector | None = None
+        self._fences: DeviceFences | None = None
         self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
         bound_kernel_caches()
+        self._choose_device()
         if self._config.model.num_threads is not None:
             _set_num_threads(self._config.model.num_threads)
         # First, as its errors come at once while a model may take minutes to load.
@@ -134,7 +140,11 @@ class Worker:
             return None
         assert self._facts is not None
         assert self._kv_cache is not None
-        facts = self._connector.register_kv_cache(self._kv_cache, self._facts.fingerprint, on_settled)
+        if self._kv_cache.device.type != "cpu":
+            self._fences = DeviceFences()  # connectors copy on streams of their own
+        facts = self._connector.register_kv_cache(
+            self._kv_cache, self._facts.fingerprint, on_settled, self._fences or NO_FENCES
+        )
         return OpenConnector(self._connector, facts)
 
     @property
@@ -147,19 +157,18 @@ class Worker:
         """See Executor.num_failed_recordings."""
         return 0 if self._runner is None else self._runner.num_failed_recordings
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
         if not step.num_scheduled_tokens:
             return FinishedStep(ModelRunnerOutput())
-        running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, phases)
-        fence = self._fence()
-        return running if fence is None else _FencedStep(running, fence)
+        running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
+        return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
-        return self.submit(step, no_masks, PhaseClock()).result()
+        return self.submit(step, no_masks).result()
 
     def close(self) -> None:
         """See Executor.close."""
@@ -170,13 +179,17 @@ class Worker:
         self._kv_cache = None
         self._loaded = None
 
-    def _fence(self) -> Fence:
-        """Returns the end of the work submitted by this thread; connectors copy on streams of their own."""
-        if self._connector is None or self._loaded is None or self._loaded.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _choose_device(self) -> None:
+        """Makes the rank's GPU the one that is meant by "cuda" on this thread."""
+        number = self._config.parallel.device_of(self.rank)
+        if number == 0 or self._config.model.device == "cpu" or not torch.cuda.is_available():
+            return
+        if number >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank_devices: {number}, but there are {torch.cuda.device_count()} GPUs, counted from 0",
+                param="rank_devices",
+            )
+        torch.cuda.set_device(number)
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer

@@ -33,10 +33,10 @@ def test_blocks_go_out_and_in(device, dtype, sources, targets):
     staging = create_staging(cache, 1 << 20)
     assert {len(frame) for frame in staging.frames} == {HEADER_BYTES + layout_of(cache).payload_bytes}
 
-    staging.gather(sources, None)
+    staging.gather(sources, 0)
     for block_id, frame in zip(sources, staging.frames, strict=False):
         assert bytes(frame[HEADER_BYTES:]) == cache[block_id].flatten().view(torch.uint8).cpu().numpy().tobytes()
-    staging.scatter(targets, None)
+    staging.scatter(targets, 0)
 
     assert torch.equal(cache, expected)
 

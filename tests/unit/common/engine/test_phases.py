@@ -22,7 +22,7 @@ from common.engine.messages import (
     PhaseSeconds,
     TransferUpdate,
 )
-from common.engine.phases import Phase, PhaseClock
+from common.engine.phases import Phase
 from common.types import RequestId, SampledToken, SamplingParams, TransferId
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
@@ -48,25 +48,23 @@ class TimedExecutor(FakeExecutor):
         super().__init__(block_size=4, connector=MemoryConnector())
         self._clock = clock
 
-    def submit(self, step: SchedulerOutput, masks: MaskSource, phases: PhaseClock) -> RunningStep:
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         if not step.num_scheduled_tokens:
-            return super().submit(step, masks, phases)
+            return super().submit(step, masks)
         self._clock.now += 1
-        phases.enter(Phase.FORWARD)
+        self._phases.enter(Phase.FORWARD)
         self._clock.now += 2
-        phases.enter(Phase.SAMPLE)
+        self._phases.enter(Phase.SAMPLE)
         self._clock.now += 3
-        return _OnDevice(self.execute(step), phases, self._clock)
+        return _OnDevice(self.execute(step), self._clock)
 
 
 class _OnDevice:
-    def __init__(self, outcome: ModelRunnerOutput, phases: PhaseClock, clock: Clock) -> None:
-        self._outcome, self._phases, self._clock = outcome, phases, clock
+    def __init__(self, outcome: ModelRunnerOutput, clock: Clock) -> None:
+        self._outcome, self._clock = outcome, clock
 
     def result(self) -> ModelRunnerOutput:
-        interrupted = self._phases.enter(Phase.DEVICE)
         self._clock.now += 5
-        self._phases.enter(interrupted)
         return self._outcome
 
 

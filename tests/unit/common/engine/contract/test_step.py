@@ -1,4 +1,4 @@
-"""Steps and their results are plain data."""
+"""Steps, transfers and their results are plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from common.engine.contract.step import (
     accepted,
     outcomes_of,
 )
-from common.types import Constraint, Logprobs, RequestId, SampledToken, SamplingParams
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, Destination, TransferResult
+from common.types import BlockHash, Constraint, Logprobs, RequestId, SampledToken, SamplingParams
 
 A, B = RequestId("a"), RequestId("b")
 SAMPLING = SamplingParams(temperature=0.5, seed=3, logit_bias={4: 1.0}, structured_outputs=Constraint.regex("x"))
@@ -30,12 +31,30 @@ STEP = SchedulerOutput(
     drafts={B: [8, 9]},
 )
 RESULT = ModelRunnerOutput(
-    {A: [TOKEN, SampledToken(9)], B: NoToken.NOT_YET}, {A: PromptLogprobs(1, [Logprobs(-1.0, [])])}, drafts={A: [4]}
+    {A: [TOKEN, SampledToken(9)], B: NoToken.NOT_YET},
+    {A: PromptLogprobs(1, [Logprobs(-1.0, [])])},
+    fence=7,
+    drafts={A: [4]},
 )
+HASHES = (BlockHash(b"\x00\xff"), BlockHash(b"b"))
+SAVE = BlockTransfer(3, A, (4, 5), HASHES, 2, Destination(b"\xfe", (8, 9)), is_for_tier=True, fence=7)
+LOAD = BlockTransfer(4, B, (4, 5), HASHES, 2, digests=(b"\xfd", b""), num_last=2)
 
 
-@pytest.mark.parametrize("message", [STEP, RESULT, SchedulerOutput(), ModelRunnerOutput()])
-def test_messages_can_be_encoded(message: SchedulerOutput | ModelRunnerOutput) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        STEP,
+        RESULT,
+        SchedulerOutput(),
+        ModelRunnerOutput(),
+        SAVE,
+        LOAD,
+        TransferResult(3, 1, "store_failed", (b"\xfd",), (True, False)),
+        ConnectorFacts(is_direct=True, address=b"\xfe", part_blocks=3),
+    ],
+)
+def test_messages_can_be_encoded(message: object) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
 
 

@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ModelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.devices import memory
@@ -12,8 +19,7 @@ from common.engine.devices.attention import KVSpec
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
-from common.engine.phases import PhaseClock
-from common.engine.worker.worker import allocate_kv_cache
+from common.engine.worker.worker import Worker, allocate_kv_cache
 from common.errors import ConfigError
 from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
 from tests.tiny_models import MAX_MODEL_LEN, prompt_of, reference_generate, tiny_model_dir
@@ -110,6 +116,44 @@ def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
         InprocExecutor(EngineConfig(model=model)).load_model()
 
 
+def test_more_than_one_rank_is_refused():
+    with pytest.raises(ConfigError, match="num_ranks: 2, but executor inproc has one") as raised:
+        InprocExecutor(EngineConfig(parallel=ParallelConfig(num_ranks=2)))
+    assert raised.value.param == "num_ranks"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "chosen"),
+    [
+        (ParallelConfig(), 0, []),
+        (ParallelConfig(num_ranks=2), 1, [1]),
+        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 0, [3]),
+        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 1, []),
+    ],
+)
+def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    Worker(EngineConfig(parallel=parallel), rank)._choose_device()
+    assert devices == chosen
+    Worker(EngineConfig(model=ModelConfig(device="cpu"), parallel=parallel), rank)._choose_device()
+    assert devices == chosen
+
+
+def test_a_device_that_does_not_exist_is_a_setting_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="rank_devices: 1, but there are 1 GPUs"):
+        Worker(EngineConfig(parallel=ParallelConfig(rank_devices=[1]))).load_model()
+
+
+def test_each_rank_has_one_device():
+    with pytest.raises(ValueError, match="--rank-devices: 1 devices, but --num-ranks is 2"):
+        ParallelConfig(num_ranks=2, rank_devices=[1])
+
+
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -134,7 +178,7 @@ def test_handoff_between_two_executors(start):
     hashes = (*full, hash_partial_block(prompt, BLOCK_SIZE, full, root_hash()))
 
     new = NewRequest(request_id, prompt, len(prompt), GREEDY, [[4, 5, 6]], 0)
-    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), no_masks, PhaseClock()).result()
+    result = producer.submit(SchedulerOutput([new], {}, {request_id: 19}, 19), no_masks).result()
     tokens = [result.outcomes[request_id][0].token_id]
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     saving.start_save(BlockTransfer(1, request_id, (4, 5, 6), hashes, 3))
@@ -143,9 +187,7 @@ def test_handoff_between_two_executors(start):
     assert [(r.job_id, r.num_blocks_ok) for r in loading.poll()] == [(2, 3)]
     new = NewRequest(request_id, [*prompt, *tokens], len(prompt), GREEDY, [[9, 8, 7]], 19)
     for step in range(5):
-        result = consumer.submit(
-            SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), no_masks, PhaseClock()
-        ).result()
+        result = consumer.submit(SchedulerOutput([] if step else [new], {}, {request_id: 1}, 1), no_masks).result()
         tokens.append(result.outcomes[request_id][0].token_id)
     assert tokens == reference_generate(tiny_model_dir("llama"), prompt, 6)
 
