@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from common.engine.llm import LLM
-from common.types import Logprobs, SamplingParams
+from common.types import Constraint, FinishReason, Logprobs, SamplingParams
 from tests.integration import speculation_rig as rig
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
 
@@ -56,9 +57,9 @@ def test_greedy_output_is_the_references(name: str, accuracy: str) -> None:
     with make_llm(name, proposer=f"tests.integration.speculation_rig:{accuracy}") as llm:
         rig.LAST[0].num_calls = 0  # steps were measured
         completions = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
-        report = llm.check_integrity()
+        report, stats = llm.check_integrity(), llm._client.stats()
     assert [completion.token_ids for completion in completions] == expected
-    assert (report.violations, report.num_blocks_in_use) == ([], 0)
+    assert (report.violations, report.num_blocks_in_use, stats.num_failed_recordings) == ([], 0, 0)
     assert rig.LAST[0].num_proposed
     if accuracy == "right":
         assert rig.LAST[0].num_calls < MAX_TOKENS
@@ -97,3 +98,26 @@ def _are_close(one: list[Logprobs] | None, other: list[Logprobs] | None) -> bool
         a.sampled == pytest.approx(b.sampled, abs=1e-4) and [t for t, _ in a.top] == [t for t, _ in b.top]
         for a, b in zip(one, other, strict=True)
     )
+
+
+def test_constrained_output_is_the_same(accuracy: str) -> None:
+    """Masks are filled along the drafts, and one that is late costs a step, no token."""
+    pattern = r"(yes|no|perhaps)(, (yes|no|perhaps)){0,5}\."
+    params = [
+        SamplingParams(temperature=1.2, seed=1, max_tokens=40, structured_outputs=Constraint.regex(pattern)),
+        SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=Constraint.json_object(), min_tokens=5),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=40),
+    ]
+    prompts = ["Shall we? ", "An object: ", "Once "]
+    with LLM(num_threads=1) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    rig.ANSWERS[:] = [each.prompt_token_ids + each.token_ids for each in plain]
+    with LLM(num_threads=1, proposer=f"tests.integration.speculation_rig:{accuracy}") as llm:
+        rig.LAST[0].num_calls = 0
+        found = llm.generate(prompts, params, use_tqdm=False)
+        report, stats = llm.check_integrity(), llm._client.stats()
+    assert [(each.token_ids, each.finish_reason) for each in found] == [
+        (each.token_ids, each.finish_reason) for each in plain
+    ]
+    assert (report.violations, stats.num_failed_recordings) == ([], 0)
+    assert re.fullmatch(pattern, found[0].text) or found[0].finish_reason is FinishReason.LENGTH

@@ -30,11 +30,12 @@ class BatchMasks(NamedTuple):
     no_tokens: dict[int, NoToken]  # positions of requests that get no token in this step
 
 
-MaskSource = Callable[[Sequence[RequestId]], BatchMasks | None]
-"""Returns the masks for the requests of a batch that sample, in order; None: no request has a grammar. Called once the
-logits of the step are being computed; waits for masks a bounded time."""
+MaskSource = Callable[[Sequence[RequestId], npt.NDArray[np.int64]], BatchMasks | None]
+"""Returns the masks for the requests of a batch that sample, in order; None: no request has a grammar. The second
+argument is after how many tokens each samples, which differs between the rows of a request with drafts. Called once
+the logits of the step are being computed; waits for masks a bounded time."""
 
 
-def no_masks(request_ids: Sequence[RequestId]) -> BatchMasks | None:
+def no_masks(request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
     """The MaskSource of steps without grammars."""
     return None

@@ -24,6 +24,10 @@ class Vocabulary(NamedTuple):
         """Tokens that the model has logits for."""
         return len(self.token_bytes)
 
+    def may_be_allowed(self, token_id: int) -> bool:
+        """Whether a grammar may allow the token."""
+        return bool(self.token_bytes[token_id]) or token_id in self.eos_token_ids
+
     @property
     def num_words(self) -> int:
         """Words of a mask."""
@@ -35,6 +39,9 @@ class Matcher(Protocol):
 
     def accept(self, token_id: int) -> bool:
         """Takes the next token. False: the grammar does not allow it, and the matcher is of no more use."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Gives up the last tokens that were accepted."""
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Writes the tokens that may come next into `mask` [words]. End-of-sequence tokens are among them where the

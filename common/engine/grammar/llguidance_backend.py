@@ -105,6 +105,13 @@ class _Matcher:
             raise RuntimeError(self._matcher.get_error())
         return is_accepted
 
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and self._has_ended:  # the last one is not the library's
+            self._has_ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         if self._has_ended:
             mask[:] = 0

@@ -12,7 +12,7 @@ import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +39,12 @@ class _Constrained:
 
     grammar: Grammar
     params: SamplingParams
+    num_prompt_tokens: int
     output: list[int]
     matcher_id: int
     process: GrammarProcess | None = None  # None: the grammar has none yet, or none any more
     words: npt.NDArray[np.int32] | None = None  # the mask of the next token, if it is here
+    ahead: dict[int, npt.NDArray[np.int32] | None] = field(default_factory=dict)  # masks after drafts; None: awaited
     failure: NoToken | None = None
     num_deaths: int = 0  # of processes that were at work on it
     late_since: float | None = None  # when it was waited for in vain
@@ -51,6 +53,11 @@ class _Constrained:
     def is_pending(self) -> bool:
         """Whether its next mask is still to come."""
         return self.words is None and self.failure is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any of its masks is."""
+        return self.is_pending or any(words is None for words in self.ahead.values())
 
 
 class GrammarMasks:
@@ -72,16 +79,23 @@ class GrammarMasks:
         return len(self._by_request)
 
     def step_scheduled(self, step: SchedulerOutput, grammar_of: Callable[[RequestId], RequestGrammar | None]) -> None:
-        """Takes up the grammars of the step's new requests, whose output so far is followed, and drops those of others.
-        Called before the model computes."""
+        """Takes up the grammars of the step's new requests, whose output so far is followed, drops those of others, and
+        has masks filled along drafts. Called before the model computes."""
         for request_id in step.dropped_request_ids if self._by_request else ():
             self._drop(request_id)
         for new in step.new_requests:
             grammar = grammar_of(new.request_id)
             if grammar is not None:
                 assert isinstance(grammar, Grammar), "made by the compiler"
-                output = new.token_ids[new.num_prompt_tokens :]
-                self._by_request[new.request_id] = _Constrained(grammar, new.sampling, output, next(self._matcher_ids))
+                num_prompt_tokens, matcher_id = new.num_prompt_tokens, next(self._matcher_ids)
+                output = new.token_ids[num_prompt_tokens:]
+                entry = _Constrained(grammar, new.sampling, num_prompt_tokens, output, matcher_id)
+                self._by_request[new.request_id] = entry
+        for request_id in step.drafts.keys() & self._by_request.keys():
+            drafts, entry = step.drafts[request_id], self._by_request[request_id]
+            if entry.process is not None:
+                entry.process.look_ahead(entry.matcher_id, drafts, self._share_s)
+                entry.ahead = dict.fromkeys(range(1, len(drafts) + 1))
         self._begin()
 
     def step_ended(self, outcomes: Mapping[RequestId, Outcome]) -> None:
@@ -89,6 +103,8 @@ class GrammarMasks:
         accepted: defaultdict[GrammarProcess, list[tuple[int, list[int]]]] = defaultdict(list)
         for request_id, entry in self._by_request.items():
             outcome = outcomes.get(request_id)
+            if outcome is not None:
+                entry.ahead = {}
             if isinstance(outcome, list):
                 token_ids = [token.token_id for token in outcome]
                 entry.output += token_ids
@@ -99,7 +115,7 @@ class GrammarMasks:
             process.accept(token_ids_by_matcher, self._share_s)
         self._begin()
 
-    def masks(self, request_ids: Sequence[RequestId]) -> BatchMasks | None:
+    def masks(self, request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
         """See MaskSource."""
         known = self._by_request
         entries = [(position, known[each]) for position, each in enumerate(request_ids) if each in known]
@@ -110,13 +126,18 @@ class GrammarMasks:
         positions: list[int] = []
         masks: list[npt.NDArray[np.int32]] = []
         for position, entry in entries:
-            words = entry.words
+            num_tokens = int(lengths[position]) - entry.num_prompt_tokens
+            num_drafts = num_tokens - len(entry.output)
+            words = entry.ahead.get(num_drafts) if num_drafts else entry.words
+            if words is None and num_drafts:  # the grammar does not allow them, or not in time: what was before holds
+                no_tokens[position] = NoToken.NOT_YET
+                continue
             if words is None:
                 no_tokens[position] = entry.failure or NoToken.NOT_YET
                 if entry.failure is None:
                     self._late[request_ids[position]] = entry
                 continue
-            if entry.params.ignore_eos or len(entry.output) < entry.params.min_tokens:
+            if entry.params.ignore_eos or num_tokens < entry.params.min_tokens:
                 words = words & ~self._eos
             if words.any():
                 positions.append(position)
@@ -188,7 +209,7 @@ class GrammarMasks:
         due = time.monotonic() + self._step_s
         while True:
             self._receive(entries)
-            awaited = [entry for entry in entries if entry.is_pending and entry.process is not None]
+            awaited = [entry for entry in entries if entry.is_awaited and entry.process is not None]
             left_s = due - time.monotonic()
             if not awaited or left_s <= 0:
                 break
@@ -209,8 +230,12 @@ class GrammarMasks:
         for process in self._processes(entries):
             for message in process.receive():
                 assert isinstance(message, Masks)
-                for matcher_id, state, words in process.take(message):
+                for matcher_id, num_drafts, state, words in process.take(message):
                     entry = by_id[matcher_id]
+                    if num_drafts:
+                        if entry.ahead.pop(num_drafts, words) is None and state == "following":
+                            entry.ahead[num_drafts] = words
+                        continue
                     entry.late_since = None
                     entry.failure = _FAILURES.get(state)
                     entry.words = words if entry.failure is None else None
@@ -228,6 +253,7 @@ class GrammarMasks:
                         entry.failure = NoToken.TOO_SLOW
                 entry.grammar.release()
                 entry.process = None
+                entry.ahead = {}
                 if entry.is_pending:
                     self._open(entry)
 

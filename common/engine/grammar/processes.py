@@ -26,6 +26,7 @@ from common.engine.grammar.protocol import (
     Frames,
     FromGrammar,
     FromServer,
+    LookAhead,
     Masks,
     MatcherState,
     Open,
@@ -150,7 +151,8 @@ class GrammarProcess:
         self._frames: Frames[FromGrammar] = Frames(FromGrammar)
         self._unsent = bytearray()
         self._open: set[int] = set()  # matchers
-        self._awaited: deque[int] = deque()  # the matcher of each mask that was asked for, in order
+        # Of each mask that was asked for, in order: its matcher, and after how many drafts it holds.
+        self._awaited: deque[tuple[int, int]] = deque()
         self._cpu_when_late: float | None = None  # CPU time taken when an answer was first late, if one is
         self._is_demoted = False  # has a lower priority
 
@@ -166,13 +168,18 @@ class GrammarProcess:
     def open(self, matcher_id: int, token_ids: list[int], share_s: float) -> None:
         """Asks for a matcher and its mask. Sent by `flush`."""
         self._open.add(matcher_id)
-        self._awaited.append(matcher_id)
+        self._awaited.append((matcher_id, 0))
         self._put(Open(matcher_id, token_ids, share_s))
 
     def accept(self, token_ids: list[tuple[int, list[int]]], share_s: float) -> None:
         """Hands over the tokens of a step by matcher, and asks for the next masks. Sent by `flush`."""
-        self._awaited.extend(matcher_id for matcher_id, _ in token_ids)
+        self._awaited.extend((matcher_id, 0) for matcher_id, _ in token_ids)
         self._put(Accept(token_ids, share_s))
+
+    def look_ahead(self, matcher_id: int, drafts: list[int], share_s: float) -> None:
+        """Asks for the masks after each of the drafts, should they be accepted. Sent by `flush`."""
+        self._awaited.extend((matcher_id, number) for number in range(1, len(drafts) + 1))
+        self._put(LookAhead(matcher_id, drafts, share_s))
 
     def close_matcher(self, matcher_id: int) -> None:
         """Drops a matcher. Sent by `flush`."""
@@ -195,7 +202,7 @@ class GrammarProcess:
     @property
     def at_work_on(self) -> int | None:
         """The matcher whose mask comes next, if one is awaited."""
-        return self._awaited[0] if self._awaited else None
+        return self._awaited[0][0] if self._awaited else None
 
     def flush(self) -> None:
         """Sends what the socket takes."""
@@ -220,16 +227,17 @@ class GrammarProcess:
             self.is_gone = True
         return answers
 
-    def take(self, masks: Masks) -> Iterator[tuple[int, MatcherState, npt.NDArray[np.int32]]]:
-        """Yields state and mask [words] of each matcher that is open and of which no later mask was asked for. The mask
-        is empty unless it follows the grammar."""
+    def take(self, masks: Masks) -> Iterator[tuple[int, int, MatcherState, npt.NDArray[np.int32]]]:
+        """Yields matcher, number of drafts, state and mask [words] of each matcher that is open and was not told of
+        tokens since. The mask is empty unless it follows the grammar."""
         num_masks = sum(state == "following" for _, state in masks.states)
         words = iter(np.frombuffer(masks.words, dtype=np.int32).reshape(num_masks, -1) if num_masks else ())
         for matcher_id, state in masks.states:
-            assert matcher_id == self._awaited.popleft(), "answers come in order"
+            awaited_id, num_drafts = self._awaited.popleft()
+            assert matcher_id == awaited_id, "answers come in order"
             mask = next(words) if state == "following" else _NO_WORDS
-            if matcher_id in self._open and matcher_id not in self._awaited:
-                yield matcher_id, state, mask
+            if matcher_id in self._open and (matcher_id, 0) not in self._awaited:
+                yield matcher_id, num_drafts, state, mask
         if not self._awaited:
             self._cpu_when_late = None
 

@@ -3,9 +3,9 @@ it, over Unix sockets.
 
 Engine to fork server:  `Settings` once, then `Fork` with the socket of the process to be, and `Reap`.
 Fork server to engine:  `Started` once, then `Forked` or `Ended`, one answer to each message.
-Engine to a grammar:    `Compile` once, then `Open`, `Accept` and `Close` of matchers.
-A grammar to engine:    `Compiled`, and `Ready` if that went well, then `Masks`: one for each `Open`, and for each
-                        matcher of an `Accept`, in order.
+Engine to a grammar:    `Compile` once, then `Open`, `Accept`, `LookAhead` and `Close` of matchers.
+A grammar to engine:    `Compiled`, and `Ready` if that went well, then `Masks`: one for each `Open`, for each matcher
+                        of an `Accept`, and for each token of a `LookAhead`, in order.
 """
 
 from __future__ import annotations
@@ -99,6 +99,15 @@ class Accept(msgspec.Struct, frozen=True, tag=True):
     share_s: float
 
 
+class LookAhead(msgspec.Struct, frozen=True, tag=True):
+    """Send the masks after each of the tokens that may come, and give them up again. Where the grammar does not allow
+    one, the states from there on are "lost"; the matcher is not."""
+
+    matcher_id: int
+    token_ids: list[int]
+    share_s: float
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Drop a matcher."""
 
@@ -114,7 +123,7 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 ToServer = Fork | Reap
 FromServer = Started | Forked | Ended
-ToGrammar = Compile | Open | Accept | Close
+ToGrammar = Compile | Open | Accept | LookAhead | Close
 FromGrammar = Compiled | Ready | Masks
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ steps; matching does not, since a step waits for it, until the engine lowers the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -29,6 +30,7 @@ from common.engine.grammar.protocol import (
     Compile,
     Compiled,
     Frames,
+    LookAhead,
     Masks,
     MatcherState,
     Open,
@@ -72,7 +74,7 @@ def serve(engine: socket.socket, backend: GrammarBackend, vocabulary: Vocabulary
         problem = _in_background(partial(_try_out, grammar, vocabulary, compile_.constraint.text))
     engine.sendall(frame(Ready(problem, _private_bytes())))
     if not problem:
-        _Matchers(grammar, vocabulary.num_words, settings).run(engine, frames)
+        _Matchers(grammar, vocabulary, settings).run(engine, frames)
 
 
 def _compile(backend: GrammarBackend, constraint: Constraint, settings: Settings) -> CompiledGrammar | str:
@@ -177,19 +179,32 @@ class _Account:
         self.state: MatcherState = "following"
         self.left_s = self._most_s = most_s
 
-    def add(self, share_s: float) -> None:
-        """Adds the share of one token."""
+    @contextlib.contextmanager
+    def spending(self, share_s: float) -> Iterator[None]:
+        """What is done here takes of the time that is left, to which `share_s` is added. The kernel ends the process if
+        that runs out meanwhile."""
         self.left_s = min(self._most_s, self.left_s + share_s)
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, self.left_s)
+        try:
+            yield
+        except _EXCEEDED:
+            self.state = "too_slow"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self.left_s -= time.process_time() - began
+        if self.left_s <= 0 and self.state == "following":
+            self.state = "too_slow"
 
 
 class _Matchers:
     """The matchers of the grammar, by the ids that the engine gives them."""
 
-    def __init__(self, grammar: CompiledGrammar, num_words: int, settings: Settings) -> None:
+    def __init__(self, grammar: CompiledGrammar, vocabulary: Vocabulary, settings: Settings) -> None:
         self._grammar = grammar
+        self._vocabulary = vocabulary
         self._settings = settings
         self._accounts: dict[int, _Account] = {}
-        self._words = np.zeros(num_words, dtype=np.int32)
+        self._words = np.zeros(vocabulary.num_words, dtype=np.int32)
 
     def run(self, engine: socket.socket, frames: Frames[ToGrammar]) -> None:
         """Serves until the engine closes the socket. Nothing is sent before the engine has asked for it."""
@@ -202,6 +217,8 @@ class _Matchers:
                             self._answer(engine, [(matcher_id, token_ids)], share_s)
                         case Accept(token_ids_by_matcher, share_s):
                             self._answer(engine, token_ids_by_matcher, share_s)
+                        case LookAhead(matcher_id, token_ids, share_s):
+                            engine.sendall(frame(self._look_ahead(matcher_id, token_ids, share_s)))
                         case Close(matcher_id):
                             self._accounts.pop(matcher_id, None)
 
@@ -222,18 +239,24 @@ class _Matchers:
                 states, words, due = [], bytearray(), time.monotonic() + _HOLD_S
 
     def _follow(self, account: _Account, token_ids: list[int], share_s: float) -> None:
-        """Takes tokens and fills the mask. The kernel ends the process if the time runs out meanwhile."""
-        account.add(share_s * max(1, len(token_ids)))
-        began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, account.left_s)
-        try:
-            if not all(account.matcher.accept(token_id) for token_id in token_ids):
-                account.state = "lost"
-            else:
+        """Takes tokens and fills the mask."""
+        with account.spending(share_s * max(1, len(token_ids))):
+            if all(account.matcher.accept(token_id) for token_id in token_ids):
                 account.matcher.fill(self._words)
-        except _EXCEEDED:
-            account.state = "too_slow"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        account.left_s -= time.process_time() - began
-        if account.left_s <= 0 and account.state == "following":
-            account.state = "too_slow"
+            else:
+                account.state = "lost"
+
+    def _look_ahead(self, matcher_id: int, token_ids: list[int], share_s: float) -> Masks:
+        """The masks after each of the tokens, which are not kept."""
+        account = self._accounts[matcher_id]
+        states: list[tuple[int, MatcherState]] = []
+        words = bytearray()
+        if account.state == "following":
+            with account.spending(share_s * len(token_ids)):
+                known = itertools.takewhile(self._vocabulary.may_be_allowed, token_ids)  # xgrammar warns of others
+                for _ in itertools.takewhile(account.matcher.accept, known):
+                    account.matcher.fill(self._words)
+                    words += self._words.data
+                    states.append((matcher_id, "following"))
+                account.matcher.rollback(len(states))
+        return Masks(states + [(matcher_id, "lost")] * (len(token_ids) - len(states)), bytes(words))

@@ -86,6 +86,9 @@ class _Matcher:
     def accept(self, token_id: int) -> bool:
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         if self._matcher.is_terminated():
             mask[:] = 0

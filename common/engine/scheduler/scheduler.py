@@ -257,7 +257,7 @@ class Scheduler:
             num_scheduled = request.num_scheduled_tokens
             num_wanted = min(len(token_ids), num_left, request.max_num_tokens - request.num_tokens - 1)
             is_decode = plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1
-            if num_wanted > 0 and is_decode and request.grammar is None:
+            if num_wanted > 0 and is_decode:
                 num_drafts = self._make_room_for_drafts(request, num_wanted, plan)
                 if num_drafts:
                     plan.draft(request, token_ids[:num_drafts], num_scheduled)

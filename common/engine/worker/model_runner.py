@@ -159,7 +159,7 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
         if not batch.sampled_ids:
             return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
-        found = masks(batch.sampled_ids)  # while the device computes the logits
+        found = masks(batch.sampled_ids, batch.sampled_lengths)  # while the device computes the logits
         logits = logits[: len(batch.sampled_ids)]
         rows, lengths = batch.sampled_rows, batch.sampled_lengths
         if found is None:

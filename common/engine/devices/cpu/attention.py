@@ -137,9 +137,11 @@ class CpuAttention(TorchAttention):
 
     def _attend_queries(self, layer: int, query: torch.Tensor, out: torch.Tensor, args: AttentionArgs) -> None:
         assert self._batch is not None
-        query = query.contiguous()
+        if query.stride()[2:] != (self._head_dim, 1):
+            query = query.contiguous()
         call = self._decode[layer] or self._decode_call(layer, query.shape[2], args)
         call.point("query", query)
+        call.set("query_stride", query.stride(1))
         self._point_to_sequences(call, self._batch, out)
         call.run(query.shape[1] * self._num_kv_heads, self._decode_threads)
 
@@ -198,7 +200,7 @@ class CpuAttention(TorchAttention):
 
     def _decode_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
         kernel = decode_kernel(self._shape(num_heads), _scores(args))
-        call = Call(kernel, cache=self._layer_address(layer), query_stride=num_heads * self._head_dim)
+        call = Call(kernel, cache=self._layer_address(layer))
         self._decode[layer] = _with_sinks(call, args)
         return call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.demo_model import demo_model_path
@@ -24,6 +25,34 @@ def accepts(name: GrammarBackendName, constraint: Constraint, text: str, max_whi
     """Whether the backend takes the whole text and lets it end there."""
     matcher = create_backend(name, VOCABULARY, max_whitespace).compile(constraint).matcher()
     return all(matcher.accept(token_id) for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), 2])
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_tokens_are_given_up_in_any_number(name: GrammarBackendName) -> None:
+    matcher = create_backend(name, VOCABULARY, 0).compile(Constraint.regex("ab?")).matcher()
+    a, b = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in "ab")
+
+    def allowed() -> set[int]:
+        mask = np.zeros(VOCABULARY.num_words, dtype=np.int32)
+        matcher.fill(mask)
+        return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+    steps = [allowed()]
+    for token_id in (a, b, 2):
+        assert matcher.accept(token_id)
+        steps.append(allowed())
+    assert steps[1:] == [{b, 0, 2}, {0, 2}, set()]
+    assert not matcher.accept(a)
+    for num_tokens in (1, 2):
+        matcher.rollback(num_tokens)
+        assert allowed() == (steps[2] if num_tokens == 1 else steps[0])
+    assert matcher.accept(a)
+    assert matcher.accept(2)
+    assert not matcher.accept(b)
+    matcher.rollback(0)
+    assert allowed() == set()
+    matcher.rollback(2)
+    assert allowed() == steps[0]
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])

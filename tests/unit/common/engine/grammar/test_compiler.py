@@ -83,7 +83,7 @@ def states(process: GrammarProcess) -> list[str]:
     while not (answers := process.receive()) and not process.is_gone:
         assert time.monotonic() < deadline
         select.select([process], [], [], 1.0)
-    return [state for masks in answers for _, state, _ in process.take(cast("Masks", masks))]
+    return [state for masks in answers for _, _, state, _ in process.take(cast("Masks", masks))]
 
 
 def wait_until_gone(pid: int) -> None:

@@ -73,23 +73,32 @@ class Batch:
     def __init__(self, step_s: float = 0.005) -> None:
         self.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, step_s)
         self._grammars: dict[RequestId, Grammar | None] = {}
+        self._num_tokens: dict[int, int] = {}
 
     def add(self, number: int, grammar: Grammar | None, *output: int, **sampling: object) -> None:
         params = SamplingParams(temperature=0.0, **sampling)  # type: ignore[arg-type]
         request_id = RequestId(str(number))
         self._grammars[request_id] = grammar
+        self._num_tokens[number] = 2 + len(output)
         new = NewRequest(request_id, [1, 2, *output], 2, params, [[]], 0)
         self.masks.step_scheduled(SchedulerOutput(new_requests=[new]), self._grammars.get)
 
     def drop(self, number: int) -> None:
         self.masks.step_scheduled(SchedulerOutput(dropped_request_ids=[RequestId(str(number))]), self._grammars.get)
 
-    def accept(self, number: int, token_id: int) -> None:
-        self.masks.step_ended({RequestId(str(number)): [SampledToken(token_id)]})
+    def accept(self, number: int, *token_ids: int) -> None:
+        self._num_tokens[number] += len(token_ids)
+        self.masks.step_ended({RequestId(str(number)): [SampledToken(token_id) for token_id in token_ids]})
+
+    def draft(self, number: int, *token_ids: int) -> None:
+        drafts = {RequestId(str(number)): list(token_ids)}
+        self.masks.step_scheduled(SchedulerOutput(drafts=drafts), self._grammars.get)
 
     def ask(self, *numbers: int) -> BatchMasks | None:
-        """One step's masks."""
-        return self.masks.masks([RequestId(str(number)) for number in numbers])
+        """One step's masks. A request that is named more than once has its last draft first."""
+        rows = [(number, numbers[place + 1 :].count(number)) for place, number in enumerate(numbers)]
+        lengths = np.array([self._num_tokens.get(number, 0) + num_drafts for number, num_drafts in rows])
+        return self.masks.masks([RequestId(str(number)) for number in numbers], lengths)
 
     def found(self, *numbers: int) -> BatchMasks | None:
         """Masks after as many steps as it takes until none is late."""
@@ -151,7 +160,7 @@ def test_a_matcher_follows_the_output_that_there_is_and_what_is_sampled(batch: B
 
 def test_several_tokens_of_one_step_are_followed(batch: Batch, grammars: Grammars) -> None:
     batch.add(1, grammars.compiled(Constraint.regex("abc")))
-    batch.masks.step_ended({RequestId("1"): [SampledToken(A), SampledToken(B)]})
+    batch.accept(1, A, B)
     assert batch.allowed(1) == [{C}]
 
 
@@ -238,3 +247,53 @@ def test_the_mask_comes_after_penalties(batch: Batch, grammars: Grammars) -> Non
     logits = torch.zeros(1, SOURCE.vocab_size)
     logits[0, A] = torch.finfo(torch.float32).min
     assert Sampler().sample(logits, [row], TokenMask(masks.positions, masks.words)) == [SampledToken(A)]
+
+
+def letters(batch: Batch, *numbers: int) -> list[set[int]]:
+    """What is allowed of single letters and ends."""
+    return [allowed & ({A, B, C} | EOS_IDS) for allowed in batch.allowed(*numbers)]
+
+
+@pytest.mark.parametrize("accepted", [(A,), (A, B), (A, B, C)])
+def test_masks_follow_drafts_and_forget_them(batch: Batch, grammars: Grammars, accepted: tuple[int, ...]) -> None:
+    batch.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, DEADLINE_S)
+    batch.add(0, grammars.compiled(Constraint.regex("a[ab][bc]a?")), min_tokens=3)
+    batch.add(1, grammars.compiled(Constraint.regex("[bc]")))
+    batch.draft(0, A, B, B)
+    assert letters(batch, 0, 0, 1, 0, 0) == [{A} | EOS_IDS, {B, C}, {B, C}, {A, B}, {A}]
+    batch.accept(0, *accepted)
+    assert letters(batch, 0) == [{1: {A, B}, 2: {B, C}, 3: {A} | EOS_IDS}[len(accepted)]]
+
+
+def test_after_a_draft_that_the_grammar_does_not_allow_there_is_no_token(batch: Batch, grammars: Grammars) -> None:
+    batch.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, DEADLINE_S)
+    batch.add(0, grammars.compiled(Constraint.regex("[ab]{5}")))
+    batch.draft(0, B, C, B)
+    masks = batch.ask(0, 0, 0, 0)
+    assert masks is not None
+    assert (masks.positions, masks.no_tokens) == ([2, 3], {0: NoToken.NOT_YET, 1: NoToken.NOT_YET})
+    batch.accept(0, B, A)
+    assert letters(batch, 0) == [{A, B}]
+
+
+def test_a_mask_after_a_draft_that_is_late_is_no_mask_of_a_later_step(batch: Batch, grammars: Grammars) -> None:
+    batch.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, step_s=0.0)
+    batch.add(0, grammars.compiled(Constraint.regex("a(b|ca)c?")))
+    assert letters(batch, 0) == [{A}]
+    batch.draft(0, A, B)
+    batch.ask(0, 0, 0)
+    batch.masks.step_ended({RequestId("0"): NoToken.NOT_YET})  # whatever came of it
+    assert letters(batch, 0) == [{A}]
+    batch.draft(0, A, C)
+    batch.accept(0, A, C)
+    assert letters(batch, 0) == [{A}]
+
+
+def test_masks_after_drafts_are_not_waited_for_after_their_step(batch: Batch, grammars: Grammars) -> None:
+    batch.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, DEADLINE_S)
+    batch.add(0, grammars.compiled(Constraint.regex("abc")))
+    batch.draft(0, A, B, C)
+    batch.accept(0, A)
+    began = time.monotonic()
+    assert letters(batch, 0) == [{B}]
+    assert time.monotonic() - began < DEADLINE_S
