@@ -1,8 +1,9 @@
 """How one block looks on a medium: a frame, which is a fixed-size header and the block's slab of bytes.
 
-The header says what the payload is (format version, model fingerprint, block hash, dtype, shape, number of valid
-tokens) and what its bytes are (length, digest). A receiver knows all of that but the digest from its own request, so
-`verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
+The payload has the layout of the store (`KVLayout.of_store`): a block of the whole model, whatever the degree of the
+engine that wrote it. The header says what it is (format version, model fingerprint, block hash, dtype, shape, number of
+valid tokens) and what its bytes are (length, digest). A receiver knows all of that but the digest from its own request,
+so `verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
 frame to interpret, and nothing is unpickled.
 
 The digest is XXH3-128: it detects accidental damage. It is no defence against an attacker who can write to the medium.

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from common.engine.config import Kernels
+from common.engine.contract.layout import KVLayout
 from common.types import ExtraKey, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
 
 
@@ -226,8 +227,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts of a started engine, "auto" resolved."""
 
-    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout but for the block size
-    block_size: int
+    fingerprint: bytes  # 32 bytes: identity of the model; the layout is no part of it
+    layout: KVLayout
     num_blocks: int
     max_model_len: int
     vocab_size: int
@@ -244,6 +245,11 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self.layout.block_size
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -3,10 +3,13 @@ that this pod serves, and nowhere else."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RequestOutput
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
 from common.pb import common_pb2, pods_pb2
@@ -68,6 +71,31 @@ def error_of(output: RequestOutput) -> BatonError:
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
     """Converts a token and its log probabilities, if it has any."""
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
+
+
+def layout_to_pb(layout: KVLayout) -> pods_pb2.KVLayout:
+    """Converts the layout of a KV cache."""
+    groups = [pods_pb2.KVGroup(**dataclasses.asdict(group)) for group in layout.groups]
+    return pods_pb2.KVLayout(
+        block_size=layout.block_size, groups=groups, tensor_parallel_size=layout.tensor_parallel_size
+    )
+
+
+def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
+    """Converts the layout of a peer's KV cache. It is not checked: `map_layouts` compares it with our own."""
+    groups = tuple(
+        KVGroupSpec(
+            tuple(group.layers),
+            group.num_kv_heads,
+            group.head_dim,
+            group.value_head_dim,
+            group.dtype,
+            group.kind,
+            group.window if group.HasField("window") else None,
+        )
+        for group in message.groups
+    )
+    return KVLayout(message.block_size, groups, message.tensor_parallel_size)
 
 
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:

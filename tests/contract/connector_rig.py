@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import redis
 import torch
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.types import BlockHash, RequestId
 from kv_store.base import BlockStore, StoreConnectorOptions
@@ -147,6 +149,13 @@ def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32,
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
 
+def kv_layout(kv_cache: torch.Tensor) -> KVLayout:
+    """The layout of a model with this KV cache."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    dtype = str(kv_cache.dtype).removeprefix("torch.")
+    return KVLayout(block_size, (KVGroupSpec(tuple(range(num_layers)), num_kv_heads, head_dim, head_dim, dtype),))
+
+
 class WorkerRig:
     """A KV cache with its connector, driven as a worker drives it. Checks that every job settles exactly once."""
 
@@ -159,7 +168,8 @@ class WorkerRig:
         self._wake = threading.Semaphore(0)
         self._job_ids = itertools.count(1)
         self._started: set[int] = set()
-        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, fingerprint, self._wake.release)
+        layout = kv_layout(self.kv_cache)
+        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, fingerprint, layout, self._wake.release)
 
     def wait(self, job_id: int) -> TransferResult:
         """Sleep until woken, as an idle engine does, until the job has settled."""

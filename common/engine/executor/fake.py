@@ -20,6 +20,7 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
@@ -83,10 +84,11 @@ class MemoryConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
-        """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
+        """See WorkerConnector. Nothing is compared: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         return ConnectorFacts(keeps_blocks=self._is_tier, wants_offloads=self._is_tier)
@@ -151,10 +153,11 @@ class DirectMemoryConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
-        """See WorkerConnector. Pods compare fingerprints before they exchange addresses."""
+        """See WorkerConnector. Pods compare fingerprints and layouts before they exchange addresses."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         self._kv_caches[self._address] = kv_cache
@@ -229,10 +232,10 @@ class FakeExecutor:
         bytes_per_block = 2 * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
+            layout=KVLayout(block_size, tuple(groups)),
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            kv_groups=tuple(groups),
             bytes_per_block=bytes_per_block,
             available_kv_bytes=available_blocks * bytes_per_block,
             device="cpu",
@@ -268,7 +271,8 @@ class FakeExecutor:
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
         """Always there."""
         return OpenConnector(
-            self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
+            self._connector,
+            self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, self._facts.layout, on_settled),
         )
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:

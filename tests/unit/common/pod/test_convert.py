@@ -1,14 +1,16 @@
 import pytest
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.messages import EngineSpec
 from common.errors import BatonError
 from common.pb import common_pb2
-from common.pod.convert import add_request_from_pb
+from common.pod.convert import add_request_from_pb, layout_from_pb, layout_to_pb
 from common.types import ExtraKey, SamplingParams
 from tests.pods import engine_request, prompt_of
 
 SPEC = EngineSpec(
-    fingerprint=b"f", block_size=4, num_blocks=9, max_model_len=32, vocab_size=500, max_num_seqs=4,
+    fingerprint=b"f", layout=KVLayout(4, ()), num_blocks=9, max_model_len=32, vocab_size=500, max_num_seqs=4,
     max_num_batched_tokens=64, device="cpu", dtype="float32", bytes_per_block=1,
 )  # fmt: skip
 
@@ -26,6 +28,12 @@ def test_request_becomes_what_the_engine_takes() -> None:
     assert (request.cache_salt, request.priority) == ("salt", -1)
     assert request.extra_keys == [ExtraKey(4, 6, b"digest")]
     assert request.sampling == SamplingParams(temperature=0.0, max_tokens=8, seed=0)
+
+
+def test_layout_comes_back_from_the_wire() -> None:
+    groups = KVGroupSpec((0, 2), 8, 64, 48, "bfloat16"), KVGroupSpec((1,), 8, 64, 64, "float16", "window", 9)
+    layout = KVLayout(16, groups, 2)
+    assert layout_from_pb(layout_to_pb(layout)) == layout
 
 
 @pytest.mark.parametrize(
