@@ -335,6 +335,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         kernels=facts.kernels,
         kernels_failed=facts.kernels_failed,
         num_threads=facts.num_threads,
+        position_dims=facts.position_dims,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
         eos_token_ids=tuple(sorted(facts.eos_token_ids)),

@@ -13,7 +13,16 @@ import msgspec
 
 from common.engine.config import Kernels
 from common.engine.contract.layout import KVLayout
-from common.types import ExtraKey, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
+from common.types import (
+    ExtraKey,
+    FinishReason,
+    Logprobs,
+    PromptPositions,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    TransferId,
+)
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +47,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
     cache_salt: str = ""
     extra_keys: list[ExtraKey] = []  # in order
+    positions: PromptPositions | None = None  # None: the tokens' places; others only if EngineSpec.position_dims > 1
     priority: int = 0  # lower runs first under the priority policy
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     tenant: str = ""  # whose it is; tenants share in turn what compiles grammars
@@ -243,6 +253,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
+    position_dims: int = 1  # dimensions of a token's position
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded
 

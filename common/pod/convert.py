@@ -15,8 +15,8 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooL
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
-from common.types import ExtraKey, RequestId, SampledToken
-from common.types.validation import validate_extra_keys, validate_prompt, validate_sampling
+from common.types import ExtraKey, PromptPositions, RequestId, SampledToken
+from common.types.validation import validate_extra_keys, validate_positions, validate_prompt, validate_sampling
 
 
 def add_request_from_pb(
@@ -42,6 +42,9 @@ def add_request_from_pb(
     )
     extra_keys = [ExtraKey(key.start, key.end, key.digest) for key in message.extra_keys]
     validate_extra_keys(extra_keys, len(prompt))
+    positions = [each.values for each in message.positions]
+    if positions:
+        validate_positions(positions, len(prompt), spec.position_dims)
     outputs = list(message.output_token_ids)
     if outputs and max(outputs) >= spec.vocab_size:
         raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
@@ -56,6 +59,7 @@ def add_request_from_pb(
         output_token_ids=outputs,
         cache_salt=message.cache_salt,
         extra_keys=extra_keys,
+        positions=PromptPositions.of(positions) if positions else None,
         priority=message.priority,
         target_itl_s=_target_itl_s(message.target_itl_ms),
         tenant=message.tenant,

@@ -22,6 +22,7 @@ class ModelFacts:
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str
+    position_dims: int = 1  # dimensions of a token's position
     tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else

@@ -35,7 +35,7 @@ from common.engine.kv_connector import (
     WorkerConnector,
 )
 from common.engine.phases import Phase, PhaseClock
-from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
+from common.types import BlockHash, Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
 
@@ -55,6 +55,7 @@ def expected_tokens(
     vocab_size: int = 512,
     sampling: SamplingParams | None = None,
     groups: Sequence[KVGroupSpec] = ONE_GROUP,
+    positions: PromptPositions | None = None,
 ) -> list[int]:
     """The `num_tokens` tokens that a correct engine over a FakeExecutor generates after the prompt."""
     sampling = sampling or SamplingParams(temperature=0.0)
@@ -62,7 +63,7 @@ def expected_tokens(
     tokens = np.array(prompt_token_ids, dtype=np.uint64)
     generated: list[int] = []
     for _ in range(num_tokens):
-        seen = np.stack([tokens, np.arange(len(tokens), dtype=np.uint64)])
+        seen = np.stack([tokens, _positions(positions, 0, len(tokens)).astype(np.uint64)])
         visible = [seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
         generated.append(_next_token(visible, sampling, vocab_size))
         tokens = np.append(tokens, np.uint64(generated[-1]))
@@ -226,6 +227,7 @@ class FakeExecutor:
         step_s: float = 0.0,
         runs_ahead: bool = False,
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
+        position_dims: int = 1,
     ) -> None:
         self._block_size = block_size
         self._groups = KVGroups(groups, block_size)
@@ -240,6 +242,7 @@ class FakeExecutor:
             available_kv_bytes=available_blocks * bytes_per_block,
             device="cpu",
             dtype="float32",
+            position_dims=position_dims,
         )
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
@@ -315,10 +318,10 @@ class FakeExecutor:
         for table in map(np.array, request.block_tables):
             if end > len(table) * self._block_size:
                 raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
-            positions = np.arange(start, end)
-            blocks, offsets = table[positions // self._block_size], positions % self._block_size
+            places = np.arange(start, end)
+            blocks, offsets = table[places // self._block_size], places % self._block_size
             self._slots[blocks, 0, offsets] = request.token_ids[start:end]
-            self._slots[blocks, 1, offsets] = positions
+            self._slots[blocks, 1, offsets] = _positions(request.positions, start, end, self._facts.position_dims)
         request.num_computed_tokens = end
         if end < len(request.token_ids):
             return None
@@ -361,10 +364,24 @@ class _FakeRequest:
     sampling: SamplingParams
     block_tables: list[list[int]]
     num_computed_tokens: int
+    positions: PromptPositions | None
 
     @classmethod
     def from_new(cls, new: NewRequest) -> _FakeRequest:
-        return cls(list(new.token_ids), new.sampling, [list(ids) for ids in new.block_ids], new.num_computed_tokens)
+        block_tables = [list(ids) for ids in new.block_ids]
+        return cls(list(new.token_ids), new.sampling, block_tables, new.num_computed_tokens, new.positions)
+
+
+def _positions(
+    positions: PromptPositions | None, start: int, end: int, num_dimensions: int = 1
+) -> npt.NDArray[np.int64]:
+    """Positions of tokens [start, end), each as one number: in one dimension the position itself."""
+    if positions is None:
+        numbers: npt.NDArray[np.int64] = np.arange(start, end) * sum(31**each for each in range(num_dimensions))
+    else:
+        values = np.array(positions.of_tokens(start, end))
+        numbers = 31 ** np.arange(len(values)) @ values
+    return numbers
 
 
 def _next_token(visible: Sequence[npt.NDArray[np.uint64]], sampling: SamplingParams, vocab_size: int) -> int:

@@ -95,6 +95,7 @@ class Worker:
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.type,
             dtype=dtype,
+            position_dims=loaded.position_dims,
             tokenizer_directory=loaded.directory,
             kernels=loaded.kernels,
             kernels_failed=loaded.kernels_failed,
