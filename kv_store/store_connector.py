@@ -172,11 +172,12 @@ class StoreWorkerConnector:
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
+        stored = layout.of_store
         try:
-            map_layouts(layout, layout.of_store)
+            map_layouts(layout, stored)
         except IncompatiblePeerError as error:
             raise ConfigError(f"a store keeps whole blocks: {error.message}", param=error.param) from error
-        self._format = BlockFormat(fingerprint, layout_of(kv_cache))
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache), stored.digest)
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled

@@ -156,6 +156,11 @@ def kv_layout(kv_cache: torch.Tensor) -> KVLayout:
     return KVLayout(block_size, (KVGroupSpec(tuple(range(num_layers)), num_kv_heads, head_dim, head_dim, dtype),))
 
 
+def block_format(kv_cache: torch.Tensor) -> BlockFormat:
+    """Format in which its blocks are stored."""
+    return BlockFormat(FINGERPRINT, layout_of(kv_cache), kv_layout(kv_cache).digest)
+
+
 class WorkerRig:
     """A KV cache with its connector, driven as a worker drives it. Checks that every job settles exactly once."""
 
@@ -235,6 +240,6 @@ def gated_connector(
     """A connector on the medium that moves `frames` blocks at a time, and the store in between, which stalls and fails
     on demand."""
     store = FaultyStore(medium.store())
-    staging_bytes = frames * BlockFormat(FINGERPRINT, layout_of(create_kv_cache(1))).frame_bytes
+    staging_bytes = frames * block_format(create_kv_cache(1)).frame_bytes
     options = StoreConnectorOptions(threads=threads, timeout_s=timeout_s, staging_bytes=staging_bytes)
     return StoreWorkerConnector(store, options), store

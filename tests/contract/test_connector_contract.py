@@ -12,9 +12,7 @@ import torch
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import StoreError
 from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
-from kv_store.block_format import BlockFormat
 from kv_store.registry import STORE_CONNECTOR_NAMES
-from kv_store.staging import layout_of
 from tests.contract.connector_rig import (
     BLOCK_SIZE,
     DEADLINE_S,
@@ -24,6 +22,7 @@ from tests.contract.connector_rig import (
     MemoryMediumRig,
     RedisRig,
     SharedStorageRig,
+    block_format,
     create_kv_cache,
     gated_connector,
     kv_layout,
@@ -47,7 +46,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
 
 
 def plain_medium(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    namespace = BlockFormat(FINGERPRINT, layout_of(create_kv_cache())).namespace
+    namespace = block_format(create_kv_cache()).namespace
     match name:
         case "memory":
             return MemoryMediumRig(namespace)

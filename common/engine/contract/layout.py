@@ -7,11 +7,16 @@ lies there is the same whatever the degree of the engine that wrote it. Pure dat
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import msgspec
+
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.errors import IncompatiblePeerError
+
+LAYOUT_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,11 @@ class KVLayout:
     def of_store(self) -> KVLayout:
         """The same KV in a store."""
         return replace(self, tensor_parallel_size=1)
+
+    @property
+    def digest(self) -> bytes:
+        """LAYOUT_DIGEST_BYTES that stand for the layout."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:LAYOUT_DIGEST_BYTES]
 
 
 class MappedPart(NamedTuple):

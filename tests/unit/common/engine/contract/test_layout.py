@@ -41,5 +41,19 @@ def test_a_store_has_the_same_layout_whatever_the_degree():
     assert stored == [LAYOUT] * 3
 
 
+def test_a_digest_stands_for_all_of_the_layout():
+    layouts = [
+        LAYOUT,
+        replace(LAYOUT, block_size=32),
+        replace(LAYOUT, tensor_parallel_size=2),
+        KVLayout(16, (replace(FULL, layers=(0, 1)), replace(WINDOW, layers=(2, 3)))),
+        KVLayout(16, (FULL, replace(WINDOW, window=64))),
+    ]
+    digests = [layout.digest for layout in layouts]
+    assert len(set(digests)) == len(layouts)
+    assert {len(digest) for digest in digests} == {16}
+    assert replace(LAYOUT).digest == LAYOUT.digest
+
+
 def test_comes_back_from_a_message():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(LAYOUT), type=KVLayout) == LAYOUT
