@@ -58,6 +58,7 @@ def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...
     return tuple(MappedPart(rank, rank) for rank in range(producer.tensor_parallel_size))
 
 
-def _check_equal(name: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
-        raise IncompatiblePeerError(f"{name} differs: {theirs} at the producer, {ours} at the consumer", param=name)
+def _check_equal(name: str, of_producer: object, of_consumer: object) -> None:
+    if of_producer != of_consumer:
+        problem = f"{name} differs: {of_producer} at the producer, {of_consumer} at the consumer"
+        raise IncompatiblePeerError(problem, param=name)
