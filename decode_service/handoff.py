@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
+from common.engine.contract.layout import KVLayout, map_layouts
 from common.errors import (
     BatonError,
     DeadlineExceededError,
@@ -62,7 +63,7 @@ from common.errors import (
 )
 from common.pb import pods_pb2
 from common.pb.pods_pb2_grpc import HandoffStub
-from common.pod.convert import sampled_token_from_pb
+from common.pod.convert import layout_from_pb, layout_to_pb, sampled_token_from_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.types import SampledToken
@@ -117,7 +118,7 @@ class Consumer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The prefill pod whose KV is awaited, and the layout that it must have."""
+    """The prefill pod whose KV is awaited, and what it must fit."""
 
     address: str  # of the prefill pod
     transfer_id: str
@@ -127,8 +128,7 @@ class Offer:
     fingerprint: bytes
     connector: str
     pod_id: str  # ours
-    block_size: int
-    bytes_per_block: int
+    layout: KVLayout  # of our KV cache
     is_direct: bool = False  # the prefill pod writes into our blocks
     connector_address: bytes = b""  # direct: of our connector
 
@@ -336,7 +336,7 @@ class Handoff:
         self._note_verdict(event)
         match event.WhichOneof("event"):
             case "computing" if self.phase is Phase.OPENING:
-                self._check_block_size(event.computing)
+                map_layouts(layout_from_pb(event.computing.layout), self.offer.layout)  # as the prefill pod has done
                 self.phase = Phase.RESERVED
                 self._lease_s = _duration(event.computing.lease_s, DEFAULT_LEASE_S)
                 self._quarantine_s = _duration(event.computing.quarantine_s, DEFAULT_QUARANTINE_S)
@@ -355,12 +355,6 @@ class Handoff:
                 raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
             case kind:
                 raise _HandoffError("handoff_invalid", f"unexpected {kind} in phase {self.phase.name}")
-
-    def _check_block_size(self, computing: pods_pb2.HandoffComputing) -> None:
-        """Checks it again here, although the prefill pod has compared it."""
-        ours, theirs = self.offer.block_size, computing.block_size or self.offer.block_size
-        if ours != theirs:
-            raise _HandoffError("incompatible", f"block_size is {ours} here and {theirs} on the prefill pod")
 
     def _note_verdict(self, event: pods_pb2.HandoffEvent) -> None:
         self._stream_is_over |= event.WhichOneof("event") in ("delivered", "failed")
@@ -382,12 +376,11 @@ class Handoff:
         """Returns how many of our blocks the prefill pod must have written when so many tokens are ready."""
         if not self.offer.is_direct:
             return 0
+        block_size = self.offer.layout.block_size
         is_all = num_ready_tokens == self.offer.num_prompt_tokens
-        num_blocks = (
-            -(-num_ready_tokens // self.offer.block_size) if is_all else num_ready_tokens // self.offer.block_size
-        )
+        num_blocks = -(-num_ready_tokens // block_size) if is_all else num_ready_tokens // block_size
         num_held_tokens = self._held.result().num_tokens if self._told_held else 0
-        return max(0, num_blocks - num_held_tokens // self.offer.block_size)
+        return max(0, num_blocks - num_held_tokens // block_size)
 
     def _take_digests(self) -> list[bytes]:
         digests, self._digests = self._digests, []
@@ -428,8 +421,7 @@ class Handoff:
             connector=offer.connector,
             decode_pod_id=offer.pod_id,
             connector_address=offer.connector_address,
-            block_size=offer.block_size,
-            bytes_per_block=offer.bytes_per_block,
+            layout=layout_to_pb(offer.layout),
         )
 
     async def _close_call(self, call: _Call, reading: _Reading | None) -> None:

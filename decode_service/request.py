@@ -331,8 +331,7 @@ class DecodeRequest:
             fingerprint=spec.fingerprint,
             connector=self._pod.config.connector or "",
             pod_id=self._pod.pod_id,
-            block_size=spec.block_size,
-            bytes_per_block=spec.bytes_per_block,
+            layout=spec.layout,
             is_direct=spec.is_direct,
             connector_address=spec.connector_address,
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from common.engine.contract.layout import KVLayout
 from common.engine.messages import EngineSpec, EngineStats
 from common.observability.loop_figures import LoopFigures
 from common.pod.config import PodConfig
@@ -147,7 +148,7 @@ def sample_pod_metrics() -> PodMetrics:
     """The metrics of a pod that has done nothing."""
     spec = EngineSpec(
         fingerprint=b"",
-        block_size=16,
+        layout=KVLayout(16, ()),
         num_blocks=1,
         max_model_len=1,
         vocab_size=1,

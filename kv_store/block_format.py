@@ -1,9 +1,10 @@
 """How one block looks on a medium: a frame, which is a fixed-size header and the block's slab of bytes.
 
-The header says what the payload is (format version, model fingerprint, block hash, dtype, shape, number of valid
-tokens) and what its bytes are (length, digest). A receiver knows all of that but the digest from its own request, so
-`verify` compares every field with what is expected and then the digest with the bytes. There is nothing else in a
-frame to interpret, and nothing is unpickled.
+The payload has the layout of the store (`KVLayout.of_store`): a block of the whole model, whatever the degree of the
+engine that wrote it. The header says what it is (format version, model fingerprint, layout, block hash, dtype, shape,
+number of valid tokens) and what its bytes are (length, digest). A receiver knows all of that but the digest from its
+own request, so `verify` compares every field with what is expected and then the digest with the bytes. There is nothing
+else in a frame to interpret, and nothing is unpickled.
 
 The digest is XXH3-128: it detects accidental damage. It is no defence against an attacker who can write to the medium.
 """
@@ -16,18 +17,19 @@ from typing import NamedTuple
 
 import xxhash
 
+from common.engine.contract.layout import LAYOUT_DIGEST_BYTES
 from common.errors import BlockCorruptError
 from common.types import HASH_BYTES, BlockHash
 from kv_store.base import Buffer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
 
 _MAGIC = b"BATONKV\n"
 # Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
-# fingerprint, block hash, digest, zeros. 128 bytes keep the payload aligned.
-_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s20s")
+# fingerprint, block hash, digest, digest of the layout, zeros. 128 bytes keep the payload aligned.
+_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}s4s")
 HEADER_BYTES = _HEADER.size
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,13 +70,14 @@ class BlockHeader(NamedTuple):
     fingerprint: bytes
     block_hash: BlockHash
     digest: bytes
+    layout: bytes  # see BlockFormat
 
 
 def parse_header(frame: bytes | Buffer) -> BlockHeader:
     """Parses the header at the start of `frame`. Raises BlockCorruptError that names an invalid field."""
     if len(frame) < HEADER_BYTES:
         raise BlockCorruptError(f"{len(frame)} bytes are less than a header of {HEADER_BYTES}", param="length")
-    magic, version, dtype_code, *shape, num_tokens, payload_bytes, fingerprint, block_hash, digest, padding = (
+    magic, version, dtype_code, *shape, num_tokens, payload_bytes, fingerprint, block_hash, digest, layout, padding = (
         _HEADER.unpack_from(frame)
     )
     if magic != _MAGIC:
@@ -93,6 +96,7 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
         fingerprint=fingerprint,
         block_hash=BlockHash(block_hash),
         digest=digest,
+        layout=layout,
     )
 
 
@@ -102,6 +106,7 @@ class BlockFormat:
 
     fingerprint: bytes  # FINGERPRINT_BYTES of them
     layout: BlockLayout
+    layout_digest: bytes  # LAYOUT_DIGEST_BYTES that stand for the store's whole layout, see KVLayout
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != FINGERPRINT_BYTES:
@@ -141,6 +146,7 @@ class BlockFormat:
             self.fingerprint,
             block_hash,
             digest,
+            self.layout_digest,
             b"",
         )
 
@@ -154,6 +160,7 @@ class BlockFormat:
             fingerprint=self.fingerprint,
             block_hash=block_hash,
             digest=header.digest,
+            layout=self.layout_digest,
         )
         for field, found, wanted in zip(header._fields, header, expected, strict=True):
             if found != wanted:

@@ -31,10 +31,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from common.engine.contract.layout import KVLayout, map_layouts
 from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
 from common.errors import (
     BlockCorruptError,
     BlockMissingError,
+    ConfigError,
+    IncompatiblePeerError,
     StoreError,
     StoreUnavailableError,
     TransferCancelledError,
@@ -164,11 +167,17 @@ class StoreWorkerConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        self._format = BlockFormat(fingerprint, layout_of(kv_cache))
+        stored = layout.of_store
+        try:
+            map_layouts(layout, stored)
+        except IncompatiblePeerError as error:
+            raise ConfigError(f"a store keeps whole blocks: {error.message}", param=error.param) from error
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache), stored.digest)
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import (
     NO_FENCES,
     BlockTransfer,
@@ -49,15 +50,16 @@ class TieredWorkerConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector. The tiers first, as they fail faster if they cannot be used."""
         try:
-            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, on_settled, fences)
+            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences)
         except ConfigError as error:
             raise _named_below_store(error) from error
-        facts = self._direct.register_kv_cache(kv_cache, fingerprint, on_settled, fences)
+        facts = self._direct.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences)
         return replace(facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
 
     def start_load(self, transfer: BlockTransfer) -> None:

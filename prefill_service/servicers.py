@@ -10,12 +10,13 @@ from typing import Any
 
 import grpc
 
+from common.engine.contract.layout import map_layouts
 from common.errors import BatonError, IncompatiblePeerError, InvalidRequestError, RequestCancelledError
 from common.observability.logging import fields
 from common.observability.tracing.context import TRACEPARENT, TRACESTATE, read_parent
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
-from common.pod.convert import add_request_from_pb
+from common.pod.convert import add_request_from_pb, layout_from_pb, layout_to_pb
 from common.pod.tasks import TaskSet
 from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb, rpc_errors
@@ -152,7 +153,7 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 computing = pods_pb2.HandoffComputing(
                     incarnation=self._pod.incarnation,
                     lease_s=self._transfers.lease_s,
-                    block_size=self._pod.spec.block_size,
+                    layout=layout_to_pb(self._pod.spec.layout),
                     quarantine_s=self._quarantine_s,
                 )
                 await context.write(pods_pb2.HandoffEvent(computing=computing))
@@ -212,9 +213,8 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
         """Raises IncompatiblePeerError that names what differs."""
         connector, spec = self._pod.config.connector or "", self._pod.spec
         _check_equal("connector", connector, start.connector, start)
-        _check_equal("block_size", spec.block_size, start.block_size, start)
-        _check_equal("bytes_per_block", spec.bytes_per_block, start.bytes_per_block, start)
         _check_equal("fingerprint", spec.fingerprint, start.fingerprint, start)
+        map_layouts(spec.layout, layout_from_pb(start.layout))
         if spec.is_direct and not start.connector_address:
             raise IncompatiblePeerError(
                 f"connector_address: {start.decode_pod_id} has none, so {connector} cannot write to it",
@@ -222,14 +222,14 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             )
 
 
-def _check_equal(name: str, ours: str | int | bytes, theirs: str | int | bytes, start: pods_pb2.HandoffStart) -> None:
+def _check_equal(name: str, ours: str | bytes, theirs: str | bytes, start: pods_pb2.HandoffStart) -> None:
     if ours != theirs:
         raise IncompatiblePeerError(
             f"{name} differs: {_shown(ours)} here, {_shown(theirs)} on {start.decode_pod_id}", param=name
         )
 
 
-def _shown(fact: str | int | bytes) -> str:
+def _shown(fact: str | bytes) -> str:
     return fact.hex()[:12] if isinstance(fact, bytes) else repr(fact)
 
 

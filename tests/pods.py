@@ -26,6 +26,7 @@ from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
 from common.pod.context import PodContext
+from common.pod.convert import layout_to_pb
 from common.pod.runtime import PodRuntime
 from common.rpc.channel import open_channel
 from common.rpc.convert import sampling_to_pb
@@ -446,8 +447,7 @@ class HandoffStream:
             "connector": pod.context.config.connector,
             "decode_pod_id": "decode-test",
             "connector_address": pod.context.spec.connector_address,  # its own, but for tests that have another
-            "block_size": pod.context.spec.block_size,
-            "bytes_per_block": pod.context.spec.bytes_per_block,
+            "layout": layout_to_pb(pod.context.spec.layout),
             **start,
         }
         self._start = pods_pb2.HandoffStart(transfer_id=transfer_id, epoch=epoch, **fields)

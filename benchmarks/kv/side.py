@@ -33,6 +33,8 @@ from msgspec.structs import replace
 
 from benchmarks.kv.bare import BareMedium, Move, Receiver, Slabs, open_bare
 from benchmarks.kv.wire import Close, Go, Link, Meet, Mode, Moved, OpenBare, Ran, Ready, Run, Setup
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.types import BlockHash, RequestId
 from kv_store.registry import create_connector
@@ -61,7 +63,10 @@ class Side:
         # num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim
         shape = (setup.num_blocks, 4, 2, 4, BLOCK_SIZE, setup.block_bytes // (4 * 2 * 4 * BLOCK_SIZE * 4))
         kv_cache = torch.from_numpy(self._slabs).view(torch.float32).view(shape)
-        facts = self._connector.register_kv_cache(kv_cache, FINGERPRINT, lambda: os.eventfd_write(self._settled, 1))
+        layout = KVLayout(BLOCK_SIZE, (KVGroupSpec(tuple(range(4)), 4, shape[-1], shape[-1], "float32"),))
+        facts = self._connector.register_kv_cache(
+            kv_cache, FINGERPRINT, layout, lambda: os.eventfd_write(self._settled, 1)
+        )
         self._is_direct = facts.is_direct
         self._part_blocks = facts.part_blocks
         self._resident = _resident_bytes("VmRSS")

@@ -109,7 +109,7 @@ class EngineCore:
             executor.initialize_kv_cache(self.spec.num_blocks)
             kv = create_kv_cache_manager(
                 self.spec.num_blocks,
-                KVGroups(facts.kv_groups, self.spec.block_size),
+                KVGroups(facts.layout.groups, self.spec.block_size),
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
             self._open_connector(kv)
@@ -325,7 +325,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
     num_blocks = _resolve_num_blocks(config.cache, facts)
     return EngineSpec(
         fingerprint=facts.fingerprint,
-        block_size=config.cache.block_size,
+        layout=facts.layout,
         num_blocks=num_blocks,
         max_model_len=_resolve_max_model_len(config, facts, num_blocks),
         vocab_size=facts.vocab_size,
@@ -335,6 +335,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         kernels=facts.kernels,
         kernels_failed=facts.kernels_failed,
         num_threads=facts.num_threads,
+        position_dims=facts.position_dims,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
         eos_token_ids=tuple(sorted(facts.eos_token_ids)),
@@ -360,7 +361,7 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
 def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
     """Tokens of the longest request, which alone must fit the KV cache."""
     wanted = config.model.max_model_len
-    num_groups = len(facts.kv_groups)
+    num_groups = len(facts.layout.groups)
     fitting = (num_blocks - 1) // num_groups * config.cache.block_size  # the null block holds no tokens
     if wanted is None:
         if fitting < facts.max_model_len:

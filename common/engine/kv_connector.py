@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from common.engine.contract.layout import KVLayout
 from common.engine.contract.step import Fence
 from common.types import BlockHash, RequestId
 
@@ -115,11 +116,13 @@ class WorkerConnector(Protocol):
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """Called once, before anything else. `kv_cache` is
-        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab.
+        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab;
+        `layout` is that of the engine.
         Opens the medium; raises ConfigError that names the setting if that is impossible."""
 
     def start_load(self, transfer: BlockTransfer) -> None:

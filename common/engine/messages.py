@@ -12,7 +12,17 @@ from typing import Literal
 import msgspec
 
 from common.engine.config import Kernels
-from common.types import ExtraKey, FinishReason, Logprobs, RequestId, SampledToken, SamplingParams, TransferId
+from common.engine.contract.layout import KVLayout
+from common.types import (
+    ExtraKey,
+    FinishReason,
+    Logprobs,
+    PromptPositions,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    TransferId,
+)
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +47,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
     cache_salt: str = ""
     extra_keys: list[ExtraKey] = []  # in order
+    positions: PromptPositions | None = None  # None: the tokens' places; others only if EngineSpec.position_dims > 1
     priority: int = 0  # lower runs first under the priority policy
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     tenant: str = ""  # whose it is; tenants share in turn what compiles grammars
@@ -226,8 +237,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts of a started engine, "auto" resolved."""
 
-    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout but for the block size
-    block_size: int
+    fingerprint: bytes  # 32 bytes: identity of the model; the layout is no part of it
+    layout: KVLayout
     num_blocks: int
     max_model_len: int
     vocab_size: int
@@ -242,8 +253,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
+    position_dims: int = 1  # dimensions of a token's position
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self.layout.block_size
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -551,6 +551,7 @@ class EngineRequest(_message.Message):
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EXTRA_KEYS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     cache_salt: _builtins.str
@@ -577,6 +578,10 @@ class EngineRequest(_message.Message):
     def extra_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExtraKey]:
         """In order; no token has two."""
 
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Positions]:
+        """In each dimension that the model's positions have; none: the tokens' places."""
+
     def __init__(
         self,
         *,
@@ -589,14 +594,39 @@ class EngineRequest(_message.Message):
         target_itl_ms: _builtins.float = ...,
         tenant: _builtins.str = ...,
         extra_keys: _abc.Iterable[Global___ExtraKey] | None = ...,
+        positions: _abc.Iterable[Global___Positions] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineRequest: _TypeAlias = EngineRequest  # noqa: Y015
+
+@_typing.final
+class Positions(_message.Message):
+    """Positions of the prompt's tokens in one dimension. Tokens after the prompt go on from the largest in any dimension."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Below 2^31, one for each token."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Positions: _TypeAlias = Positions  # noqa: Y015
 
 @_typing.final
 class ExtraKey(_message.Message):

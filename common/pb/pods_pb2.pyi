@@ -497,22 +497,21 @@ class HandoffStart(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     DECODE_POD_ID_FIELD_NUMBER: _builtins.int
     CONNECTOR_ADDRESS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     epoch: _builtins.int
     fingerprint: _builtins.bytes
-    """Model fingerprint of the decode pod; must equal the prefill pod's."""
+    """Identity of the decode pod's model; must equal the prefill pod's."""
     connector: _builtins.str
     """Connector name of the decode pod; must equal the prefill pod's."""
     decode_pod_id: _builtins.str
     """For logs."""
     connector_address: _builtins.bytes
     """Direct connectors: what the prefill pod needs to write to the decode pod."""
-    block_size: _builtins.int
-    """Tokens per KV block of the decode pod; must equal the prefill pod's."""
-    bytes_per_block: _builtins.int
-    """Bytes per KV block of the decode pod; must equal the prefill pod's."""
+    @_builtins.property
+    def layout(self) -> Global___KVLayout:
+        """Layout of the decode pod's KV cache; the prefill pod's must map onto it."""
+
     def __init__(
         self,
         *,
@@ -522,16 +521,98 @@ class HandoffStart(_message.Message):
         connector: _builtins.str = ...,
         decode_pod_id: _builtins.str = ...,
         connector_address: _builtins.bytes = ...,
-        block_size: _builtins.int = ...,
-        bytes_per_block: _builtins.int = ...,
+        layout: Global___KVLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "connector", b"connector", "connector_address", b"connector_address", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "connector_address", b"connector_address", "decode_pod_id", b"decode_pod_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "layout", b"layout", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffStart: _TypeAlias = HandoffStart  # noqa: Y015
+
+@_typing.final
+class KVLayout(_message.Message):
+    """How a pod's KV is cut. It is no part of the model's identity: pods of one identity fit if their layouts map onto each
+    other; today only equal ones do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    """Tokens per KV block."""
+    tensor_parallel_size: _builtins.int
+    """Ranks, each of which has an equal part of the KV heads."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
+        """Layers that share a block table, with the heads of the whole model."""
+
+    def __init__(
+        self,
+        *,
+        block_size: _builtins.int = ...,
+        groups: _abc.Iterable[Global___KVGroup] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class KVGroup(_message.Message):
+    """Layers whose KV lives by the same rule."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    VALUE_HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    num_kv_heads: _builtins.int
+    head_dim: _builtins.int
+    """Elements of a key; values are padded up to it."""
+    value_head_dim: _builtins.int
+    """Elements of a value."""
+    dtype: _builtins.str
+    """Of an element."""
+    kind: _builtins.str
+    """Rule of what falls out: full, window and so on."""
+    window: _builtins.int
+    """Window: tokens that a token sees, itself included."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the model, from 0 on."""
+
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        value_head_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        window: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "layers", b"layers", "num_kv_heads", b"num_kv_heads", "value_head_dim", b"value_head_dim", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___KVGroup: _TypeAlias = KVGroup  # noqa: Y015
 
 @_typing.final
 class HandoffReserved(_message.Message):
@@ -646,27 +727,29 @@ class HandoffComputing(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     QUARANTINE_S_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Incarnation id of the prefill pod."""
     lease_s: _builtins.float
     """Seconds for which it waits for `reserved` or `renew`."""
-    block_size: _builtins.int
-    """Tokens per KV block of the prefill pod; must equal the decode pod's."""
     quarantine_s: _builtins.float
     """Direct connectors: seconds after a break of this stream in which it may still write."""
+    @_builtins.property
+    def layout(self) -> Global___KVLayout:
+        """Layout of the prefill pod's KV cache; must map onto the decode pod's."""
+
     def __init__(
         self,
         *,
         incarnation: _builtins.int = ...,
         lease_s: _builtins.float = ...,
-        block_size: _builtins.int = ...,
         quarantine_s: _builtins.float = ...,
+        layout: Global___KVLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incarnation", b"incarnation", "lease_s", b"lease_s", "quarantine_s", b"quarantine_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "quarantine_s", b"quarantine_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -815,7 +898,7 @@ class PodInfo(_message.Message):
     model_name: _builtins.str
     """Served model name."""
     fingerprint: _builtins.bytes
-    """Model fingerprint, 32 bytes."""
+    """Identity of the model, 32 bytes: weights, configuration, dtypes, quantisation."""
     block_size: _builtins.int
     """Tokens per KV block."""
     num_blocks: _builtins.int

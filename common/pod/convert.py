@@ -3,17 +3,20 @@ that this pod serves, and nowhere else."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RequestOutput
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
 from common.rpc.errors import make_error
-from common.types import ExtraKey, RequestId, SampledToken
-from common.types.validation import validate_extra_keys, validate_prompt, validate_sampling
+from common.types import ExtraKey, PromptPositions, RequestId, SampledToken
+from common.types.validation import validate_extra_keys, validate_positions, validate_prompt, validate_sampling
 
 
 def add_request_from_pb(
@@ -39,6 +42,9 @@ def add_request_from_pb(
     )
     extra_keys = [ExtraKey(key.start, key.end, key.digest) for key in message.extra_keys]
     validate_extra_keys(extra_keys, len(prompt))
+    positions = [each.values for each in message.positions]
+    if positions:
+        validate_positions(positions, len(prompt), spec.position_dims)
     outputs = list(message.output_token_ids)
     if outputs and max(outputs) >= spec.vocab_size:
         raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
@@ -53,6 +59,7 @@ def add_request_from_pb(
         output_token_ids=outputs,
         cache_salt=message.cache_salt,
         extra_keys=extra_keys,
+        positions=PromptPositions.of(positions) if positions else None,
         priority=message.priority,
         target_itl_s=_target_itl_s(message.target_itl_ms),
         tenant=message.tenant,
@@ -68,6 +75,31 @@ def error_of(output: RequestOutput) -> BatonError:
 def sampled_token_from_pb(token_id: int, logprobs: common_pb2.PositionLogprobs | None) -> SampledToken:
     """Converts a token and its log probabilities, if it has any."""
     return SampledToken(token_id, None if logprobs is None else logprobs_from_pb(logprobs))
+
+
+def layout_to_pb(layout: KVLayout) -> pods_pb2.KVLayout:
+    """Converts the layout of a KV cache."""
+    groups = [pods_pb2.KVGroup(**dataclasses.asdict(group)) for group in layout.groups]
+    return pods_pb2.KVLayout(
+        block_size=layout.block_size, groups=groups, tensor_parallel_size=layout.tensor_parallel_size
+    )
+
+
+def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
+    """Converts the layout of a peer's KV cache. It is not checked: `map_layouts` compares it with our own."""
+    groups = tuple(
+        KVGroupSpec(
+            tuple(group.layers),
+            group.num_kv_heads,
+            group.head_dim,
+            group.value_head_dim,
+            group.dtype,
+            group.kind,
+            group.window if group.HasField("window") else None,
+        )
+        for group in message.groups
+    )
+    return KVLayout(message.block_size, groups, message.tensor_parallel_size)
 
 
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:

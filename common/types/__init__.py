@@ -20,6 +20,7 @@ from common.types.generation import (
     SamplingParams,
     TransferId,
 )
+from common.types.positions import PromptPositions
 
 __all__ = [
     "HASH_BYTES",
@@ -29,6 +30,7 @@ __all__ = [
     "ExtraKey",
     "FinishReason",
     "Logprobs",
+    "PromptPositions",
     "RequestId",
     "SampledToken",
     "SamplingParams",

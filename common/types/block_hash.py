@@ -1,6 +1,7 @@
 """Content addresses of KV blocks.
 
-A block's hash is `H(parent hash, its token ids)`, with what else decides its KV (extra keys: an image's digest, say).
+A block's hash is `H(parent hash, its token ids)`, with what else decides its KV (extra keys: an image's digest, say;
+positions other than the tokens' places in the prompt).
 The parent of the first block is a root made of the keys of the whole request (cache salt, adapter). Equal hashes
 therefore mean equal tokens in equal context for the same tenant, on every pod and in every process: there is no seed. H
 is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a second preimage (2^128 work).
@@ -14,11 +15,15 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple, NewType
 
+from common.types.positions import PromptPositions
+
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
 
 _KEYED = b"baton.block.extra-keys.v1\0"  # longer than a parent's hash, with which other blocks begin
+_POSITIONED = b"baton.block.positions.v1\0"
+_POSITIONS_HEAD = Struct("<II")  # dimensions, tokens
 _KEY_HEAD = Struct("<qqI")  # first token and end, from the block's first token on, and length of the digest
 
 
@@ -42,9 +47,10 @@ def hash_prompt(
     root: BlockHash,
     extra_keys: Sequence[ExtraKey] = (),
     first_token: int = 0,
+    positions: PromptPositions | None = None,
 ) -> list[BlockHash]:
     """Hashes of all full blocks of `token_ids`, in order; a partial last block has none. `first_token`: where in the
-    prompt they begin, for the extra keys."""
+    prompt they begin, for extra keys and positions."""
     packed = memoryview(array("I", token_ids).tobytes())
     stride = block_size * 4
     hashes: list[BlockHash] = []
@@ -53,6 +59,8 @@ def hash_prompt(
         content = parent + packed[start : start + stride]
         if extra_keys:
             content = _with_keys(content, extra_keys, first_token + start // 4, block_size)
+        if positions is not None:
+            content = _with_positions(content, positions, first_token + start // 4, block_size)
         parent = BlockHash(hashlib.sha256(content).digest()[:HASH_BYTES])
         hashes.append(parent)
     return hashes
@@ -64,6 +72,7 @@ def hash_partial_block(
     full: Sequence[BlockHash],
     root: BlockHash,
     extra_keys: Sequence[ExtraKey] = (),
+    positions: PromptPositions | None = None,
 ) -> BlockHash:
     """Hash of the last, partial block of `token_ids`, whose full blocks have the hashes `full`.
 
@@ -73,6 +82,8 @@ def hash_partial_block(
     content = (full[-1] if full else root) + array("I", token_ids[first:]).tobytes()
     if extra_keys:
         content = _with_keys(content, extra_keys, first, len(token_ids) - first)
+    if positions is not None:
+        content = _with_positions(content, positions, first, len(token_ids) - first)
     return BlockHash(hashlib.sha256(content).digest()[:HASH_BYTES])
 
 
@@ -84,6 +95,17 @@ def _with_keys(content: bytes, extra_keys: Sequence[ExtraKey], first: int, num_t
         return content
     packed = [_KEY_HEAD.pack(key.start - first, key.end - first, len(key.digest)) + key.digest for key in keys]
     return _KEYED + len(keys).to_bytes(4, "little") + b"".join(packed) + content
+
+
+def _with_positions(content: bytes, positions: PromptPositions, first: int, num_tokens: int) -> bytes:
+    """What is hashed of a block of so many tokens, from `first` on. Where positions are the tokens' places, as in text
+    before the first image, it is what a prompt without positions has."""
+    places = list(range(first, first + num_tokens))
+    of_tokens = positions.of_tokens(first, first + num_tokens)
+    if all(each == places for each in of_tokens):
+        return content
+    packed = [array("q", each).tobytes() for each in of_tokens]
+    return _POSITIONED + _POSITIONS_HEAD.pack(len(packed), num_tokens) + b"".join(packed) + content
 
 
 def group_key(block_hash: BlockHash, group: int) -> BlockHash:

@@ -20,6 +20,7 @@ from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, TOKEN_S
 SEED_LIMIT = 2**64  # the generator's key is an unsigned 64-bit integer, [0, SEED_LIMIT)
 MAX_EXTRA_KEYS = 1024  # of a prompt
 MAX_DIGEST_BYTES = 64
+MAX_POSITION = (1 << 31) - 1
 _TOKEN_ID_LIMIT = 2**32  # whatever the vocabulary, see common.types.block_hash
 _NO_NAMES: Mapping[str, str] = {}
 
@@ -160,6 +161,22 @@ def validate_extra_keys(extra_keys: Sequence[ExtraKey], num_prompt_tokens: int) 
             problem = f"has a digest of {len(key.digest)} bytes, not 1 to {MAX_DIGEST_BYTES}"
             raise InvalidRequestError(f"extra_keys[{number}] {problem}", param="extra_keys")
         end = key.end
+
+
+def validate_positions(positions: Sequence[Sequence[int]], num_prompt_tokens: int, num_dimensions: int) -> None:
+    """Raises InvalidRequestError unless these are positions of the prompt's tokens in as many dimensions as the model
+    has."""
+    if num_dimensions == 1:
+        raise InvalidRequestError("positions: the model's are the tokens' places in the prompt", param="positions")
+    if len(positions) != num_dimensions:
+        problem = f"have {len(positions)} dimensions, those of the model {num_dimensions}"
+        raise InvalidRequestError(f"positions {problem}", param="positions")
+    for each in positions:
+        if len(each) != num_prompt_tokens:
+            problem = f"of {len(each)} tokens in a prompt of {num_prompt_tokens}"
+            raise InvalidRequestError(f"positions {problem}", param="positions")
+        if not 0 <= min(each) <= max(each) <= MAX_POSITION:
+            raise InvalidRequestError(f"positions must be from 0 to {MAX_POSITION}", param="positions")
 
 
 def validate_prompt(

@@ -26,7 +26,7 @@ def check_frame(block: StoredBlock, frame: bytes) -> None:
     header = parse_header(frame)
     num_layers, planes, num_kv_heads, block_size, head_dim = header.shape
     layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim)
-    own_format = BlockFormat(header.fingerprint, layout)
+    own_format = BlockFormat(header.fingerprint, layout, header.layout)
     expected = {
         "shape": (planes, 2),
         "payload_bytes": (header.payload_bytes, layout.payload_bytes),

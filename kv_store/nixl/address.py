@@ -1,7 +1,7 @@
 """The address of a consumer's KV cache, for producers that write into it: the bytes in ConnectorFacts.address.
 
 The bytes come from another pod, and NIXL parses the agent's metadata in C++, so everything is checked first: a digest
-of it all, then types and ranges, then that both sides have the same kind of blocks.
+of it all, then types and ranges, then that our blocks map onto the peer's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
+from common.engine.contract.layout import KVLayout, map_layouts
 from common.errors import IncompatiblePeerError, TransferError
 
-ADDRESS_VERSION = 1
+ADDRESS_VERSION = 2
 _DIGEST_BYTES = 16
 
 MemoryType = Literal["DRAM", "VRAM"]
@@ -38,6 +39,7 @@ class NixlAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     agent_name: Annotated[str, Meta(min_length=1, max_length=64)]  # unique per agent, so also per process start
     metadata: Annotated[bytes, Meta(max_length=1 << 20)]  # the agent's, opaque
     fingerprint: bytes  # of the model
+    layout: KVLayout
     region: Region
     version: int = ADDRESS_VERSION
 
@@ -69,10 +71,14 @@ def decode_address(encoded: bytes) -> NixlAddress:
     return address
 
 
-def check_fits(address: NixlAddress, fingerprint: bytes, block_bytes: int) -> None:
-    """Raises IncompatibleAddressError if the peer's blocks differ from ours."""
+def check_fits(address: NixlAddress, fingerprint: bytes, layout: KVLayout, block_bytes: int) -> None:
+    """Raises IncompatibleAddressError unless our blocks fit the peer's."""
     if address.fingerprint != fingerprint:
-        raise IncompatibleAddressError("the peer serves another model or KV layout", param="fingerprint")
+        raise IncompatibleAddressError("the peer serves another model", param="fingerprint")
+    try:
+        map_layouts(layout, address.layout)
+    except IncompatiblePeerError as error:
+        raise IncompatibleAddressError(error.message, param=error.param) from error
     if address.region.block_bytes != block_bytes:
         raise IncompatibleAddressError(
             f"the peer's blocks have {address.region.block_bytes} bytes, not {block_bytes}", param="block_bytes"

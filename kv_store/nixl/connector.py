@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
 from common.errors import (
     BlockCorruptError,
@@ -89,33 +90,38 @@ class NixlWorkerConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        layout = layout_of(kv_cache)
+        block = layout_of(kv_cache)
         region = Region(
             memory="DRAM" if kv_cache.device.type == "cpu" else "VRAM",
             device_id=kv_cache.device.index or 0,
             base=kv_cache.data_ptr(),
             num_blocks=kv_cache.shape[0],
-            block_bytes=layout.payload_bytes,
+            block_bytes=block.payload_bytes,
         )
         self._agent = Agent(self._nixl, region)
         self._jobs = JobTable(on_settled)
         self._kv_cache, self._fences = kv_cache, fences
-        sending = _Sending(self._jobs, Sender(self._nixl, region), region, fingerprint, layout.block_size)
+        sending = _Sending(self._jobs, Sender(self._nixl, region), region, fingerprint, layout)
         self._start_thread("saves", lambda: sending.run(self._saves, kv_cache))
         verifying = _Verifying(self._jobs, region, layout.block_size)
         self._start_thread("loads", lambda: verifying.run(self._loads, kv_cache))
         address = NixlAddress(
-            agent_name=self._agent.name, metadata=self._agent.metadata, fingerprint=fingerprint, region=region
+            agent_name=self._agent.name,
+            metadata=self._agent.metadata,
+            fingerprint=fingerprint,
+            layout=layout,
+            region=region,
         )
         return ConnectorFacts(
             is_direct=True,
             address=address.encode(),
             max_write_s=self._options.timeout_s,
-            part_blocks=max(1, _PART_BYTES // layout.payload_bytes),
+            part_blocks=max(1, _PART_BYTES // block.payload_bytes),
         )
 
     def start_load(self, transfer: BlockTransfer) -> None:
@@ -181,19 +187,19 @@ class _Posted:
 class _Sending:
     """The work of the saving thread."""
 
-    def __init__(self, jobs: JobTable, sender: Sender, region: Region, fingerprint: bytes, block_size: int) -> None:
+    def __init__(self, jobs: JobTable, sender: Sender, region: Region, fingerprint: bytes, layout: KVLayout) -> None:
         self._jobs = jobs
         self._sender = sender
         self._region = region
         self._fingerprint = fingerprint
-        self._block_size = block_size
+        self._layout = layout
         self._queued: deque[Job] = deque()
         self._posted: list[_Posted] = []
 
     def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
         """Serves the inbox until it is closed. Blocks while there is nothing to do, and polls what is in flight at
         growing intervals."""
-        self._digester = Digester(kv_cache, self._block_size)
+        self._digester = Digester(kv_cache, self._layout.block_size)
         last_event = time.monotonic()
         while True:
             pause_s = min(max(_MIN_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - last_event)), _MAX_PAUSE_S)
@@ -237,7 +243,7 @@ class _Sending:
         if transfer.destination is None:
             raise TransferError("connector nixl cannot save without a destination", param="destination")
         address = decode_address(transfer.destination.address)
-        check_fits(address, self._fingerprint, self._region.block_bytes)
+        check_fits(address, self._fingerprint, self._layout, self._region.block_bytes)
         to_ids = transfer.destination.block_ids
         if len(to_ids) != len(transfer.block_ids):
             raise TransferError(f"{len(transfer.block_ids)} blocks for {len(to_ids)}", param="block_ids")

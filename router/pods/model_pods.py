@@ -15,7 +15,8 @@ from router.pods.pod import Pod, PodState
 
 
 class ModelFacts(NamedTuple):
-    """What pods must agree on to share KV and tokens."""
+    """What all pods must agree on: the model, its tokens, the hashes of their blocks. The pods of each handoff compare
+    how their KV lies."""
 
     fingerprint: bytes
     block_size: int  # tokens
@@ -35,7 +36,7 @@ class ModelFacts(NamedTuple):
         if self.fingerprint != other.fingerprint:
             return (
                 f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "
-                f"{self.fingerprint.hex()[:12]}: other weights, dtype or KV layout"
+                f"{self.fingerprint.hex()[:12]}: other weights, dtype or quantisation"
             )
         return ""
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import redis
 import torch
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult, WorkerConnector
 from common.types import BlockHash, RequestId
 from kv_store.base import BlockStore, StoreConnectorOptions
@@ -147,6 +149,18 @@ def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32,
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
 
+def kv_layout(kv_cache: torch.Tensor) -> KVLayout:
+    """The layout of a model with this KV cache."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    dtype = str(kv_cache.dtype).removeprefix("torch.")
+    return KVLayout(block_size, (KVGroupSpec(tuple(range(num_layers)), num_kv_heads, head_dim, head_dim, dtype),))
+
+
+def block_format(kv_cache: torch.Tensor) -> BlockFormat:
+    """Format in which its blocks are stored."""
+    return BlockFormat(FINGERPRINT, layout_of(kv_cache), kv_layout(kv_cache).digest)
+
+
 class WorkerRig:
     """A KV cache with its connector, driven as a worker drives it. Checks that every job settles exactly once."""
 
@@ -159,7 +173,8 @@ class WorkerRig:
         self._wake = threading.Semaphore(0)
         self._job_ids = itertools.count(1)
         self._started: set[int] = set()
-        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, fingerprint, self._wake.release)
+        layout = kv_layout(self.kv_cache)
+        self.facts: ConnectorFacts = connector.register_kv_cache(self.kv_cache, fingerprint, layout, self._wake.release)
 
     def wait(self, job_id: int) -> TransferResult:
         """Sleep until woken, as an idle engine does, until the job has settled."""
@@ -225,6 +240,6 @@ def gated_connector(
     """A connector on the medium that moves `frames` blocks at a time, and the store in between, which stalls and fails
     on demand."""
     store = FaultyStore(medium.store())
-    staging_bytes = frames * BlockFormat(FINGERPRINT, layout_of(create_kv_cache(1))).frame_bytes
+    staging_bytes = frames * block_format(create_kv_cache(1)).frame_bytes
     options = StoreConnectorOptions(threads=threads, timeout_s=timeout_s, staging_bytes=staging_bytes)
     return StoreWorkerConnector(store, options), store

@@ -12,9 +12,7 @@ import torch
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import StoreError
 from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
-from kv_store.block_format import BlockFormat
 from kv_store.registry import STORE_CONNECTOR_NAMES
-from kv_store.staging import layout_of
 from tests.contract.connector_rig import (
     BLOCK_SIZE,
     DEADLINE_S,
@@ -24,8 +22,10 @@ from tests.contract.connector_rig import (
     MemoryMediumRig,
     RedisRig,
     SharedStorageRig,
+    block_format,
     create_kv_cache,
     gated_connector,
+    kv_layout,
 )
 from tests.contract.tiered_rig import TieredRig
 from tests.redis_server import RedisServer, running_redis
@@ -46,7 +46,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
 
 
 def plain_medium(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    namespace = BlockFormat(FINGERPRINT, layout_of(create_kv_cache())).namespace
+    namespace = block_format(create_kv_cache()).namespace
     match name:
         case "memory":
             return MemoryMediumRig(namespace)
@@ -239,6 +239,18 @@ def test_a_frame_of_another_model_is_corrupt(engine, medium):
 def test_a_frame_of_another_dtype_is_corrupt(engine, medium):
     engine(create_kv_cache(dtype=torch.float16)).save([1], HASHES[:1])
     assert engine(create_kv_cache(dtype=torch.bfloat16)).load([1], HASHES[:1]).error == "block_corrupt"
+
+
+def test_a_frame_of_another_layout_is_computed_again_and_replaced(engine):
+    """The namespace is the model's, whatever the layout."""
+    other = torch.zeros(4, 3, 2, 4, BLOCK_SIZE, 4)  # as many bytes, twice the heads
+    engine(other).save([1], HASHES[:1])
+    mine = engine(create_kv_cache(seed=1))
+    assert mine.load([2], HASHES[:1]).error == "block_corrupt"
+    mine.save([1], HASHES[:1])
+    reader = engine(create_kv_cache(seed=2))
+    assert ok(reader.load([2], HASHES[:1]), 1)
+    assert bits(reader.kv_cache, [2]) == bits(mine.kv_cache, [1])
 
 
 def test_tenants_with_different_salts_do_not_share(engine):
@@ -506,7 +518,8 @@ def test_a_result_can_be_polled_when_the_engine_is_woken(medium):
         polled.extend(connector.poll())
         woken.set()
 
-    connector.register_kv_cache(create_kv_cache(), FINGERPRINT, wake)
+    kv_cache = create_kv_cache()
+    connector.register_kv_cache(kv_cache, FINGERPRINT, kv_layout(kv_cache), wake)
     connector.start_save(BlockTransfer(1, RequestId("request"), (1,), (HASHES[0],), BLOCK_SIZE))
     assert woken.wait(DEADLINE_S)
     assert polled == [TransferResult(1, 1)]

@@ -14,7 +14,7 @@ from common.engine.kv_connector import BlockTransfer, Destination, TransferResul
 from common.errors import ConfigError
 from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
 from kv_store.registry import create_connector
-from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache
+from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache, kv_layout
 from tests.contract.direct_rig import DirectRig, nixl_rig
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE))
@@ -162,12 +162,15 @@ ADDRESSES: dict[str, Callable[[bytes], bytes]] = {
     "last bit": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
     "another message": lambda good: seal(msgspec.msgpack.encode(["hello"])),
     "no message": lambda good: seal(b"\xc1"),
-    "newer version": lambda good: changed(good, version=2),
+    "newer version": lambda good: changed(good, version=3),
     "no blocks": lambda good: changed(good, region=region_of(good, num_blocks=0)),
     "address beyond memory": lambda good: changed(good, region=region_of(good, base=1 << 63)),
     "unknown memory": lambda good: changed(good, region=region_of(good, memory="tape")),
     "other model": lambda good: changed(good, fingerprint=OTHER_FINGERPRINT),
-    "other block size": lambda good: changed(good, region=region_of(good, block_bytes=768)),
+    "other degree": lambda good: changed(good, layout=layout_of(good, tensor_parallel_size=2)),
+    "no layout": lambda good: changed(good, layout=layout_of(good, groups=[])),
+    "other block size": lambda good: changed(good, layout=layout_of(good, block_size=8)),
+    "other size of blocks": lambda good: changed(good, region=region_of(good, block_bytes=768)),
 }
 
 
@@ -177,6 +180,10 @@ def seal(body: bytes) -> bytes:
 
 def region_of(address: bytes, **changes: object) -> dict[str, object]:
     return {**msgspec.msgpack.decode(address[16:])["region"], **changes}
+
+
+def layout_of(address: bytes, **changes: object) -> dict[str, object]:
+    return {**msgspec.msgpack.decode(address[16:])["layout"], **changes}
 
 
 def changed(address: bytes, **changes: object) -> bytes:
@@ -275,7 +282,8 @@ def test_a_result_can_be_polled_when_the_engine_is_woken(worker):
         polled.extend(connector.poll())
         woken.set()
 
-    connector.register_kv_cache(create_kv_cache(), FINGERPRINT, wake)
+    kv_cache = create_kv_cache()
+    connector.register_kv_cache(kv_cache, FINGERPRINT, kv_layout(kv_cache), wake)
     destination = Destination(consumer.address, (2,))
     connector.start_save(BlockTransfer(1, RequestId("request"), (1,), (HASHES[0],), BLOCK_SIZE, destination))
     assert woken.wait(DEADLINE_S)

@@ -10,20 +10,18 @@ from common.engine.kv_connector import Destination, TransferResult
 from common.errors import ConfigError, StoreError
 from common.types import BlockHash, hash_prompt, root_hash
 from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
-from kv_store.block_format import BlockFormat
 from kv_store.faulty_store import FaultyStore
 from kv_store.host_pool import HostPool
 from kv_store.memory_store import InMemoryStore, MemoryMedium, MemoryStoreOptions
 from kv_store.registry import create_connector
-from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
 from kv_store.tiered_connector import TieredWorkerConnector
 from kv_store.tiered_store import TieredStore
-from tests.contract.connector_rig import BLOCK_SIZE, FINGERPRINT, WorkerRig, create_kv_cache
+from tests.contract.connector_rig import BLOCK_SIZE, FINGERPRINT, WorkerRig, block_format, create_kv_cache, kv_layout
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE))
 HASHES = hash_prompt(PROMPT, BLOCK_SIZE, root_hash())
-FORMAT = BlockFormat(FINGERPRINT, layout_of(create_kv_cache(1)))
+FORMAT = block_format(create_kv_cache(1))
 
 
 class TierRig(WorkerRig):
@@ -177,8 +175,9 @@ def test_handoffs_and_tiers_of_one_connector_do_not_meet():
 )
 def test_a_tier_that_cannot_be_opened_is_named(options, says):
     connector = create_connector("nixl", options)
+    kv_cache = create_kv_cache()
     with pytest.raises(ConfigError) as caught:
-        connector.register_kv_cache(create_kv_cache(), FINGERPRINT, lambda: None)
+        connector.register_kv_cache(kv_cache, FINGERPRINT, kv_layout(kv_cache), lambda: None)
     assert caught.value.message.startswith(says)
     assert caught.value.param == says.partition(":")[0]
     connector.close()

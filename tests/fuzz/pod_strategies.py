@@ -69,8 +69,7 @@ class Facts:
     prefill_address: str
     fingerprint: bytes
     connector: str
-    block_size: int
-    bytes_per_block: int
+    layout: pods_pb2.KVLayout
 
 
 def _submits(facts: Facts) -> st.SearchStrategy[pods_pb2.Submit]:
@@ -109,8 +108,7 @@ def _handoffs(draw: st.DrawFn, facts: Facts) -> list[pods_pb2.HandoffCommand]:
         connector=st.just(facts.connector),
         decode_pod_id=st.just("fuzz"),
         connector_address=st.just(b"nobody's"),
-        block_size=st.just(facts.block_size),
-        bytes_per_block=st.just(facts.bytes_per_block),
+        layout=st.just(facts.layout),
     )
     starts = (good | nearly(good, pods_pb2.HandoffStart)).map(lambda start: command(start=start))
     reserved = st.builds(

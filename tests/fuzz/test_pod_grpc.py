@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, HandoffStub, PodStub, PrefillStub
+from common.pod.convert import layout_to_pb
 from decode_service.handoff import HandoffTimeouts
 from tests.fuzz.budget import Budget
 from tests.fuzz.host import DEADLINE_S, Footprint, Host, hosted, profile, sizes
@@ -53,7 +54,7 @@ class Pods:
     def facts(self) -> Facts:
         spec = self.prefill.context.spec
         connector = self.prefill.context.config.connector or ""
-        return Facts(self.prefill.address, spec.fingerprint, connector, spec.block_size, spec.bytes_per_block)
+        return Facts(self.prefill.address, spec.fingerprint, connector, layout_to_pb(spec.layout))
 
     def channel(self, method: str) -> grpc.aio.Channel:
         return (self.decode if method == "Decode.Session" else self.prefill).channel

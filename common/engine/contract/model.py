@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.engine.config import Kernels
-from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts of a loaded model for the engine, "auto" resolved."""
 
-    fingerprint: bytes  # 32 bytes: weights identity, config, dtype, KV layout, block size
+    fingerprint: bytes  # 32 bytes: identity of the model, see `fingerprint_model`; the layout is no part of it
+    layout: KVLayout
     vocab_size: int
     max_model_len: int  # the model's own limit
     eos_token_ids: frozenset[int]
-    kv_groups: tuple[KVGroupSpec, ...]
     bytes_per_block: int  # the same in all groups
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str
+    position_dims: int = 1  # dimensions of a token's position
     tokenizer_directory: Path | None = None  # of the model; None: output cannot be constrained
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else

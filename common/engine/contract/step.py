@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from common.types import Logprobs, RequestId, SampledToken, SamplingParams
+from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 Fence = int
 """The number of a step that its workers' devices may not have finished: they count those that compute something from 1
@@ -37,6 +37,7 @@ class NewRequest:
     block_ids: list[list[int]]  # of each KV group; 0 stands for blocks that are not needed any more
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
+    positions: PromptPositions | None = None  # None: the tokens' places
 
 
 class PromptLogprobs(NamedTuple):

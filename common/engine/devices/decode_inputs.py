@@ -14,7 +14,7 @@ class DecodeInputs(NamedTuple):
     """Inputs of a forward pass over decodes."""
 
     input_ids: torch.Tensor  # [num_decodes]
-    positions: torch.Tensor  # [num_decodes]
+    positions: torch.Tensor  # [num_decodes], see PackedBatch
     attention: AttentionMetadata
 
 

@@ -20,6 +20,7 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
@@ -34,7 +35,7 @@ from common.engine.kv_connector import (
     WorkerConnector,
 )
 from common.engine.phases import Phase, PhaseClock
-from common.types import BlockHash, Logprobs, RequestId, SampledToken, SamplingParams
+from common.types import BlockHash, Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
 
@@ -54,6 +55,7 @@ def expected_tokens(
     vocab_size: int = 512,
     sampling: SamplingParams | None = None,
     groups: Sequence[KVGroupSpec] = ONE_GROUP,
+    positions: PromptPositions | None = None,
 ) -> list[int]:
     """The `num_tokens` tokens that a correct engine over a FakeExecutor generates after the prompt."""
     sampling = sampling or SamplingParams(temperature=0.0)
@@ -61,7 +63,7 @@ def expected_tokens(
     tokens = np.array(prompt_token_ids, dtype=np.uint64)
     generated: list[int] = []
     for _ in range(num_tokens):
-        seen = np.stack([tokens, np.arange(len(tokens), dtype=np.uint64)])
+        seen = np.stack([tokens, _positions(positions, 0, len(tokens)).astype(np.uint64)])
         visible = [seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
         generated.append(_next_token(visible, sampling, vocab_size))
         tokens = np.append(tokens, np.uint64(generated[-1]))
@@ -83,10 +85,11 @@ class MemoryConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
-        """See WorkerConnector. The fingerprint is not needed: a store is shared by equal executors only."""
+        """See WorkerConnector. Nothing is compared: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         return ConnectorFacts(keeps_blocks=self._is_tier, wants_offloads=self._is_tier)
@@ -151,10 +154,11 @@ class DirectMemoryConnector:
         self,
         kv_cache: torch.Tensor,
         fingerprint: bytes,
+        layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
     ) -> ConnectorFacts:
-        """See WorkerConnector. Pods compare fingerprints before they exchange addresses."""
+        """See WorkerConnector. Pods compare fingerprints and layouts before they exchange addresses."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         self._kv_caches[self._address] = kv_cache
@@ -223,20 +227,22 @@ class FakeExecutor:
         step_s: float = 0.0,
         runs_ahead: bool = False,
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
+        position_dims: int = 1,
     ) -> None:
         self._block_size = block_size
         self._groups = KVGroups(groups, block_size)
         bytes_per_block = 2 * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
+            layout=KVLayout(block_size, tuple(groups)),
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            kv_groups=tuple(groups),
             bytes_per_block=bytes_per_block,
             available_kv_bytes=available_blocks * bytes_per_block,
             device="cpu",
             dtype="float32",
+            position_dims=position_dims,
         )
         self._connector: WorkerConnector = connector or MemoryConnector()
         self._step_s = step_s
@@ -268,7 +274,8 @@ class FakeExecutor:
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
         """Always there."""
         return OpenConnector(
-            self._connector, self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, on_settled)
+            self._connector,
+            self._connector.register_kv_cache(self._kv_cache, FAKE_FINGERPRINT, self._facts.layout, on_settled),
         )
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
@@ -311,10 +318,10 @@ class FakeExecutor:
         for table in map(np.array, request.block_tables):
             if end > len(table) * self._block_size:
                 raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
-            positions = np.arange(start, end)
-            blocks, offsets = table[positions // self._block_size], positions % self._block_size
+            places = np.arange(start, end)
+            blocks, offsets = table[places // self._block_size], places % self._block_size
             self._slots[blocks, 0, offsets] = request.token_ids[start:end]
-            self._slots[blocks, 1, offsets] = positions
+            self._slots[blocks, 1, offsets] = _positions(request.positions, start, end, self._facts.position_dims)
         request.num_computed_tokens = end
         if end < len(request.token_ids):
             return None
@@ -357,10 +364,24 @@ class _FakeRequest:
     sampling: SamplingParams
     block_tables: list[list[int]]
     num_computed_tokens: int
+    positions: PromptPositions | None
 
     @classmethod
     def from_new(cls, new: NewRequest) -> _FakeRequest:
-        return cls(list(new.token_ids), new.sampling, [list(ids) for ids in new.block_ids], new.num_computed_tokens)
+        block_tables = [list(ids) for ids in new.block_ids]
+        return cls(list(new.token_ids), new.sampling, block_tables, new.num_computed_tokens, new.positions)
+
+
+def _positions(
+    positions: PromptPositions | None, start: int, end: int, num_dimensions: int = 1
+) -> npt.NDArray[np.int64]:
+    """Positions of tokens [start, end), each as one number: in one dimension the position itself."""
+    if positions is None:
+        numbers: npt.NDArray[np.int64] = np.arange(start, end) * sum(31**each for each in range(num_dimensions))
+    else:
+        values = np.array(positions.of_tokens(start, end))
+        numbers = 31 ** np.arange(len(values)) @ values
+    return numbers
 
 
 def _next_token(visible: Sequence[npt.NDArray[np.uint64]], sampling: SamplingParams, vocab_size: int) -> int:

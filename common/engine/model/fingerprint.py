@@ -6,12 +6,12 @@ SHA-256 over
   and `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` of its tensors: every fine-tuned or re-quantised checkpoint
   differs in them, and reading them takes milliseconds whatever the size of the model;
 - the parsed config.json without fields that change no number;
-- compute dtype and KV layout: what a token's KV looks like;
+- dtype of the computation and of the KV;
 - how the weights were quantised while they were loaded;
 - where KV is the same to the last bit (`batch_invariant`), the instructions that rounded it.
 
-Paths are no part of it: the same files fingerprint the same everywhere. Nor is the block size, which divides the KV but
-does not change it; blocks are compared by it separately.
+Paths are no part of it: the same files fingerprint the same everywhere. Nor is the layout of the KV (`KVLayout`), which
+says how it is cut and where it lies, but not what it is; engines that exchange KV compare it separately.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from common.engine.devices.attention import KVSpec
 
 CHUNK_BYTES = 4096
 NUM_CHUNKS = 256
@@ -36,20 +34,20 @@ _IRRELEVANT = frozenset(
 def fingerprint_model(
     weight_files: Sequence[Path],
     config: dict[str, Any],
-    spec: KVSpec,
     *,
+    dtype: str,
+    kv_dtype: str,
     quantization: str | None = None,
     rounding: str = "",
 ) -> bytes:
     """The 32-byte fingerprint. `config` is the parsed config.json; `quantization` as in ModelConfig; `rounding` names
     the instructions, if they matter. Raises OSError if a file cannot be read."""
-    digest = hashlib.sha256(b"baton.fingerprint.v1")
+    digest = hashlib.sha256(b"baton.fingerprint.v2")
     for path in sorted(weight_files, key=lambda path: path.name):
         digest.update(_digest_weights(path))
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     digest.update(json.dumps(relevant, sort_keys=True).encode())
-    layout = [str(spec.dtype), spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.value_head_dim]
-    digest.update(json.dumps(layout).encode())
+    digest.update(f"dtype {dtype};KV {kv_dtype};".encode())
     if quantization is not None:
         digest.update(f"quantization {quantization};".encode())
     digest.update(rounding.encode())

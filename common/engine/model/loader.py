@@ -64,6 +64,7 @@ class LoadedModel:
     config: dict[str, Any]  # config.json
     weight_files: list[Path]
     directory: Path
+    position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
 def load_model(config: ModelConfig) -> LoadedModel:

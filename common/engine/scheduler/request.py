@@ -57,6 +57,7 @@ class Request:
         "num_restored_tokens",
         "num_scheduled_tokens",
         "order",
+        "positions",
         "request_id",
         "sampling",
         "status",
@@ -101,6 +102,7 @@ class Request:
 
         self._root_hash = root_hash(message.cache_salt)
         self._extra_keys = message.extra_keys
+        self.positions = message.positions
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
 
         role = message.transfer.role if message.transfer is not None else None
@@ -175,7 +177,9 @@ class Request:
         if known < num_blocks:
             parent = self.block_hashes[-1] if known else self._root_hash
             tokens = self.token_ids[known * block_size : num_blocks * block_size]
-            self.block_hashes += hash_prompt(tokens, block_size, parent, self._extra_keys, known * block_size)
+            self.block_hashes += hash_prompt(
+                tokens, block_size, parent, self._extra_keys, known * block_size, self.positions
+            )
 
     def full_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
         """Hashes of blocks [start, stop) of prompt and output, all of which must be full."""
@@ -190,5 +194,6 @@ class Request:
         if stop > num_full:
             prompt = self.token_ids[: self.num_prompt_tokens]
             full = self.block_hashes[:num_full]
-            hashes.append(hash_partial_block(prompt, block_size, full, self._root_hash, self._extra_keys))
+            keys = self._extra_keys, self.positions
+            hashes.append(hash_partial_block(prompt, block_size, full, self._root_hash, *keys))
         return tuple(hashes)

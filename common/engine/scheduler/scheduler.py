@@ -440,6 +440,7 @@ class Scheduler:
             block_ids=self._kv.block_ids(request),
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
+            positions=request.positions,
         )
 
     def masks_arrived(self, request_ids: Sequence[RequestId]) -> None:

@@ -29,7 +29,7 @@ class PackedBatch:
     """Ready for the forward pass. Tensors are on the device, int64."""
 
     input_ids: torch.Tensor  # [num_tokens]
-    positions: torch.Tensor  # [num_tokens]
+    positions: torch.Tensor  # [num_tokens], or [dimensions, num_tokens] if the model's have several
     logits_index: torch.Tensor  # query tokens whose logits are wanted: the sampled ones, then those of prompts
     attention: AttentionMetadata
     sampled_ids: list[RequestId]  # requests that sample, in the order of logits_index
@@ -73,7 +73,7 @@ class BatchPacker:
         input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = _upload(
             [
                 table.token_ids[token_rows, positions],
-                positions,
+                positions if table.position_dims == 1 else table.positions(token_rows, positions),
                 block_ids * block_size + offsets,
                 layout.wanted,
                 layout.ends,
@@ -113,7 +113,7 @@ class _Layout(NamedTuple):
     table_version: int
     rows: npt.NDArray[np.int64]  # [num_seqs], in the request table
     sequences: npt.NDArray[np.intp]  # [num_tokens]: sequence, in batch order, of each token
-    positions: npt.NDArray[np.int64]  # [num_tokens]: position of each token in its sequence
+    positions: npt.NDArray[np.int64]  # [num_tokens]: place of each token in its sequence
     ends: npt.NDArray[np.int64]  # [num_seqs]: length of each sequence after the step
     query_start: list[int]
     seq_lens: list[int]  # `ends`

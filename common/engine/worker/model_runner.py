@@ -88,6 +88,7 @@ class ModelRunner:
             max_num_seqs,
             max_model_len,
             self._block_size,
+            position_dims=loaded.position_dims,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
@@ -242,7 +243,7 @@ class ModelRunner:
         self._attention.begin_step(inputs.attention)
         output = self._loaded.model(
             input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions[None],
+            position_ids=inputs.positions.unsqueeze(-2),  # [1, tokens], or [dimensions, 1, tokens]
             use_cache=False,
             logits_to_keep=0 if wanted is None else wanted,  # 0 keeps all
         )
@@ -259,7 +260,7 @@ class ModelRunner:
                 max_model_len=self.max_model_len,
                 block_size=self._block_size,
             )
-        elif self._loaded.device.type == "cuda" and self._attention.is_recordable:
+        elif self._loaded.device.type == "cuda" and self._attention.is_recordable and self._loaded.position_dims == 1:
             self._record_graphs()
 
     def _record_graphs(self) -> None:

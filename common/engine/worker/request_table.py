@@ -20,7 +20,7 @@ from common.engine.sampling.processors import LogitsProcessor, SamplingRow
 from common.engine.sampling.rules import NO_RULES, TokenRules, rules_of
 from common.engine.sampling.sampler import is_plain
 from common.engine.speculation.base import Context
-from common.types import RequestId, SamplingParams
+from common.types import PromptPositions, RequestId, SamplingParams
 
 _NO_PARAMS = SamplingParams()
 _NUM_COMPARED = 8  # requests whose rules a new one may share
@@ -36,6 +36,7 @@ class RequestTable:
         block_size: int,
         *,
         num_groups: int = 1,
+        position_dims: int = 1,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
@@ -50,6 +51,12 @@ class RequestTable:
         self.block_tables = [np.zeros(table_shape, dtype=np.int64) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.position_dims = position_dims
+        # With several dimensions: positions of prompts that came with some, for how many tokens, and what the others
+        # have beyond their places.
+        self._positions = np.zeros((position_dims if position_dims > 1 else 0, *self.token_ids.shape), dtype=np.int64)
+        self._num_positions = np.zeros(max_num_seqs, dtype=np.int64)
+        self._position_deltas = np.zeros(max_num_seqs, dtype=np.int64)
         self.version = 0  # changes as requests get rows or lose them
         # Of rows that kernels can sample, see SamplingParams.kernels_can_sample; the others draw by their parameters.
         self.kernels_can_sample = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -90,6 +97,11 @@ class RequestTable:
         """Rows of the requests, in order."""
         rows = self._rows
         return np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
+
+    def positions(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions [dimensions, tokens] of tokens by their rows and their places in them."""
+        later = places + self._position_deltas[rows]
+        return np.where(places < self._num_positions[rows], self._positions[:, rows, places], later)
 
     def append_tokens(
         self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], token_ids: Sequence[int]
@@ -198,8 +210,17 @@ class RequestTable:
             self._ruled.append(row)
         if new.wants_prompt_logprobs:
             self.num_prompt_logits[row] = new.num_prompt_tokens - 1
+        if self.position_dims > 1:
+            self._put_positions(row, new.positions)
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
+
+    def _put_positions(self, row: int, positions: PromptPositions | None) -> None:
+        values, delta = ([[]], 0) if positions is None else (positions.values, positions.delta)
+        num_positions = len(values[0])
+        self._positions[:, row, :num_positions] = values
+        self._num_positions[row] = num_positions
+        self._position_deltas[row] = delta
 
     def _rules_of(self, params: SamplingParams) -> TokenRules:
         """Rules are shared by choices of one request, which differ in their seed only and often come together."""

@@ -13,6 +13,7 @@ import torch
 from common.cores import num_usable_cores
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
@@ -71,11 +72,14 @@ class Worker:
             self._connector = create_connector(self._config.connector)
         loaded = self._loaded = load_model(self._config.model)
         block_size = self._config.cache.block_size
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        kv_group = _group_of(loaded.kv_spec)
         try:
             fingerprint = fingerprint_model(
                 loaded.weight_files,
                 loaded.config,
-                loaded.kv_spec,
+                dtype=dtype,
+                kv_dtype=kv_group.dtype,
                 quantization=self._config.model.quantization,
                 rounding=loaded.rounding,
             )
@@ -83,22 +87,15 @@ class Worker:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(
             fingerprint=fingerprint,
+            layout=KVLayout(block_size, (kv_group,)),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            kv_groups=(
-                KVGroupSpec(
-                    tuple(range(loaded.kv_spec.num_layers)),
-                    loaded.kv_spec.num_kv_heads,
-                    loaded.kv_spec.head_dim,
-                    loaded.kv_spec.value_head_dim,
-                    str(loaded.dtype).removeprefix("torch."),
-                ),
-            ),
             bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.type,
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=dtype,
+            position_dims=loaded.position_dims,
             tokenizer_directory=loaded.directory,
             kernels=loaded.kernels,
             kernels_failed=loaded.kernels_failed,
@@ -143,7 +140,7 @@ class Worker:
         if self._kv_cache.device.type != "cpu":
             self._fences = DeviceFences()  # connectors copy on streams of their own
         facts = self._connector.register_kv_cache(
-            self._kv_cache, self._facts.fingerprint, on_settled, self._fences or NO_FENCES
+            self._kv_cache, self._facts.fingerprint, self._facts.layout, on_settled, self._fences or NO_FENCES
         )
         return OpenConnector(self._connector, facts)
 
@@ -243,6 +240,16 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: to
             f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device}",
             param="kv_cache_memory",
         ) from error
+
+
+def _group_of(spec: KVSpec) -> KVGroupSpec:
+    return KVGroupSpec(
+        tuple(range(spec.num_layers)),
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.value_head_dim,
+        str(spec.dtype).removeprefix("torch."),
+    )
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -26,8 +26,8 @@ from tests.redis_server import RedisServer, running_redis
 from tests.tls_front import create_authority, tls_front
 
 LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=1, block_size=16, head_dim=8)
-MODEL = BlockFormat(bytes(range(32)), LAYOUT)
-OTHER_MODEL = BlockFormat(bytes(range(1, 33)), LAYOUT)
+MODEL = BlockFormat(bytes(range(32)), LAYOUT, bytes(16))
+OTHER_MODEL = BlockFormat(bytes(range(1, 33)), LAYOUT, bytes(16))
 
 
 def key(index: int) -> BlockHash:
@@ -161,7 +161,7 @@ def flipped(content: bytes, position: int) -> bytes:
         (flipped(frame(2), HEADER_BYTES), "digest is "),
         (flipped(frame(2), MODEL.frame_bytes - 1), "digest is "),
         (flipped(frame(2), 0), "not a KV block: magic is "),
-        (flipped(frame(2), 8), "format version 0 is not 1"),
+        (flipped(frame(2), 8), "format version 3 is not 2"),
         (frame(2)[:-1], f"length is {MODEL.frame_bytes - 1}, not {MODEL.frame_bytes}"),
         (frame(2)[:HEADER_BYTES], "length is 128, not "),
         (frame(2)[:10], "10 bytes are less than a header of 128"),
@@ -359,7 +359,7 @@ def test_bad_settings_are_one_line_and_code_2(options, says, tmp_path, locked_se
 
 def test_a_name_that_is_no_namespace(tmp_path, capsys):
     assert main(["kv", "purge", "--connector-path", str(tmp_path), "--namespace", "../x"]) == 2
-    assert "argument --namespace: expected a name such as v1-0123456789abcdef-16, got '../x'" in capsys.readouterr().err
+    assert "argument --namespace: expected a name such as v2-0123456789abcdef-16, got '../x'" in capsys.readouterr().err
 
 
 def test_a_store_that_fails_on_the_way(capsys):

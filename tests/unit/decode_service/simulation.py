@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import grpc
 
 from common.engine.config import CacheConfig, SchedulerConfig
+from common.engine.contract.layout import KVLayout
+from common.engine.executor.fake import ONE_GROUP
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.engine.messages import (
     EngineCoreOutputs,
@@ -37,6 +39,7 @@ from common.pb import common_pb2, pods_pb2
 from common.pod.admission import Admission
 from common.pod.cache_view import CacheView
 from common.pod.context import PodContext
+from common.pod.convert import layout_to_pb
 from common.pod.metrics import PodMetrics
 from common.pod.outputs import EngineRequests
 from common.pod.stats import StatsBoard
@@ -366,7 +369,7 @@ class Pod:
         scheduler = engine.scheduler
         spec = EngineSpec(
             fingerprint=bytes(32),
-            block_size=BLOCK_SIZE,
+            layout=KVLayout(BLOCK_SIZE, ONE_GROUP),
             num_blocks=scheduler.stats().num_blocks,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
@@ -745,8 +748,7 @@ class Simulation:
             connector="direct",
             decode_pod_id="intruder",
             connector_address=b"intruder",
-            block_size=spec.block_size,
-            bytes_per_block=spec.bytes_per_block,
+            layout=layout_to_pb(spec.layout),
         )
         self.router.tasks.spawn(self._intrude(start), f"intruder {transfer_id}")
 

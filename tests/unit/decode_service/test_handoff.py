@@ -6,12 +6,15 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from common.engine.contract.layout import KVLayout
+from common.engine.executor.fake import ONE_GROUP
 from common.errors import (
     BatonError,
     DeadlineExceededError,
@@ -21,6 +24,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
+from common.pod.convert import layout_to_pb
 from common.rpc.channel import ChannelPool
 from common.rpc.errors import abort_with
 from common.rpc.server import RpcServer
@@ -32,7 +36,15 @@ from tests.pods import DEADLINE_S, wait_for
 Context = grpc.aio.ServicerContext
 Script = Callable[[AsyncIterator[pods_pb2.HandoffCommand], Context], Awaitable[None]]
 
-COMPUTING = pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1, quarantine_s=41.5))
+LAYOUT = KVLayout(16, ONE_GROUP)
+
+
+def computing(layout: KVLayout = LAYOUT, **fields: float) -> pods_pb2.HandoffEvent:
+    told = pods_pb2.HandoffComputing(incarnation=1, layout=layout_to_pb(layout), **fields)
+    return pods_pb2.HandoffEvent(computing=told)
+
+
+COMPUTING = computing(quarantine_s=41.5)
 
 
 def progress(num_tokens: int, *digests: bytes) -> pods_pb2.HandoffEvent:
@@ -109,7 +121,7 @@ async def handoff_with(
     pods_pb2_grpc.add_HandoffServicer_to_server(servicer, server.grpc_server)
     async with server, ChannelPool() as peers:
         address = b"here" if is_direct else b""
-        offer = Offer(server.address, "t", 1, 40, 500, b"f", "c", "decode-0", 16, 64, is_direct, address)
+        offer = Offer(server.address, "t", 1, 40, 500, b"f", "c", "decode-0", LAYOUT, is_direct, address)
         consumer = RecordingConsumer()
         timeouts = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)
         yield Handoff(offer, consumer, peers, timeouts), consumer, servicer
@@ -249,7 +261,7 @@ async def test_lease_of_the_prefill_pod_is_renewed_in_time(
 
         async def wait_for_renewals(request_iterator, context):
             await anext(request_iterator)
-            await context.write(pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(lease_s=said)))
+            await context.write(computing(lease_s=said))
             servicer.commands += [await anext(request_iterator) for _ in range(2)]
             await context.write(failed(0))
 
@@ -300,25 +312,24 @@ async def test_how_a_read_ends_that_was_left_is_not_logged(end: str, caplog: pyt
     assert not caplog.records
 
 
-def computing_in(block_size: int) -> pods_pb2.HandoffEvent:
-    return pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1, block_size=block_size))
-
-
-@pytest.mark.parametrize("said", [0, 16])
-async def test_the_block_size_of_the_prefill_pod_may_be_told_or_not(said: int) -> None:
-    async with handoff_with([computing_in(said), delivered(40)]) as (handoff, _, _):
-        await handoff.run()
-    assert handoff.phase is Phase.DELIVERED
-
-
 @pytest.mark.parametrize("is_direct", [False, True])
-@pytest.mark.parametrize("said", [8, 32, 2**32 - 1])
-async def test_another_block_size_fails_the_handoff(said: int, is_direct: bool, caplog) -> None:
+@pytest.mark.parametrize(("field", "said", "ours"), [("block_size", 32, 16), ("tensor_parallel_size", 2, 1)])
+async def test_a_layout_that_does_not_fit_fails_the_handoff(
+    field: str, said: int, ours: int, is_direct: bool, caplog
+) -> None:
     caplog.set_level(logging.INFO)
-    async with handoff_with([computing_in(said)], is_direct=is_direct) as (handoff, consumer, _):
+    told = computing(replace(LAYOUT, **{field: said}))
+    async with handoff_with([told], is_direct=is_direct) as (handoff, consumer, _):
         await handoff.run()
     assert consumer.calls[0][:2] == ("recompute", "incompatible")
-    assert f"block_size is 16 here and {said} on the prefill pod" in caplog.text
+    assert f"{field} differs: {said} at the producer, {ours} at the consumer" in caplog.text
+
+
+async def test_a_prefill_pod_that_tells_no_layout_fails_the_handoff() -> None:
+    untold = pods_pb2.HandoffEvent(computing=pods_pb2.HandoffComputing(incarnation=1))
+    async with handoff_with([untold]) as (handoff, consumer, _):
+        await handoff.run()
+    assert consumer.calls[0][:2] == ("recompute", "incompatible")
 
 
 # -- direct connectors: 40 tokens in blocks of 16, of which the decode pod holds the first -----------------------------
@@ -363,7 +374,7 @@ async def test_direct_handoff_names_blocks_and_passes_digests_on() -> None:
         await handoff.run()
     assert consumer.calls == [("reserve",), ("load", 32, b"1"), ("complete", 40, 7, b"2")]
     start, reserved = servicer.commands[0].start, servicer.commands[1].reserved
-    assert (start.connector_address, start.block_size, start.bytes_per_block) == (b"here", 16, 64)
+    assert (start.connector_address, start.layout) == (b"here", layout_to_pb(LAYOUT))
     assert (reserved.num_held_tokens, list(reserved.block_ids)) == (16, [5, 6])
 
 
@@ -449,8 +460,7 @@ async def test_a_quarantine_that_is_none_is_the_default(told: float) -> None:
 
         async def script(request_iterator, context):
             await anext(request_iterator)
-            computing = pods_pb2.HandoffComputing(incarnation=1, quarantine_s=told)
-            await context.write(pods_pb2.HandoffEvent(computing=computing))
+            await context.write(computing(quarantine_s=told))
             await anext(request_iterator)
 
         servicer.script = script

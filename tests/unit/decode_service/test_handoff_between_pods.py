@@ -13,6 +13,7 @@ import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2
+from common.types import PromptPositions
 from decode_service.handoff import HandoffTimeouts
 from tests.pods import (
     BLOCK_SIZE,
@@ -82,6 +83,29 @@ async def test_handoff_brings_all_kv_and_the_first_token(cluster: Cluster) -> No
     assert cluster.decode.context.stats.latest.num_prompt_tokens == 0
     assert cluster.decode.metric("baton_pod_handoff_total", outcome="delivered") == 1
     await wait_for(lambda: cluster.prefill.metric("baton_pod_handoff_total", outcome="delivered") == 1)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+async def test_positions_go_to_both_pods(is_direct: bool) -> None:
+    """Those of an image of 20 tokens in the prompt, in three dimensions."""
+    text = range(10), range(18, 18 + len(PROMPT) - 30)
+    rows = [10 + index // 5 for index in range(20)], [10 + index % 5 for index in range(20)]
+    values = [[*text[0], *image, *text[1]] for image in ([10] * 20, *rows)]
+    positions = [common_pb2.Positions(values=each) for each in values]
+    store: Store | None = None if is_direct else {}
+    executor = {"position_dims": 3}
+    async with (
+        prefill_pod(store, executor=executor) as prefill,
+        decode_pod(store, executor=executor) as decode,
+        FakeRouter(decode) as router,
+    ):
+        request = engine_request("a", PROMPT, positions=positions)
+        answer = await router.submit(request, prefill_address=prefill.address)
+        await start_prefill(prefill, request)
+        await answer.wait_finished()
+    assert answer.report is not None
+    assert (answer.report.num_external_tokens, answer.report.recompute_reason) == (len(PROMPT), "")
+    assert answer.tokens == expected_tokens(PROMPT, 8, positions=PromptPositions.of(values)) != EXPECTED
 
 
 async def test_either_leg_may_come_first_and_many_run_at_once(cluster: Cluster) -> None:

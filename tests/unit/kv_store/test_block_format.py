@@ -11,7 +11,7 @@ from common.types import BlockHash
 from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, parse_header
 
 LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=3, block_size=4, head_dim=8)
-FORMAT = BlockFormat(bytes(range(32)), LAYOUT)
+FORMAT = BlockFormat(bytes(range(32)), LAYOUT, b"L" * 16)
 KEY = BlockHash(b"k" * 16)
 NUM_TOKENS = 3
 
@@ -46,6 +46,7 @@ def test_sealed_frame_is_verified_and_can_be_inspected():
         bytes(range(32)),
         KEY,
         b"",
+        b"L" * 16,
     )
 
 
@@ -59,7 +60,7 @@ def test_sealed_frame_is_verified_and_can_be_inspected():
     ],
 )
 def test_another_layout_is_refused(expected_field, changes):
-    frame = sealed(BlockFormat(FORMAT.fingerprint, dataclasses.replace(LAYOUT, **changes)))
+    frame = sealed(dataclasses.replace(FORMAT, layout=dataclasses.replace(LAYOUT, **changes)))
     with pytest.raises(BlockCorruptError) as caught:
         verify(frame)
     assert caught.value.param == expected_field
@@ -83,9 +84,16 @@ def test_another_block_is_refused(expected_field, expectation):
 
 def test_another_model_is_refused():
     with pytest.raises(BlockCorruptError) as caught:
-        verify(sealed(BlockFormat(bytes(32), LAYOUT)))
+        verify(sealed(dataclasses.replace(FORMAT, fingerprint=bytes(32))))
     assert caught.value.param == "fingerprint"
     assert caught.value.message == f"fingerprint is {'00' * 32}, not {bytes(range(32)).hex()}"
+
+
+def test_another_layout_of_the_same_shape_is_refused():
+    """Its groups have other layers, say."""
+    with pytest.raises(BlockCorruptError) as caught:
+        verify(sealed(dataclasses.replace(FORMAT, layout_digest=bytes(16))))
+    assert caught.value.param == "layout"
 
 
 def test_every_single_bit_counts():
@@ -120,4 +128,4 @@ def test_a_patched_frame_is_corrupt_and_nothing_else(position, patch):
 
 def test_a_fingerprint_has_its_length():
     with pytest.raises(ValueError, match="32 bytes"):
-        BlockFormat(b"short", LAYOUT)
+        BlockFormat(b"short", LAYOUT, bytes(16))

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.errors import ConfigError
 from common.types import BlockHash, RequestId
 from kv_store import store_connector
 from kv_store.base import StoreConnectorOptions
@@ -15,13 +17,14 @@ from kv_store.memory_store import InMemoryStore, MemoryStoreOptions
 from kv_store.registry import create_connector
 from kv_store.staging import HostStaging
 from kv_store.store_connector import StoreWorkerConnector
+from tests.contract.connector_rig import kv_layout
 
 
 def test_blocks_whose_copy_into_the_kv_cache_fails_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     settled = threading.Event()
     connector = create_connector("memory", {})
-    connector.register_kv_cache(kv_cache, bytes(32), settled.set)
+    connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), settled.set)
 
     def result_of() -> TransferResult:
         assert settled.wait(10)
@@ -59,9 +62,10 @@ class RecordingStore(InMemoryStore):
 
 
 def test_a_lookup_is_one_call_however_many_blocks_a_batch_has() -> None:
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     store, settled = RecordingStore(), threading.Event()
     connector = StoreWorkerConnector(store, StoreConnectorOptions(threads=1, staging_bytes=1))
-    connector.register_kv_cache(torch.ones(4, 1, 2, 1, 4, 8), bytes(32), settled.set)
+    connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), settled.set)
     hashes = tuple(BlockHash(bytes([index]) * 16) for index in range(3))
     try:
         connector.start_save(BlockTransfer(1, RequestId("r"), (0, 1), hashes[:2], 4))
@@ -85,7 +89,8 @@ def test_closing_waits_for_threads_unless_they_hang(
     store = FaultyStore(InMemoryStore(MemoryStoreOptions(store="closing")))
     connector = StoreWorkerConnector(store, StoreConnectorOptions(threads=1))
     others = set(threading.enumerate())
-    connector.register_kv_cache(torch.ones(4, 1, 2, 1, 4, 8), bytes(32), lambda: None)
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
+    connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), lambda: None)
     threads = set(threading.enumerate()) - others
     with store.gate("touch") as gate:
         if hangs:
@@ -99,3 +104,12 @@ def test_closing_waits_for_threads_unless_they_hang(
             assert not caplog.messages
     for thread in threads:
         thread.join(10)
+
+
+def test_ranks_that_have_parts_of_blocks_cannot_use_a_store_alone() -> None:
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
+    layout = replace(kv_layout(kv_cache), tensor_parallel_size=2)
+    connector = create_connector("memory", {})
+    with pytest.raises(ConfigError, match="a store keeps whole blocks: tensor_parallel_size differs: 2 at"):
+        connector.register_kv_cache(kv_cache, bytes(32), layout, lambda: None)
+    connector.close()

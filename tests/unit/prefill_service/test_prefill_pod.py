@@ -2,22 +2,26 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from common.engine.executor.fake import expected_tokens
+from common.engine.contract.layout import KVLayout
+from common.engine.executor.fake import ONE_GROUP, expected_tokens
 from common.engine.messages import KVSaved, RequestOutput
 from common.errors import ErrorCode, NonFiniteError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
 from common.pod.admission import Admission
+from common.pod.convert import layout_to_pb
 from common.rpc.errors import from_rpc_error
 from common.types import RequestId, SampledToken, SamplingParams, TransferId
 from prefill_service import servicers
 from prefill_service.transfers import TransferKey, TransferRegistry
 from tests.pods import (
+    BLOCK_SIZE,
     CHUNK,
     DEADLINE_S,
     HandoffStream,
@@ -126,14 +130,20 @@ async def test_generation_that_ends_with_its_first_token_is_delivered_all_the_sa
     assert response.finish_reason == common_pb2.FINISH_REASON_STOP
 
 
+def layout(**changes: int) -> pods_pb2.KVLayout:
+    """The pod's, but for the changes."""
+    return layout_to_pb(replace(KVLayout(BLOCK_SIZE, ONE_GROUP), **changes))
+
+
 @pytest.mark.parametrize(
     ("start", "param"),
     [
         ({"fingerprint": b"other"}, "fingerprint"),
         ({"connector": "nixl"}, "connector"),
-        ({"block_size": 32, "fingerprint": b"other"}, "block_size"),
-        ({"block_size": 0}, "block_size"),
-        ({"bytes_per_block": 1}, "bytes_per_block"),
+        ({"layout": layout(block_size=32), "fingerprint": b"other"}, "fingerprint"),
+        ({"layout": layout(block_size=32)}, "block_size"),
+        ({"layout": layout(tensor_parallel_size=2)}, "tensor_parallel_size"),
+        ({"layout": None}, "block_size"),
     ],
 )
 async def test_pods_that_do_not_fit_are_refused(pod: RunningPod, start: dict, param: str) -> None:
@@ -144,9 +154,9 @@ async def test_pods_that_do_not_fit_are_refused(pod: RunningPod, start: dict, pa
 
 
 async def test_what_does_not_fit_is_named(pod: RunningPod) -> None:
-    async with HandoffStream(pod, "t-a", block_size=24) as stream:
+    async with HandoffStream(pod, "t-a", layout=layout(block_size=24)) as stream:
         error = from_rpc_error(await stream_failure(stream))
-    assert error.message == "block_size differs: 16 here, 24 on decode-test"
+    assert error.message == "block_size differs: 16 at the producer, 24 at the consumer"
 
 
 @pytest.mark.parametrize(

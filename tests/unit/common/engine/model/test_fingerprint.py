@@ -1,15 +1,13 @@
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.devices.attention import KVSpec
 from common.engine.model.fingerprint import CHUNK_BYTES, NUM_CHUNKS, fingerprint_model
 from tests.tiny_models import tiny_model_dir
 
 CONFIG = {"model_type": "llama", "rope_theta": 10000.0}
-SPEC = KVSpec(3, 2, 12, 12, torch.float32)
+FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 
 
 @pytest.fixture
@@ -18,30 +16,28 @@ def weights(tmp_path):
 
 
 def test_is_independent_of_path_and_cosmetics(weights):
-    expected = fingerprint_model([tiny_model_dir("llama") / "model.safetensors"], CONFIG, SPEC)
+    expected = fingerprint_model([tiny_model_dir("llama") / "model.safetensors"], CONFIG, **FLOAT32)
     cosmetics = {"_name_or_path": "/somewhere", "transformers_version": "9.9", "dtype": "float32"}
-    assert fingerprint_model([weights], {**cosmetics, **CONFIG}, SPEC) == expected
+    assert fingerprint_model([weights], {**cosmetics, **CONFIG}, **FLOAT32) == expected
     assert len(expected) == 32
 
 
 def test_depends_on_all_that_changes_kv(weights, tmp_path):
     variants = [
-        (CONFIG, SPEC),
-        ({**CONFIG, "rope_theta": 20000.0}, SPEC),
-        (CONFIG, KVSpec(3, 2, 12, 12, torch.bfloat16)),
-        (CONFIG, KVSpec(3, 2, 12, 8, torch.float32)),
-        (CONFIG, KVSpec(4, 2, 12, 12, torch.float32)),
-        (CONFIG, KVSpec(3, 4, 12, 12, torch.float32)),
+        {},
+        {"config": {**CONFIG, "rope_theta": 20000.0}},
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "bfloat16"},
+        {"rounding": "16 lanes"},
+        {"quantization": "int8"},
     ]
-    fingerprints = {fingerprint_model([weights], *variant) for variant in variants}
-    fingerprints.add(fingerprint_model([weights], CONFIG, SPEC, rounding="16 lanes"))
-    fingerprints.add(fingerprint_model([weights], CONFIG, SPEC, quantization="int8"))
+    fingerprints = {fingerprint_model([weights], **{"config": CONFIG, **FLOAT32, **variant}) for variant in variants}
     tensors = load_file(weights)
     for tensor in tensors.values():
         tensor += 0.01  # as fine-tuning does
     save_file(tensors, tmp_path / "tuned.safetensors")
-    fingerprints.add(fingerprint_model([tmp_path / "tuned.safetensors"], CONFIG, SPEC))
-    assert len(fingerprints) == len(variants) + 3
+    fingerprints.add(fingerprint_model([tmp_path / "tuned.safetensors"], CONFIG, **FLOAT32))
+    assert len(fingerprints) == len(variants) + 1
 
 
 def test_reads_little_of_a_large_file(tmp_path):
@@ -72,5 +68,5 @@ def test_reads_little_of_a_large_file(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(large), "open", lambda path, mode: Counting(real_open(path, mode)))
-        fingerprint_model([large], CONFIG, SPEC)
+        fingerprint_model([large], CONFIG, **FLOAT32)
     assert 0 < read <= (NUM_CHUNKS + 2) * CHUNK_BYTES + 8

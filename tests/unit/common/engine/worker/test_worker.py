@@ -12,6 +12,8 @@ from common.engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.devices import memory
@@ -70,6 +72,7 @@ def start():
 def test_facts(start):
     _, facts = start()
     assert len(facts.fingerprint) == 32
+    assert facts.layout == KVLayout(BLOCK_SIZE, (KVGroupSpec((0, 1, 2), 2, 12, 12, "float32"),))
     assert facts.bytes_per_block == 3 * 2 * 2 * BLOCK_SIZE * 12 * 4
     assert (facts.device, facts.dtype, facts.max_model_len) == ("cpu", "float32", MAX_MODEL_LEN)
 
