@@ -26,7 +26,6 @@ from common.engine.config import (
     EngineConfig,
     KernelChoice,
     ModelConfig,
-    Quantization,
     SchedulerConfig,
 )
 from common.engine.contract.step import NewRequest, SchedulerOutput
@@ -79,9 +78,7 @@ def measure_model(name: str, model: Path, dtype: DType, repeats: int) -> Iterato
 class Side:
     """One worker, and the requests that it decodes."""
 
-    def __init__(
-        self, model: Path, dtype: DType, kernels: KernelChoice, quantization: Quantization | None = None
-    ) -> None:
+    def __init__(self, model: Path, dtype: DType, kernels: KernelChoice, quantization: str | None = None) -> None:
         longest = max(context for _, context in DECODES) + 1000
         num_blocks = 1 + max(n * -(-(context + 200) // BLOCK_SIZE) for n, context in DECODES)
         self.worker = Worker(

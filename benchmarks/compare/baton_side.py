@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.compare.side import serve
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
@@ -42,15 +42,13 @@ class Baton:
         return list(tokens.values())
 
 
-def load(
-    directory: str, dtype: str, quantization: Quantization | None = None, *, batch_invariant: bool = False
-) -> Baton:
+def load(directory: str, dtype: str, quantization: str | None = None, *, batch_invariant: bool = False) -> Baton:
     """The side with a model."""
     return Baton(InprocClient(offline_config(directory, dtype, quantization, batch_invariant=batch_invariant)))
 
 
 def offline_config(
-    directory: str, dtype: str, quantization: Quantization | None = None, *, batch_invariant: bool = False
+    directory: str, dtype: str, quantization: str | None = None, *, batch_invariant: bool = False
 ) -> EngineConfig:
     """As for offline generation: no stream waits for a step."""
     return EngineConfig(

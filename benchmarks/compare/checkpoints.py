@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common.engine.config import Quantization
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
-from common.engine.quantization.int8 import QuantizedLinear
+from common.engine.quantization.int8 import Int8Linear
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _LINEAR = "_proj.weight"  # how the names of linear layers end, in models of the Llama kind
@@ -43,7 +42,7 @@ class Precision(NamedTuple):
 
     name: str
     dtype: str  # of activations and KV; also of weights, unless they are quantised
-    quantization: Quantization | None = None
+    quantization: str | None = None
 
     @property
     def weight_size(self) -> int:
@@ -76,7 +75,7 @@ class Checkpoint(NamedTuple):
 
     directory: Path
     dtype: str
-    quantization: Quantization | None  # that the side does itself
+    quantization: str | None  # that the side does itself
 
 
 def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Path) -> Checkpoint:
@@ -104,6 +103,6 @@ def write_int8(source: Path, directory: Path) -> None:
             continue
         layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
         layer.weight = nn.Parameter(weight)
-        rounded = QuantizedLinear.of(layer)
+        rounded = Int8Linear.of(layer)
         tensors |= {name: rounded.integers, f"{name}_scale": rounded.scale[:, None]}
     save_file(tensors, directory / _WEIGHTS, {"format": "pt"})

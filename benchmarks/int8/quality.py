@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from common.engine.config import DType, ModelConfig, Quantization
+from common.engine.config import DType, ModelConfig
 from common.engine.devices.attention import AttentionMetadata
-from common.engine.devices.registry import create_backend
 from common.engine.llm import LLM
 from common.engine.model.loader import LoadedModel, load_model
 from common.types import SamplingParams
@@ -28,7 +27,7 @@ class Weights(NamedTuple):
     """How a model is computed."""
 
     dtype: DType
-    quantization: Quantization | None = None
+    quantization: str | None = None
 
     @property
     def name(self) -> str:
@@ -100,7 +99,7 @@ def _logits(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     num_tokens = len(tokens)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     kv_cache = torch.zeros((1 + num_blocks, *loaded.kv_spec.block_shape(_BLOCK_SIZE)), dtype=loaded.kv_spec.dtype)
-    attention = create_backend(loaded.attention_backend, kv_cache)
+    attention = loaded.device.attention(kv_cache, loaded.kernels)
     positions = torch.arange(num_tokens)
     batch = AttentionMetadata(
         num_decodes=0,

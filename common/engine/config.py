@@ -10,11 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-Quantization = Literal["int8"]
 KernelChoice = Literal["auto", "reference"]
 Kernels = Literal["fused", "attention", "torch"]  # compiled ones for whole decoders, for attention only, or none
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
@@ -36,15 +34,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     quantization: Annotated[
-        Quantization | None,
+        Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="int8: weights of linear layers are rounded to 8 bits as the model is loaded, with a scale for "
-            "each output; decode steps read half of what they do in bfloat16. On CPUs. none: weights are of dtype."
+            "each output; decode steps read half of what they do in bfloat16. On CPUs. module:class of a "
+            "QuantizedLinear: in its format. none: weights are of dtype."
         ),
     ] = None
-    device: Annotated[Device, Meta(description="Device of the model and the KV cache; auto: CUDA if there is one.")] = (
-        "auto"
-    )
+    device: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Device of the model and the KV cache: cpu; cuda; auto, which is CUDA if there is one; or "
+            "module:factory of a Device.",
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         PositiveInt | None,
         Meta(description="Most tokens of prompt and answer; default: the model's limit that fits the KV cache."),

@@ -12,7 +12,6 @@ from common.engine.config import (
     EngineConfig,
     KVConnectorConfig,
     ModelConfig,
-    Quantization,
     SchedulerConfig,
 )
 from common.engine.kv_connector import WorkerConnector
@@ -57,7 +56,7 @@ def create_engine(
     num_blocks: int = 128,
     device: str = "cpu",
     batch_invariant: bool = False,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.devices.cpu.kernels.tiles import has_tiles
 from common.engine.devices.cpu.packed_linear import PackedLinear
 from common.engine.devices.cpu.streamed_linear import blocks_of
@@ -36,7 +36,7 @@ WEIGHTS = [  # dtype and quantization
 
 def create(
     dtype: DType,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
     *,
     budget: int = 2048,
     num_blocks: int = 400,

@@ -13,7 +13,6 @@ from torch.nn import functional
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
-from common.engine.devices.registry import create_backend
 from tests.integration.batch_invariance_rig import alone, run
 from tests.tiny_models import tiny_model_dir
 
@@ -96,13 +95,15 @@ ARGS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("args", ARGS)
 def test_attention_in_chunks_and_as_decodes(device, dtype, args):
+    from common.engine.devices.gpu.attention import BatchInvariantTritonAttention
+
     torch.manual_seed(0)
     args = ARGS[args] if ARGS[args].sinks is None else replace(ARGS[args], sinks=ARGS[args].sinks.to(device))
     cache = torch.zeros(BLOCKS + 1, 1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)
     query, key, value = (
         torch.randn(LENGTH, heads, HEAD_DIM, device=device).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    backend = create_backend("triton-invariant", cache)
+    backend = BatchInvariantTritonAttention(cache)
 
     def attend(*spans):
         """Tokens from one to another of the sequence, several times side by side: decodes first."""

@@ -122,7 +122,6 @@ class AttentionBackend(Protocol):
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
 
     reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then
-    is_recordable: bool  # decodes can be recorded as a CUDA graph
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """Prepare what all layers share. Called once before each forward pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,22 @@ class RecordedStepError(RuntimeError):
 
 Forward = Callable[[DecodeInputs], torch.Tensor]
 """Returns logits [num_decodes, vocabulary]; reads nothing of the host's that differs from step to step."""
+
+
+class DecodeLimits(NamedTuple):
+    """How large decode steps become."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+
+
+class RecordedDecodes(Protocol):
+    """Decode steps that were recorded, to be run as one call each."""
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
+        """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way. Raises
+        RecordedStepError; the step is to be computed again then, as it may have written wrong KV."""
 
 
 class FixedInputs:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from common.engine.devices.attention import ProjectionAttention
-from common.engine.devices.fused_norm import RMSNorm
-from common.engine.quantization.int8 import AnyLinear
+from common.engine.devices.rms_norm import RMSNorm
+from common.engine.quantization.base import AnyLinear
 
 Embed = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Token ids [tokens] -> their embeddings, float32, and zeros, both [tokens, size]: the residual stream, and what is to

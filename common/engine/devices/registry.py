@@ -1,35 +1,38 @@
-"""Attention backends by name, imported lazily."""
+"""The devices by name: values of the setting `device`."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Literal, cast
+import os
+from collections.abc import Callable
 
 import torch
 
-from common.engine.devices.attention import AttentionBackend, KVSpec
+from common.engine.config import ModelConfig
+from common.engine.devices.base import Device
+from common.engine.registry import Registry
 
-AttentionBackendName = Literal["torch", "cpu", "cpu-invariant", "triton", "triton-invariant"]
+DeviceFactory = Callable[[ModelConfig, int], Device]
+"""The device of this number, where there are several of the kind. Raises ConfigError if there is none."""
 
-_BACKENDS: dict[AttentionBackendName, str] = {
-    "torch": "common.engine.devices.torch.attention:TorchAttention",
-    "cpu": "common.engine.devices.cpu.attention:CpuAttention",
-    "cpu-invariant": "common.engine.devices.cpu.attention:BatchInvariantAttention",
-    "triton": "common.engine.devices.gpu.attention:TritonAttention",
-    "triton-invariant": "common.engine.devices.gpu.attention:BatchInvariantTritonAttention",
-}
+_CPU = "common.engine.devices.cpu.device:CpuDevice"
+_INTERPRETER = "common.engine.devices.gpu.device:TritonDevice"
 
 
-def create_backend(name: AttentionBackendName, kv_cache: torch.Tensor) -> AttentionBackend:
-    """Build the backend over the KV cache."""
-    module_name, _, class_name = _BACKENDS[name].partition(":")
-    backend_class = getattr(importlib.import_module(module_name), class_name)
-    return cast("AttentionBackend", backend_class(kv_cache))
+def create_best(config: ModelConfig, number: int) -> Device:
+    """A GPU if there is one."""
+    return DEVICES.find("cuda" if torch.cuda.is_available() else "cpu")(config, number)
 
 
-def can_attend(name: AttentionBackendName, device: torch.device, spec: KVSpec) -> bool:
-    """True if the backend works on the KV cache of a model."""
-    if name == "torch":
-        return True
-    module = importlib.import_module(_BACKENDS[name].partition(":")[0])
-    return bool(module.supports(device, spec))
+def create_on_host(config: ModelConfig, number: int) -> Device:
+    """The CPU; with TRITON_INTERPRET=1, it interprets the kernels for GPUs."""
+    return DEVICES.find(_INTERPRETER if os.environ.get("TRITON_INTERPRET") == "1" else _CPU)(config, number)
+
+
+DEVICES: Registry[DeviceFactory] = Registry(
+    "device",
+    {
+        "auto": "common.engine.devices.registry:create_best",
+        "cpu": "common.engine.devices.registry:create_on_host",
+        "cuda": "common.engine.devices.gpu.device:CudaDevice",
+    },
+)

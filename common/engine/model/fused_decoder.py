@@ -25,18 +25,16 @@ from common.engine.devices.attention import (
     ProjectionAttention,
     Rotary,
 )
-from common.engine.devices.fused_norm import RMSNorm, rms_norm_of
 from common.engine.devices.operators import AddNorm, Operators, PerToken
+from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
 from common.engine.model.probe import ProbedModel
-from common.engine.quantization.int8 import AnyLinear, QuantizedLinear, joined_bias
-from common.engine.quantization.int8 import joined as joined_quantized
+from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_LINEARS = {nn.Linear, QuantizedLinear}
 _SILU = {"SiLU", "SiLUActivation"}
 _PROBED_BLOCK = 16  # block size of the cache that the probe runs with
 
@@ -131,7 +129,7 @@ def can_fuse(model: Any, operators: Operators) -> bool:
     return (
         operators.supports(model)
         and type(base.embed_tokens) is nn.Embedding
-        and type(model.lm_head) in _LINEARS
+        and _is_linear(model.lm_head)
         and all(_is_known_layer(layer) for layer in base.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base))
     )
@@ -218,7 +216,11 @@ def _is_known_layer(layer: Any) -> bool:
         return False
     linears = [getattr(attention, name) for name in _ATTENTION_PARTS]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return type(mlp.act_fn).__name__ in _SILU and all(type(linear) in _LINEARS for linear in linears)
+    return type(mlp.act_fn).__name__ in _SILU and all(map(_is_linear, linears))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, QuantizedLinear)
 
 
 def _has_parts(module: Any, names: set[str]) -> bool:
@@ -246,7 +248,7 @@ def _head_norms(attention: Any) -> HeadNorms | None:
 def _joined(linears: Sequence[AnyLinear]) -> AnyLinear:
     """One linear layer with the outputs of several. Their weights are given up."""
     if isinstance(linears[0], QuantizedLinear):
-        return joined_quantized(cast("Sequence[QuantizedLinear]", linears))
+        return type(linears[0]).joined(cast("Sequence[QuantizedLinear]", linears))
     weight = torch.cat([linear.weight for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)

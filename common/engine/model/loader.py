@@ -6,12 +6,11 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -19,20 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.config import Kernels, ModelConfig
 from common.engine.devices.attention import KVSpec
-from common.engine.devices.cpu.kernels.compiled import instructions
-from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
-from common.engine.devices.cpu.operators import CpuOperators
-from common.engine.devices.cpu.packed_linear import pack_linears
-from common.engine.devices.cpu.sampler import CompiledSampler, checked_sampler, supports
-from common.engine.devices.cpu.streamed_int8_linear import compile_linears
-from common.engine.devices.fused_norm import fuse_norms
-from common.engine.devices.operators import Operators
-from common.engine.devices.registry import AttentionBackendName, can_attend
-from common.engine.devices.self_check import kernels_agree
+from common.engine.devices.base import Device, RowSampler, StepSampler
+from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.probe import ProbedModel, probe_model
-from common.engine.quantization.int8 import quantize_linears
+from common.engine.quantization.base import QuantizedLinear, quantize_linears
+from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -49,12 +41,12 @@ class LoadedModel:
 
     model: Any  # a transformers PreTrainedModel in eval mode; without layers if there is a `decoder`
     decoder: FusedDecoder | None  # computes the same, on kernels of our own
-    attention_backend: AttentionBackendName
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
-    sampler: CompiledSampler | None  # samples on a CPU, on kernels of our own
+    row_sampler: RowSampler | None
+    step_sampler: StepSampler | None
     rounding: str  # see fingerprint_model
-    device: torch.device
+    device: Device
     dtype: torch.dtype
     kv_spec: KVSpec
     attention_modules: list[torch.nn.Module]  # in layer order
@@ -67,32 +59,30 @@ class LoadedModel:
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
+def load_model(config: ModelConfig, device_number: int = 0) -> LoadedModel:
     """Load `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for a bad device."""
-    device = _resolve_device(config.device)
+    device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
     raw_config = _read_config(directory)
-    if config.quantization is not None:
-        _check_quantizable(config.quantization, raw_config, device)
+    quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        found = _load_and_probe(directory, config, device)
-    model, probed, kernels = found.model, found.probed, found.kernels
-    if config.quantization is not None:
+        found = _load_and_probe(_Source(directory, config, device, quantized))
+    model, probed = found.model, found.probed
+    if quantized is not None:
         _return_freed_memory()
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     vocab_size = min(int(text_config.vocab_size), embedding_rows)
-    compiles = config.cpu_kernels == "auto" and kernels_of(device) == "cpu" and supports(device, model.dtype)
-    sampler = checked_sampler(vocab_size, model.dtype) if compiles else None
+    row_sampler, sampler_failed = _row_sampler(device, vocab_size, model.dtype)
     return LoadedModel(
         model=model,
         decoder=found.decoder,
-        attention_backend=_backend_of(config, kernels, device),
-        kernels=kernels,
-        kernels_failed=found.kernels_failed or (compiles and sampler is None),
-        sampler=sampler,
-        rounding=_rounding(device) if config.batch_invariant else "",
+        kernels=found.kernels,
+        kernels_failed=found.kernels_failed or sampler_failed,
+        row_sampler=row_sampler,
+        step_sampler=device.step_sampler(found.kernels),
+        rounding=device.rounding if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
         kv_spec=probed.spec,
@@ -106,21 +96,24 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
-def _resolve_device(device: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ConfigError("device: cuda, but there is no usable CUDA device; auto and cpu need none", param="device")
-    return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
-
-
-def _check_quantizable(quantization: str, raw_config: dict[str, Any], device: torch.device) -> None:
-    if kernels_of(device) != "cpu":
-        where = f"this device is {device.type}" if device.type != "cpu" else "TRITON_INTERPRET is set"
-        raise ConfigError(f"quantization: {quantization} is for CPUs, and {where}", param="quantization")
+def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type[QuantizedLinear]:
+    layer = QUANTIZATIONS.find(name)
+    if not device.can_multiply(layer):
+        raise ConfigError(f"quantization: no kernels for {name} on this device ({device.name})", param="quantization")
     if isinstance(own := raw_config.get("quantization_config"), dict):
         method = own.get("quant_method", "some other way")
-        reason = f"quantization: {quantization} is for float weights, and the checkpoint's are quantised ({method})"
+        reason = f"quantization: {name} is for float weights, and the checkpoint's are quantised ({method})"
         raise ConfigError(reason, param="quantization")
+    return layer
+
+
+def _row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[RowSampler | None, bool]:
+    """And whether it failed."""
+    try:
+        return device.row_sampler(vocab_size, dtype), False
+    except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+        logger.warning("sampling with torch's operators: %s", _first_line(error))
+        return None, True
 
 
 def model_directory(config: ModelConfig) -> Path:
@@ -177,6 +170,15 @@ def _find_weights(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+class _Source(NamedTuple):
+    """What a model is loaded from, perhaps more than once."""
+
+    directory: Path
+    config: ModelConfig
+    device: Device
+    quantized: type[QuantizedLinear] | None
+
+
 class _Probed(NamedTuple):
     model: Any
     probed: ProbedModel
@@ -185,100 +187,72 @@ class _Probed(NamedTuple):
     kernels_failed: bool
 
 
-def _load_and_probe(directory: Path, config: ModelConfig, device: torch.device) -> _Probed:
-    model = _load(directory, config, device)
-    backend = kernels_of(device)
-    wanted = (config.gpu_kernels if backend == "triton" else config.cpu_kernels) == "auto"
-    failed = False
-    operators = _operators(backend, batch_invariant=config.batch_invariant)
-    fuses = wanted and can_fuse(model, operators)
-    if config.batch_invariant and not fuses:
+def _load_and_probe(source: _Source) -> _Probed:
+    device, batch_invariant = source.device, source.config.batch_invariant
+    model = _load(source)
+    operators = device.operators()
+    fuses = operators is not None and can_fuse(model, operators)
+    if batch_invariant and not fuses:
         raise ConfigError(
             "batch_invariant: only with compiled kernels, for models of the Llama kind",
             param="batch_invariant",
         )
-    if fuses:
+    failed = False
+    if operators is not None and fuses:
         probed = probe_model(model)
         try:
             return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
         except Exception as error:  # the decoder differs, or whatever a compiler raises
-            if config.batch_invariant:
+            if batch_invariant:
                 reason = f"batch_invariant: the compiled kernels cannot be used: {_first_line(error)}"
                 raise ConfigError(reason, param="batch_invariant") from error
-            logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
+            _warn_of_kernels(error)
             failed = True
-            model = _load(directory, config, device)
-    if wanted and not failed:
+            model = _load(source)
+    if not failed:
         try:
-            compile_linears(model)
+            device.compile_linears(model)
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
-            logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
+            _warn_of_kernels(error)
             failed = True
-            model = _load(directory, config, device)
-    model, probed = _probe_packed(directory, config, device, model, compiles=wanted and not failed)
-    if failed or not wanted or not can_attend(backend, device, probed.spec):
-        return _Probed(model, probed, None, "torch", failed)
-    if kernels_agree(backend, device, probed.spec, probed.num_heads, probed.attention_args):
-        return _Probed(model, probed, None, "attention", kernels_failed=False)
-    logger.warning("using torch's operators instead of compiled kernels: their attention differs from torch's")
-    return _Probed(model, probed, None, "torch", kernels_failed=True)
+            model = _load(source)
+    model, probed = _probe_packed(source, model, compiles=not failed)
+    attends = False
+    if not failed:
+        try:
+            attends = device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
+        except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+            _warn_of_kernels(error)
+            failed = True
+    return _Probed(model, probed, None, "attention" if attends else "torch", failed)
 
 
-def kernels_of(device: torch.device) -> Literal["cpu", "triton"]:
-    """The compiled kernels for the device. Triton's interpreter, if it is on, runs those for GPUs on the CPU."""
-    return "triton" if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else "cpu"
+def _warn_of_kernels(error: Exception) -> None:
+    logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
 
 
-def _backend_of(config: ModelConfig, kernels: Kernels, device: torch.device) -> AttentionBackendName:
-    if kernels == "torch":
-        return "torch"
-    backend = kernels_of(device)
-    if not config.batch_invariant:
-        return backend
-    return "cpu-invariant" if backend == "cpu" else "triton-invariant"
-
-
-def _rounding(device: torch.device) -> str:
-    """Names what decides how kernels round."""
-    if kernels_of(device) == "cpu":
-        return instructions()
-    from common.engine.devices.gpu.attention import compiled_for
-
-    return compiled_for(device)
-
-
-def _operators(backend: Literal["cpu", "triton"], *, batch_invariant: bool) -> Operators:
-    if backend == "triton":
-        from common.engine.devices.gpu.operators import TritonOperators
-
-        return TritonOperators(batch_invariant=batch_invariant)
-    return CpuOperators(batch_invariant=batch_invariant)
-
-
-def _probe_packed(
-    directory: Path, config: ModelConfig, device: torch.device, model: Any, *, compiles: bool
-) -> tuple[Any, ProbedModel]:
+def _probe_packed(source: _Source, model: Any, *, compiles: bool) -> tuple[Any, ProbedModel]:
     """With the model's norms and linear layers replaced where that is possible."""
-    if fuse_norms(model) + pack_linears(model):
+    if source.device.pack(model):
         try:
             return model, probe_model(model)
         except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
-            model = _load(directory, config, device)
+            model = _load(source)
             if compiles:
-                compile_linears(model)
+                source.device.compile_linears(model)
     return model, probe_model(model)
 
 
-def _load(directory: Path, config: ModelConfig, device: torch.device) -> Any:
-    model = _from_pretrained(directory, config, device)
-    if config.quantization is not None:
-        share = quantize_linears(model)
+def _load(source: _Source) -> Any:
+    model = _from_pretrained(source.directory, source.config, source.device)
+    if source.quantized is not None:
+        share = quantize_linears(model, source.quantized)
         if share < _EXPECTED_SHARE:  # experts, or layers that are not torch's linear ones
             logger.warning("quantization covers only %.0f %% of the weights of %s", 100 * share, type(model).__name__)
     return model
 
 
-def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device) -> Any:
+def _from_pretrained(directory: Path, config: ModelConfig, device: Device) -> Any:
     try:
         model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if getattr(model_config, "is_encoder_decoder", False):
@@ -307,7 +281,7 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: torch.device)
         raise ModelLoadError(
             f"{directory} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}", param="model"
         )
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(device.torch_device).eval().requires_grad_(False)
 
 
 def _return_freed_memory() -> None:
@@ -316,15 +290,11 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resolve_dtype(config: ModelConfig, model_config: Any, device: torch.device) -> torch.dtype:
+def _resolve_dtype(config: ModelConfig, model_config: Any, device: Device) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own = getattr(model_config.get_text_config(), "dtype", None)
-    if device.type == "cuda":
-        return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32
-    # What keeps batches apart takes more than that in bfloat16, of processor and model.
-    is_multiplied = MULTIPLIES_PAIRS and not config.batch_invariant
-    return torch.bfloat16 if own == torch.bfloat16 and is_multiplied else torch.float32
+    return device.default_dtype(own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32)
 
 
 def _max_model_len(text_config: Any) -> int:

@@ -1,1 +1,1 @@
-"""Linear layers with quantised weights."""
+"""Formats of quantised weights."""

@@ -35,7 +35,7 @@ def draw_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     keys = keys.to(logits.device)[:, None]
     kinds: dict[_Draw, list[int]] = {}
     for i, p in enumerate(params):
-        kinds.setdefault(_way_to_draw(p, is_on_cpu=logits.device.type == "cpu"), []).append(i)
+        kinds.setdefault(_way_to_draw(p, is_on_cpu=logits.is_cpu), []).append(i)
     if len(kinds) == 1:
         (draw,) = kinds
         return draw(scores, keys, params)

@@ -52,7 +52,7 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
     `keys` is [rows, 1] int64 from `stream_key`; `token_ids` is int64, [rows, n] or [n].
     """
-    bits = hash_with_numpy(keys, token_ids) if keys.device.type == "cpu" else hash_with_torch(keys, token_ids)
+    bits = hash_with_numpy(keys, token_ids) if keys.is_cpu else hash_with_torch(keys, token_ids)
     uniform = bits.double().add_(0.5).mul_(UNIT)  # in (0, 1), never 0 or 1
     return uniform.log_().neg_().log_().neg_()
 

@@ -32,7 +32,7 @@ def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def argmax(scores: torch.Tensor) -> torch.Tensor:
     """The first of the largest scores of each row, [rows]; of NaN where there is one. On a CPU numpy takes a tenth of
     torch's time."""
-    if scores.device.type != "cpu" or not scores.shape[0]:
+    if not scores.is_cpu or not scores.shape[0]:
         return scores.argmax(dim=-1)
     return torch.from_numpy(as_numpy(scores).argmax(axis=-1))
 

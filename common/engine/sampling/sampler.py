@@ -141,7 +141,7 @@ def logprobs_of(
 def _best_tokens(logits: torch.Tensor) -> list[int]:
     """The most likely token of each row, -1 where its logit is not finite. On a CPU all of it in numpy, whose calls are
     cheaper than torch's."""
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         token_ids = logits.argmax(dim=-1)
         return list(torch.where(_is_finite(logits, token_ids), token_ids, -1).tolist())
     numbers = as_numpy(logits)
@@ -152,7 +152,7 @@ def _best_tokens(logits: torch.Tensor) -> list[int]:
 
 def _is_finite(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Whether the best logit of each row is a number, [rows]. argmax takes NaN for the best."""
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         return logits.gather(1, best[:, None]).squeeze(1).isfinite()
     return torch.from_numpy(np.isfinite(as_numpy(logits)[np.arange(len(best)), best.numpy()]))
 

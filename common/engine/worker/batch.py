@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.base import Memory
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId
 
@@ -45,10 +46,10 @@ class BatchPacker:
     Most steps compute the next token of the same requests as the step before: only positions and block tables change.
     """
 
-    def __init__(self, table: RequestTable, block_size: int, device: torch.device) -> None:
+    def __init__(self, table: RequestTable, block_size: int, memory: Memory) -> None:
         self._table = table
         self._block_size = block_size
-        self._device = device
+        self._memory = memory
         self._last: _Layout | None = None
 
     def pack(
@@ -70,7 +71,7 @@ class BatchPacker:
         block_table = table.block_tables[0]
         block_ids = block_table[token_rows, blocks]
         max_blocks = -(-max(layout.seq_lens) // block_size)
-        input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = _upload(
+        input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = self._memory.upload(
             [
                 table.token_ids[token_rows, positions],
                 positions if table.position_dims == 1 else table.positions(token_rows, positions),
@@ -78,8 +79,7 @@ class BatchPacker:
                 layout.wanted,
                 layout.ends,
                 block_table[rows, :max_blocks],
-            ],
-            self._device,
+            ]
         )
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
         opened = (offsets == 0).nonzero()[0]
@@ -203,12 +203,3 @@ def _prompt_runs(
             runs.append(PromptRun(request_ids[sequence], row, start, num_tokens))
             places.append(np.arange(first, first + num_tokens))
     return runs, places
-
-
-def _upload(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on the device, in one transfer."""
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]  # kernels read them by address
-    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-    parts = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

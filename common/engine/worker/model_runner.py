@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
@@ -25,15 +25,11 @@ from common.engine.contract.step import (
     outcomes_of,
 )
 from common.engine.devices.attention import ProjectionAttention
-from common.engine.devices.cpu.decode_programs import DecodePrograms
-from common.engine.devices.cpu.sampler import CompiledSampler
-from common.engine.devices.decode_inputs import DecodeInputs, RecordedStepError
-from common.engine.devices.gpu.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
-from common.engine.devices.registry import create_backend
+from common.engine.devices.base import RowSampler
+from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedDecodes, RecordedStepError
 from common.engine.model.attention_hook import install
 from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
-from common.engine.sampling.draws import Draws, Penalties
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
 from common.engine.speculation.base import Proposer
@@ -48,13 +44,6 @@ logger = logging.getLogger(__name__)
 _NO_DRAFTS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
 _DRAWN = SamplingParams(temperature=1.0)
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
-
-
-def device_sampler() -> Callable[[torch.Tensor, Draws, Penalties | None], torch.Tensor]:
-    """See `sample_on_device`, which is imported where Triton is used only."""
-    from common.engine.devices.gpu.sampler import sample_on_device
-
-    return sample_on_device
 
 
 class ModelRunner:
@@ -73,16 +62,17 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._loaded = loaded
+        self._memory = loaded.device.memory
         self._kv_cache = kv_cache
         self._block_size = kv_cache.shape[4]
-        self._attention = create_backend(loaded.attention_backend, kv_cache)
+        self._attention = loaded.device.attention(kv_cache, loaded.kernels)
         if loaded.decoder is None:
             install(loaded.attention_modules, self._attention)
-        self._recorded: DecodeGraphs | DecodePrograms | None = None
+        self._recorded: RecordedDecodes | None = None
         self.num_failed_recordings = 0  # see Executor
         self._sampler = Sampler()
-        self._compiled = loaded.sampler
-        self._sample_on_device = device_sampler() if loaded.attention_backend == "triton" else None
+        self._row_sampler = loaded.row_sampler
+        self._sample_on_device = loaded.step_sampler
         self._sampling: SamplingStep | None = None  # the last step that sampled on the device
         self._table = RequestTable(
             max_num_seqs,
@@ -94,7 +84,7 @@ class ModelRunner:
             processors=processors,
         )
         self._proposer = proposer
-        self._packer = BatchPacker(self._table, self._block_size, loaded.device)
+        self._packer = BatchPacker(self._table, self._block_size, self._memory)
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
@@ -134,7 +124,8 @@ class ModelRunner:
             draws, penalties = self._table.draws(rows, lengths), self._table.penalties(rows, lengths)
             token_ids = self._sample_on_device(logits, draws, penalties)
             if not drafts and self._proposer is None:
-                self._sampling = SamplingStep(token_ids, batch, self._table)
+                copy = self._memory.to_host(token_ids)
+                self._sampling = SamplingStep(token_ids, copy, batch, self._table)
                 return self._sampling
             return FinishedStep(self._answer(batch, samples_of(token_ids.tolist()), {}, drafts))
         if before is not None:
@@ -223,7 +214,7 @@ class ModelRunner:
                 return logits[:, : self._loaded.vocab_size]
         return self._compute(inputs, None if keeps_all else batch.logits_index)
 
-    def _run_recorded(self, recorded: DecodeGraphs | DecodePrograms, inputs: DecodeInputs) -> torch.Tensor | None:
+    def _run_recorded(self, recorded: RecordedDecodes, inputs: DecodeInputs) -> torch.Tensor | None:
         try:
             return recorded.run(inputs)
         except RecordedStepError as error:
@@ -252,31 +243,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decodes(self) -> None:
-        """Records decode steps, if device and model allow it: on a GPU now, on a CPU as sizes are met."""
-        if self._loaded.kernels == "fused" and self._loaded.attention_backend.startswith("cpu"):
-            self._recorded = DecodePrograms(
-                lambda inputs: self._compute(inputs, None),
-                max_num_seqs=self._max_num_seqs,
-                max_model_len=self.max_model_len,
-                block_size=self._block_size,
-            )
-        elif self._loaded.device.type == "cuda" and self._attention.is_recordable and self._loaded.position_dims == 1:
-            self._record_graphs()
-
-    def _record_graphs(self) -> None:
+        """Records decode steps, if device and model allow it."""
+        if self._loaded.position_dims > 1:
+            return
+        limits = DecodeLimits(self._max_num_seqs, self.max_model_len, self._block_size)
         try:
-            self._recorded = DecodeGraphs(
-                lambda inputs: self._compute(inputs, None),
-                CudaRecorder(),
-                sizes=graph_sizes(self._max_num_seqs),
-                max_model_len=self.max_model_len,
-                block_size=self._block_size,
-                device=self._loaded.device,
+            self._recorded = self._loaded.device.record_decodes(
+                lambda inputs: self._compute(inputs, None), self._loaded.kernels, limits
             )
         except RecordedStepError as error:
             self._give_up_recording(error)
-        except Exception as error:  # noqa: BLE001  whatever a compiler or the modelling code raises
-            logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
 
     def _sample_masked(
         self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks
@@ -300,7 +276,7 @@ class ModelRunner:
         self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks
     ) -> list[Sample]:
         """Samples for rows that all get a token. `logits` is overwritten."""
-        samples = self._sample(rows, lengths, logits, TokenMask(masks.positions, masks.words))
+        samples = self._sample(rows, lengths, logits, TokenMask(masks.positions, masks.words, self._memory))
         for position in masks.positions:
             if isinstance(samples[position], NoToken) and bool((logits[position] == -torch.inf).all()):
                 samples[position] = NoToken.CONTRADICTION
@@ -317,16 +293,16 @@ class ModelRunner:
         overwritten."""
         if self._table.are_plain(rows):
             return self._sampler.sample_plain(logits, mask)
-        if self._compiled is None or mask is not None:
+        if self._row_sampler is None or mask is not None:
             return self._sample_with_torch(rows, lengths, logits, mask)
-        return self._sample_compiled(rows, lengths, logits, self._compiled)
+        return self._sample_compiled(rows, lengths, logits, self._row_sampler)
 
     def _sample_compiled(
         self,
         rows: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
         logits: torch.Tensor,
-        sampler: CompiledSampler,
+        sampler: RowSampler,
     ) -> list[Sample]:
         """By compiled kernels, as far as they can."""
         can = self._table.keep_all[rows]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from common.engine.contract.step import ModelRunnerOutput, outcomes_of
+from common.engine.devices.base import HostCopy
 from common.engine.sampling.sampler import samples_of
 from common.engine.worker.batch import PackedBatch
 from common.engine.worker.request_table import RequestTable
@@ -15,7 +16,7 @@ from common.engine.worker.request_table import RequestTable
 class SamplingStep:
     """See RunningStep. In the request table, placeholders stand for its tokens until they are known."""
 
-    def __init__(self, token_ids: torch.Tensor, batch: PackedBatch, table: RequestTable) -> None:
+    def __init__(self, token_ids: torch.Tensor, copy: HostCopy, batch: PackedBatch, table: RequestTable) -> None:
         """`token_ids` [sampled requests], on the device; -1: no token."""
         self.is_settled = False
         self._token_ids = token_ids
@@ -23,13 +24,7 @@ class SamplingStep:
         self._rows = batch.sampled_rows
         self._table = table
         self._places = table.expect_tokens(self._rows)
-        self._on_host = token_ids
-        self._copied: torch.cuda.Event | None = None
-        if token_ids.device.type == "cuda":
-            self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._on_host.copy_(token_ids, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._on_host, self._wait = copy
 
     def fill_in(self, batch: PackedBatch) -> PackedBatch:
         """`batch`, packed after this step, with this step's tokens in place of the placeholders."""
@@ -40,8 +35,8 @@ class SamplingStep:
     def settle(self) -> None:
         """Waits for the tokens and notes them in the request table. Idempotent."""
         if not self.is_settled:
-            if self._copied is not None:
-                self._copied.synchronize()
+            if self._wait is not None:
+                self._wait()
             self.is_settled = True
             self._table.settle_tokens(self._rows, self._places, self._on_host.clamp(min=0).numpy())
 

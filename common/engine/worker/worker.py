@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 
-from common.cores import num_usable_cores
 from common.engine.config import EngineConfig, KVConnectorConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
@@ -18,8 +16,7 @@ from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.devices.attention import KVSpec
-from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
-from common.engine.devices.memory import available_kv_bytes
+from common.engine.devices.base import Device, StepFences
 from common.engine.kv_connector import NO_FENCES, ConnectorFactory, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
@@ -28,7 +25,6 @@ from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.registry import PROPOSERS
-from common.engine.worker.fences import DeviceFences
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
@@ -57,20 +53,16 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._facts: ModelFacts | None = None
         self._connector: WorkerConnector | None = None
-        self._fences: DeviceFences | None = None
+        self._fences: StepFences | None = None
         self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
-        bound_kernel_caches()
-        self._choose_device()
-        if self._config.model.num_threads is not None:
-            _set_num_threads(self._config.model.num_threads)
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
-        loaded = self._loaded = load_model(self._config.model)
+        loaded = self._loaded = load_model(self._config.model, self._config.parallel.device_of(self.rank))
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         kv_group = _group_of(loaded.kv_spec)
@@ -93,13 +85,13 @@ class Worker:
             eos_token_ids=loaded.eos_token_ids,
             bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
             available_kv_bytes=self._kv_bytes(loaded),
-            device=loaded.device.type,
+            device=loaded.device.name,
             dtype=dtype,
             position_dims=loaded.position_dims,
             tokenizer_directory=loaded.directory,
             kernels=loaded.kernels,
             kernels_failed=loaded.kernels_failed,
-            num_threads=torch.get_num_threads() if loaded.device.type == "cpu" else 0,
+            num_threads=loaded.device.num_threads,
         )
         return self._facts
 
@@ -114,7 +106,9 @@ class Worker:
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=min(self._max_model_len(self._loaded), (num_blocks - 1) * block_size),
             processors=load_processors(
-                self._config.model.logits_processors, vocab_size=self._loaded.vocab_size, device=self._loaded.device
+                self._config.model.logits_processors,
+                vocab_size=self._loaded.vocab_size,
+                device=self._loaded.device.torch_device,
             ),
             proposer=self._proposer(),
         )
@@ -136,9 +130,9 @@ class Worker:
         if self._connector is None:
             return None
         assert self._facts is not None
+        assert self._loaded is not None
         assert self._kv_cache is not None
-        if self._kv_cache.device.type != "cpu":
-            self._fences = DeviceFences()  # connectors copy on streams of their own
+        self._fences = self._loaded.device.memory.fences()  # connectors copy on streams of their own
         facts = self._connector.register_kv_cache(
             self._kv_cache, self._facts.fingerprint, self._facts.layout, on_settled, self._fences or NO_FENCES
         )
@@ -147,7 +141,7 @@ class Worker:
     @property
     def runs_ahead(self) -> bool:
         """See Executor.runs_ahead."""
-        return self._loaded is not None and self._loaded.attention_backend == "triton"
+        return self._loaded is not None and self._loaded.step_sampler is not None
 
     @property
     def num_failed_recordings(self) -> int:
@@ -176,18 +170,6 @@ class Worker:
         self._kv_cache = None
         self._loaded = None
 
-    def _choose_device(self) -> None:
-        """Makes the rank's GPU the one that is meant by "cuda" on this thread."""
-        number = self._config.parallel.device_of(self.rank)
-        if number == 0 or self._config.model.device == "cpu" or not torch.cuda.is_available():
-            return
-        if number >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank_devices: {number}, but there are {torch.cuda.device_count()} GPUs, counted from 0",
-                param="rank_devices",
-            )
-        torch.cuda.set_device(number)
-
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer
         return None if name is None else PROPOSERS.find(name)(self._config)
@@ -203,9 +185,16 @@ class Worker:
             return cache.num_blocks * bytes_per_block
         blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size)
         usable_blocks = self._config.scheduler.max_num_seqs * blocks_per_seq + 1  # and the null block
-        if loaded.device.type == "cuda" and cache.kv_cache_memory is None:
+        return min(self._available_kv_bytes(loaded), usable_blocks * bytes_per_block)
+
+    def _available_kv_bytes(self, loaded: LoadedModel) -> int:
+        """The setting if there is one, else a share of what is free on the device."""
+        cache, memory = self._config.cache, loaded.device.memory
+        if cache.kv_cache_memory is not None:
+            return cache.kv_cache_memory
+        if memory.is_own:
             self._profile(loaded)
-        return min(available_kv_bytes(cache, loaded.device), usable_blocks * bytes_per_block)
+        return int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
 
     def _profile(self, loaded: LoadedModel) -> None:
         """Runs the largest step once over a temporary KV cache, so that the memory measured afterwards is really
@@ -225,19 +214,16 @@ class Worker:
             clear_layer_attention(module)  # which would keep that KV cache alive
 
 
-def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: Device) -> torch.Tensor:
     """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
     many."""
     shape = (num_blocks, *spec.block_shape(block_size))
     num_bytes = num_blocks * spec.bytes_per_block(block_size)
     try:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=spec.dtype, device=device)
-        # calloc gives zero pages that take no memory until written; torch.zeros would touch them all.
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(spec.dtype).view(shape)
+        return device.memory.zeros(shape, spec.dtype)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
-            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device}",
+            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device.name}",
             param="kv_cache_memory",
         ) from error
 
@@ -250,13 +236,6 @@ def _group_of(spec: KVSpec) -> KVGroupSpec:
         spec.value_head_dim,
         str(spec.dtype).removeprefix("torch."),
     )
-
-
-def _set_num_threads(num_threads: int) -> None:
-    num_cores = num_usable_cores()
-    if num_threads > num_cores:
-        raise ConfigError(f"num_threads: {num_threads}, but this process has {num_cores} cores", param="num_threads")
-    torch.set_num_threads(num_threads)
 
 
 def create_connector(config: KVConnectorConfig) -> WorkerConnector:

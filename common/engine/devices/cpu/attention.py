@@ -263,11 +263,10 @@ class BatchInvariantAttention(CpuAttention):
         self._attend_rows(layer, query, out, 0, num_decodes, projected.args)
 
 
-def supports(device: torch.device, spec: KVSpec) -> bool:
+def supports(spec: KVSpec) -> bool:
     """True if the kernels can work on the KV cache of a model."""
     return (
-        device.type == "cpu"
-        and has_openmp()
+        has_openmp()
         and spec.dtype in (torch.float32, torch.bfloat16)
         and spec.head_dim == spec.value_head_dim
         and spec.head_dim % 2 == 0

@@ -35,8 +35,7 @@ class DecodePrograms:
         self._steps: dict[tuple[int, bool], tuple[Program, torch.Tensor]] = {}
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way. Raises
-        RecordedStepError; the step is to be computed again then, as it may have written wrong KV."""
+        """See RecordedDecodes."""
         size = len(inputs.input_ids)
         if size > self._most or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
             return None  # a profile shows each kernel

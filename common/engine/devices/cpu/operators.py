@@ -6,16 +6,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention
-from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, result, threads_for
+from common.engine.devices.cpu.kernels.compiled import (
+    Call,
+    CannotRecordError,
+    has_openmp,
+    is_recording,
+    result,
+    threads_for,
+)
 from common.engine.devices.cpu.kernels.elementwise import add_norm_kernel, embed_kernel, silu_mul_kernel
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.streamed_int8_linear import compiled
 from common.engine.devices.cpu.streamed_linear import StreamedLinear
-from common.engine.devices.fused_norm import RMSNorm
 from common.engine.devices.operators import AddNorm, Embed, PerToken
-from common.engine.quantization.int8 import AnyLinear, QuantizedLinear
+from common.engine.devices.rms_norm import RMSNorm
+from common.engine.quantization.base import AnyLinear, QuantizedLinear
+from common.engine.quantization.int8 import Int8Linear
+from common.errors import ConfigError
 
 _ROWS = 512  # activations of more would not stay in the cores' caches from one operator to the next
 _MAX_ROWS = 768  # rather than a few rows apart, for which weights are read once more
@@ -29,7 +39,7 @@ class CpuOperators:
 
     def supports(self, model: Any) -> bool:
         """See Operators."""
-        return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16) and has_openmp()
+        return model.dtype in (torch.float32, torch.bfloat16) and has_openmp()
 
     def split(self, num_tokens: int) -> list[int]:
         """See Operators."""
@@ -46,9 +56,9 @@ class CpuOperators:
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
-        if isinstance(linear, QuantizedLinear):
-            return compiled(linear)
-        return StreamedLinear(linear, batch_invariant=self._batch_invariant)
+        if isinstance(linear, nn.Linear):
+            return StreamedLinear(linear, batch_invariant=self._batch_invariant)
+        return self._quantized(linear)
 
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """See Operators."""
@@ -58,9 +68,16 @@ class CpuOperators:
         """See Operators."""
         size, dtype = gate_up.out_features // 2, gate_up.weight.dtype
         if isinstance(gate_up, QuantizedLinear):
-            return _Gated(compiled(gate_up), size, dtype)
+            return _Gated(self._quantized(gate_up), size, dtype)
         linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
         return partial(_gated, linear, _Gated(linear, size, dtype))
+
+    def _quantized(self, linear: QuantizedLinear) -> PerToken:
+        if isinstance(linear, Int8Linear):
+            return compiled(linear)
+        if self._batch_invariant:
+            raise ConfigError(f"batch_invariant: no kernel for {type(linear).__name__}", param="batch_invariant")
+        return partial(_unrecorded, linear)
 
 
 class _Embed:
@@ -96,6 +113,14 @@ class _AddNorm:
         call.point("out", out)
         call.run(hidden.shape[0], threads_for(hidden.numel()))
         return out
+
+
+def _unrecorded(linear: QuantizedLinear, inputs: torch.Tensor) -> torch.Tensor:
+    """By torch's operators."""
+    if is_recording():
+        raise CannotRecordError(f"{type(linear).__name__} is left to torch")
+    out: torch.Tensor = linear(inputs)
+    return out
 
 
 def _gated(linear: StreamedLinear, separate: PerToken, inputs: torch.Tensor) -> torch.Tensor:

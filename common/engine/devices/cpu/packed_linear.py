@@ -96,6 +96,4 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _is_packable(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
-        return False
-    return module.weight.device.type == "cpu" and _can_pack(module.weight.dtype)
+    return type(module) is nn.Linear and _can_pack(module.weight.dtype)

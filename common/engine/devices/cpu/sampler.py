@@ -9,7 +9,6 @@ tokens are those of `Sampler`.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +20,7 @@ from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.sampling import PART, best_kernel, bound_kernel
 from common.engine.sampling.draws import Draws
 from common.engine.sampling.noise import UNIT, gumbel_noise
-
-logger = logging.getLogger(__name__)
+from common.errors import ModelLoadError
 
 _SLACK = 1.0001  # float32 rounds the bounds by less
 _MAX_BOUNDS = 1 << 22  # kept at once
@@ -31,7 +29,7 @@ _Ids = npt.NDArray[np.int64]
 
 
 class CompiledSampler:
-    """Samples for one model, on one thread."""
+    """See RowSampler. For one model."""
 
     def __init__(self, num_tokens: int, dtype: torch.dtype) -> None:
         """`dtype` of the logits."""
@@ -45,8 +43,7 @@ class CompiledSampler:
         self._bound = Call(bound_kernel(element, num_tokens))
 
     def sample(self, logits: torch.Tensor, draws: Draws) -> _Ids:
-        """Token ids [rows] for logits [rows, vocabulary]; -1 where the best logit is not finite. `draws` keep the
-        whole vocabulary."""
+        """See RowSampler."""
         parts = [slice(first, first + self._rows_at_once) for first in range(0, len(logits), self._rows_at_once)]
         return np.concatenate(
             [self._sample(logits[part], Draws(draws.keys[part], draws.params[part])) for part in parts]
@@ -124,24 +121,20 @@ def _first_least(bounds: _Floats, least: _Floats) -> _Ids:
     return np.array([start + row[start : start + PART].argmin() for start, row in zip(starts, bounds, strict=False)])
 
 
-def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the kernels can sample from logits like these."""
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and has_openmp()
+def can_sample(dtype: torch.dtype) -> bool:
+    """True if there are kernels for logits of this type."""
+    return dtype in (torch.float32, torch.bfloat16) and has_openmp()
 
 
-def checked_sampler(num_tokens: int, dtype: torch.dtype) -> CompiledSampler | None:
-    """For a vocabulary; None, and a warning, if the kernels compute something else than torch or do not compile."""
+def checked_sampler(num_tokens: int, dtype: torch.dtype) -> CompiledSampler:
+    """For a vocabulary. Raises ModelLoadError if the kernels compute something else than torch, or whatever a compiler
+    raises."""
     logits = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(0)).to(dtype)
     keys, params = np.arange(2), np.array([[1.0, 0, 1, -np.inf], [0.0, 0, 1, -np.inf]], dtype=np.float32)
     noise = gumbel_noise(torch.from_numpy(keys[:1, None]), torch.arange(num_tokens)[None])
     numbers = logits.float()
     expected = [(noise + (numbers[:1] - numbers[0].max())).numpy().argmax(), numbers[1].numpy().argmax()]
-    try:
-        sampler = CompiledSampler(num_tokens, dtype)
-        agrees = sampler.sample(logits, Draws(keys, params)).tolist() == expected
-    except Exception as error:  # noqa: BLE001  whatever a compiler raises
-        logger.warning("sampling with torch's operators: a kernel does not compile: %s", error)
-        return None
-    if not agrees:
-        logger.warning("sampling with torch's operators: the compiled kernels choose other tokens")
-    return sampler if agrees else None
+    sampler = CompiledSampler(num_tokens, dtype)
+    if sampler.sample(logits, Draws(keys, params)).tolist() != expected:
+        raise ModelLoadError("the compiled kernels choose other tokens", param="model")
+    return sampler

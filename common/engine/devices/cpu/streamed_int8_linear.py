@@ -22,7 +22,7 @@ from common.engine.devices.cpu.kernels.int8_linear import GRANULE, int8_linear_k
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
-from common.engine.quantization.int8 import QuantizedLinear
+from common.engine.quantization.int8 import Int8Linear
 from common.errors import ModelLoadError
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
@@ -35,7 +35,7 @@ class StreamedInt8Linear(nn.Module):
     """See PerToken, and for use in a model's own code a module. A row's result does not depend on how many rows there
     are. `linear` may be given up."""
 
-    def __init__(self, linear: QuantizedLinear) -> None:
+    def __init__(self, linear: Int8Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = linear.weight  # shape and type
@@ -126,11 +126,11 @@ def compile_linears(model: nn.Module) -> None:
     something else than torch."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, QuantizedLinear) and can_compile(child.weight.dtype):
+            if isinstance(child, Int8Linear) and can_compile(child.weight.dtype):
                 setattr(parent, name, compiled(child))
 
 
-def compiled(linear: QuantizedLinear) -> StreamedInt8Linear:
+def compiled(linear: Int8Linear) -> StreamedInt8Linear:
     """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch."""
     _check_kernels(linear.in_features, linear.out_features, linear.weight.dtype, has_bias=linear.bias is not None)
     return StreamedInt8Linear(linear)
@@ -144,7 +144,7 @@ def _check_kernels(in_features: int, out_features: int, dtype: torch.dtype, *, h
     integers = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8, generator=generator)
     scale = torch.rand(out_features, generator=generator) / 128
     bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
-    linear = QuantizedLinear(integers, scale, bias, dtype)
+    linear = Int8Linear(integers, scale, bias, dtype)
     inputs = torch.randn(max(_CHECKED_ROWS), in_features, generator=generator).to(dtype)
     expected, kernels = linear(inputs).float(), StreamedInt8Linear(linear)
     for num_rows in _CHECKED_ROWS:

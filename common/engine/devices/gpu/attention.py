@@ -59,7 +59,6 @@ class TritonAttention:
     """See AttentionBackend and ProjectionAttention."""
 
     reads_whole_blocks = False
-    is_recordable = True
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape

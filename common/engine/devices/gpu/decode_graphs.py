@@ -50,7 +50,7 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """Logits [num_decodes, vocabulary], valid until the next run; None if there are too many decodes."""
+        """See RecordedDecodes. None if there are too many decodes."""
         num_decodes = len(inputs.input_ids)
         size = next((size for size in self._sizes if size >= num_decodes), None)
         if size is None:

@@ -11,7 +11,6 @@ import triton
 from torch import nn
 from torch.nn import functional
 
-from common.engine.devices.fused_norm import RMSNorm
 from common.engine.devices.gpu.attention import (
     BatchInvariantTritonAttention,
     TritonAttention,
@@ -21,7 +20,9 @@ from common.engine.devices.gpu.attention import (
 from common.engine.devices.gpu.kernels.elementwise import add_norm_kernel, silu_mul_kernel
 from common.engine.devices.gpu.kernels.linear import linear_kernel
 from common.engine.devices.operators import AddNorm, Embed, PerToken
-from common.engine.quantization.int8 import AnyLinear
+from common.engine.devices.rms_norm import RMSNorm
+from common.engine.quantization.base import AnyLinear, QuantizedLinear
+from common.errors import ConfigError
 
 _NUMBERS_PER_PROGRAM = 1024
 
@@ -50,7 +51,10 @@ class TritonOperators:
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
-        assert isinstance(linear, nn.Linear)  # quantisation is refused on GPUs
+        if isinstance(linear, QuantizedLinear):
+            if self._batch_invariant:
+                raise ConfigError(f"batch_invariant: no kernel for {type(linear).__name__}", param="batch_invariant")
+            return linear
         if self._batch_invariant:
             return BatchInvariantLinear(linear)
         return partial(functional.linear, weight=linear.weight, bias=linear.bias)

@@ -74,7 +74,6 @@ class TorchAttention:
     """See AttentionBackend. Works on any device and dtype; softmax is computed in float32."""
 
     reads_whole_blocks = True
-    is_recordable = False
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
@@ -97,7 +96,7 @@ class TorchAttention:
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
         self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
-        max_bytes = _MAX_GATHERED_BYTES_CPU if device.type == "cpu" else _MAX_GATHERED_BYTES
+        max_bytes = _MAX_GATHERED_BYTES_CPU if kv_cache.is_cpu else _MAX_GATHERED_BYTES
         self._max_group_blocks = max_bytes // (2 * stride * head_dim * kv_cache.itemsize)
         self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
         self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)

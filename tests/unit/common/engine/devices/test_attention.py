@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
-from common.engine.devices.registry import create_backend
-from common.engine.devices.torch.attention import _MAX_SCORES
+from common.engine.devices.cpu.attention import CpuAttention
+from common.engine.devices.torch.attention import _MAX_SCORES, TorchAttention
 
 NUM_LAYERS, NUM_KV_HEADS, GROUPS, BLOCK_SIZE, HEAD_DIM = 2, 2, 3, 4, 8
 NUM_HEADS = NUM_KV_HEADS * GROUPS
 NUM_BLOCKS = 256
+
+
+def create_backend(name, kv_cache):
+    if name == "triton":
+        from common.engine.devices.gpu.attention import TritonAttention
+
+        return TritonAttention(kv_cache)
+    return {"torch": TorchAttention, "cpu": CpuAttention}[name](kv_cache)
 
 
 def naive(query, keys, values, args):

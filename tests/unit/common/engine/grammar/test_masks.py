@@ -17,6 +17,7 @@ from common.demo_model import demo_model_path
 from common.engine.config import GrammarConfig
 from common.engine.contract.masks import BatchMasks
 from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
+from common.engine.devices.host_memory import HostMemory
 from common.engine.grammar.base import Grammar
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
@@ -122,7 +123,7 @@ class Batch:
         masks = self.found(*numbers)
         if masks is not None:
             assert masks.no_tokens == {}
-            TokenMask(masks.positions, masks.words).apply(logits)
+            TokenMask(masks.positions, masks.words, HostMemory()).apply(logits)
         return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits]
 
 
@@ -246,7 +247,7 @@ def test_the_mask_comes_after_penalties(batch: Batch, grammars: Grammars) -> Non
     row = SamplingRow(params, np.array([A, A, A]), 1)
     logits = torch.zeros(1, SOURCE.vocab_size)
     logits[0, A] = torch.finfo(torch.float32).min
-    assert Sampler().sample(logits, [row], TokenMask(masks.positions, masks.words)) == [SampledToken(A)]
+    assert Sampler().sample(logits, [row], TokenMask(masks.positions, masks.words, HostMemory())) == [SampledToken(A)]
 
 
 def letters(batch: Batch, *numbers: int) -> list[set[int]]:

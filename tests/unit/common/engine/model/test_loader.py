@@ -16,10 +16,10 @@ from transformers import utils as transformers_utils
 
 from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
+from common.engine.devices.cpu import device as cpu_device
 from common.engine.devices.cpu import streamed_int8_linear
-from common.engine.model import loader
 from common.engine.model.loader import load_model
-from common.engine.quantization.int8 import QuantizedLinear
+from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError, ModelLoadError
 from tests.tiny_models import MAX_MODEL_LEN, TINY_MODELS, VOCAB_SIZE, tiny_model_dir
 
@@ -82,7 +82,7 @@ def test_auto_is_bfloat16_for_models_in_it_where_the_processor_multiplies_it(
     model_dir, monkeypatch, own, multiplies, expected
 ):
     edit_config(model_dir, dtype=own)
-    monkeypatch.setattr(loader, "MULTIPLIES_PAIRS", multiplies)
+    monkeypatch.setattr(cpu_device, "MULTIPLIES_PAIRS", multiplies)
     loaded = load_model(ModelConfig(model=str(model_dir), device="cpu"))
     assert (loaded.dtype, loaded.kv_spec.dtype) == (expected, expected)
 
@@ -90,7 +90,7 @@ def test_auto_is_bfloat16_for_models_in_it_where_the_processor_multiplies_it(
 def test_auto_is_float32_where_batches_must_not_matter(tmp_path, monkeypatch):
     demo = shutil.copytree(demo_model_path(), tmp_path / "model")
     edit_config(demo, dtype="bfloat16")
-    monkeypatch.setattr(loader, "MULTIPLIES_PAIRS", True)
+    monkeypatch.setattr(cpu_device, "MULTIPLIES_PAIRS", True)
     assert load_model(ModelConfig(model=str(demo), device="cpu", batch_invariant=True)).dtype == torch.float32
 
 
@@ -213,7 +213,7 @@ def test_device_that_is_not_there(model_dir):
 
 def test_int8_is_for_cpus(model_dir, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ConfigError, match="int8 is for CPUs") as caught:
+    with pytest.raises(ConfigError, match="no kernels for int8") as caught:
         load_model(ModelConfig(model=str(model_dir), quantization="int8"))
     assert caught.value.param == "quantization"
 
@@ -242,7 +242,7 @@ def test_int8_kernels_that_fail_are_not_used(model_dir, monkeypatch, caplog):
     for name in ("llama", "gemma2"):
         loaded = load_model(ModelConfig(model=str(tiny_model_dir(name)), quantization="int8"))
         assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)
-        assert any(isinstance(module, QuantizedLinear) for module in loaded.model.modules())
+        assert any(isinstance(module, Int8Linear) for module in loaded.model.modules())
         assert "LLVM IR parsing error" in caplog.text
         caplog.clear()
 

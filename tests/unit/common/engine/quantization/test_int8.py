@@ -4,7 +4,8 @@ from torch import nn
 
 from common.engine.devices.cpu import streamed_int8_linear
 from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear, compiled
-from common.engine.quantization.int8 import QuantizedLinear, joined, quantize_linears
+from common.engine.quantization.base import quantize_linears
+from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError, ModelLoadError
 
 
@@ -17,7 +18,7 @@ def test_weights_are_rounded_to_the_nearest_step_of_their_output():
     layer = make_layer()
     layer.weight[3] = 0
     layer.weight[5] *= 1000
-    quantized = QuantizedLinear.of(layer)
+    quantized = Int8Linear.of(layer)
     steps = layer.weight.abs().amax(dim=1, keepdim=True) / 127
     error = (quantized.integers * quantized.scale[:, None] - layer.weight).abs()
     assert bool((error <= steps * 0.501).all())
@@ -28,7 +29,7 @@ def test_weights_are_rounded_to_the_nearest_step_of_their_output():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_with_the_rounded_weight(dtype):
     layer = make_layer(dtype=dtype)
-    quantized = QuantizedLinear.of(layer)
+    quantized = Int8Linear.of(layer)
     inputs = torch.randn(2, 3, 48).to(dtype)
     weight = quantized.integers * quantized.scale[:, None]
     expected = nn.functional.linear(inputs.float(), weight, layer.bias.float())
@@ -38,8 +39,8 @@ def test_computes_with_the_rounded_weight(dtype):
 def test_layers_join():
     layers = [make_layer(out_features=size, bias=size != 32) for size in (96, 32)]
     inputs = torch.randn(3, 48)
-    whole = joined([QuantizedLinear.of(layer) for layer in layers])
-    expected = torch.cat([QuantizedLinear.of(layer)(inputs) for layer in layers], dim=1)
+    whole = Int8Linear.joined([Int8Linear.of(layer) for layer in layers])
+    expected = torch.cat([Int8Linear.of(layer)(inputs) for layer in layers], dim=1)
     torch.testing.assert_close(whole(inputs), expected)
 
 
@@ -49,7 +50,7 @@ def test_layers_join():
 def test_kernels_compute_the_same(dtype, sizes, tiles, monkeypatch):
     if not tiles:
         monkeypatch.setattr(streamed_int8_linear, "has_tiles", lambda: False)
-    quantized = QuantizedLinear.of(make_layer(*sizes, dtype=dtype))
+    quantized = Int8Linear.of(make_layer(*sizes, dtype=dtype))
     streamed = StreamedInt8Linear(quantized)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     for rows in (0, 1, 5, 16, 40, 1000):
@@ -68,15 +69,15 @@ def test_kernels_that_compute_something_else_are_found_out(monkeypatch):
     monkeypatch.setattr(streamed_int8_linear, "_run", skip_the_last_block)
     streamed_int8_linear._check_kernels.cache_clear()
     with pytest.raises(ModelLoadError, match="differ from torch"):
-        compiled(QuantizedLinear.of(make_layer()))
+        compiled(Int8Linear.of(make_layer()))
 
 
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(ConfigError, match="no linear layers") as refusal:
-        quantize_linears(nn.Sequential(nn.Embedding(3, 4)))
+        quantize_linears(nn.Sequential(nn.Embedding(3, 4)), Int8Linear)
     assert refusal.value.param == "quantization"
 
 
 def test_the_share_of_weights_counts_what_is_multiplied():
     model = nn.Sequential(nn.Embedding(100, 48), make_layer(), nn.Bilinear(48, 2, 48, bias=False))
-    assert quantize_linears(model) == 0.5
+    assert quantize_linears(model, Int8Linear) == 0.5

@@ -16,8 +16,10 @@ from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
-from common.engine.devices import memory
+from common.engine.devices import host_memory
 from common.engine.devices.attention import KVSpec
+from common.engine.devices.registry import DEVICES
+from common.engine.devices.torch.device import TorchDevice
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
@@ -101,7 +103,7 @@ def test_kv_bytes_follow_the_settings():
 def test_kv_cache_takes_no_memory_until_written():
     spec = KVSpec(24, 8, 128, 128, torch.bfloat16)
     before = resident_bytes()
-    kv_cache = allocate_kv_cache(spec, 1000, 16, torch.device("cpu"))  # 1.5 GiB
+    kv_cache = allocate_kv_cache(spec, 1000, 16, TorchDevice(ModelConfig()))  # 1.5 GiB
     assert kv_cache.shape == (1000, 24, 2, 8, 16, 128)
     assert not kv_cache[999].any()
     assert resident_bytes() - before < 1 << 28
@@ -109,7 +111,7 @@ def test_kv_cache_takes_no_memory_until_written():
 
 def test_kv_cache_that_cannot_be_had_is_a_setting_error():
     with pytest.raises(ConfigError, match="KV cache"):
-        allocate_kv_cache(KVSpec(24, 8, 128, 128, torch.bfloat16), 10**9, 16, torch.device("cpu"))
+        allocate_kv_cache(KVSpec(24, 8, 128, 128, torch.bfloat16), 10**9, 16, TorchDevice(ModelConfig()))
 
 
 def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
@@ -139,9 +141,9 @@ def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    Worker(EngineConfig(parallel=parallel), rank)._choose_device()
+    DEVICES.find("auto")(ModelConfig(), parallel.device_of(rank))
     assert devices == chosen
-    Worker(EngineConfig(model=ModelConfig(device="cpu"), parallel=parallel), rank)._choose_device()
+    DEVICES.find("cpu")(ModelConfig(), parallel.device_of(rank))
     assert devices == chosen
 
 
@@ -162,12 +164,12 @@ def resident_bytes():
 
 
 def test_free_memory_is_measured_and_limited_by_the_cgroup(tmp_path, monkeypatch):
-    assert 0 < memory.free_host_bytes() < 1 << 50
+    assert 0 < host_memory.HostMemory().free_bytes() < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert memory._available_in_cgroup(tmp_path) == 600_000
+    assert host_memory._available_in_cgroup(tmp_path) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._available_in_cgroup(tmp_path) >= 1 << 60
+    assert host_memory._available_in_cgroup(tmp_path) >= 1 << 60
 
 
 def test_handoff_between_two_executors(start):

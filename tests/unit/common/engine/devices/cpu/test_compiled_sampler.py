@@ -2,14 +2,17 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.config import ModelConfig
 from common.engine.contract.step import NoToken
 from common.engine.devices.cpu.kernels.sampling import PART
 from common.engine.devices.cpu.sampler import CompiledSampler, checked_sampler
+from common.engine.model.loader import load_model
 from common.engine.sampling.draws import Draws, draw_params
 from common.engine.sampling.noise import stream_key
 from common.engine.sampling.processors import SamplingRow
 from common.engine.sampling.sampler import Sampler
 from common.types import SamplingParams
+from tests.tiny_models import tiny_model_dir
 
 
 def sampled(logits, chosen):
@@ -64,10 +67,11 @@ def test_more_rows_than_bounds_are_kept_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 259, 512, 5003, 32_000])
 def test_the_check_at_start_passes(vocab, dtype):
-    assert checked_sampler(vocab, dtype) is not None
+    checked_sampler(vocab, dtype)
 
 
 def test_kernels_that_choose_other_tokens_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(CompiledSampler, "sample", lambda _, logits, __: np.zeros(len(logits), dtype=np.int64))
-    assert checked_sampler(5003, torch.float32) is None
+    loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+    assert (loaded.row_sampler, loaded.kernels, loaded.kernels_failed) == (None, "fused", True)
     assert "choose other tokens" in caplog.text

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from common.engine.config import ModelConfig
+from common.engine.devices.cpu import device as cpu_device
 from common.engine.devices.cpu import packed_linear
 from common.engine.devices.cpu.packed_linear import PackedLinear, missing_rows, pack_linears
 from common.engine.model import loader
@@ -51,7 +52,7 @@ def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
         model.model.layers[0].self_attn.q_proj = nn.Linear(7, 7)
         return 1
 
-    monkeypatch.setattr(loader, "pack_linears", pack_badly)
+    monkeypatch.setattr(cpu_device, "pack_linears", pack_badly)
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
     assert loaded.model.model.layers[0].self_attn.q_proj.in_features == 48
 

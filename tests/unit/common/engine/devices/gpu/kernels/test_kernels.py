@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, HeadNorms, ProjectedArgs, Rotary
-from common.engine.devices.registry import create_backend
+from common.engine.devices.torch.attention import TorchAttention
 
 NUM_LAYERS, LAYER, NUM_BLOCKS = 2, 1, 96
 # Sequences by what a step computes of each: their last token, or a chunk. Lengths on both sides of a block's end.
@@ -58,6 +58,12 @@ def test_attention_in_every_shape(device, dtype, head_dim, block_size, num_kv_he
     check_attention(device, dtype, head_dim, block_size, num_kv_heads, group, ARGS[args])
 
 
+def triton_attention(kv_cache):
+    from common.engine.devices.gpu.attention import TritonAttention
+
+    return TritonAttention(kv_cache)
+
+
 def check_attention(device, dtype, head_dim, block_size, num_kv_heads, group, args):
     """Against torch's operators in float64, from the same cache; what blocks hold beyond their sequences is NaN."""
     torch.manual_seed(0)
@@ -69,11 +75,11 @@ def check_attention(device, dtype, head_dim, block_size, num_kv_heads, group, ar
     query = torch.randn(1, num_tokens, num_heads, head_dim, device=device).to(dtype)
     key, value = (torch.randn(1, num_tokens, num_kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
     out = torch.full_like(query, torch.nan)
-    backend = create_backend("triton", cache)
+    backend = triton_attention(cache)
     backend.begin_step(batch)
     out = backend.attend(LAYER, query, key, value, args)
 
-    reference = create_backend("torch", cache.double().nan_to_num())
+    reference = TorchAttention(cache.double().nan_to_num())
     reference.begin_step(batch)
     if args.sinks is not None:
         args = replace(args, sinks=args.sinks.double())
@@ -126,10 +132,10 @@ def test_projections_are_normed_turned_cached_and_attended(device, has_norms, he
     query, key = (turned(each, rotary) for each in (query, key))
 
     other = cache.clone()
-    reference = create_backend("triton", other)
+    reference = triton_attention(other)
     reference.begin_step(batch)
     expected = reference.attend(LAYER, query[None], key[None], value[None].clone(), ARGS["plain"])
-    backend = create_backend("triton", cache)
+    backend = triton_attention(cache)
     backend.begin_step(batch)
     found = backend.attend_projections(LAYER, 0, qkv, ProjectedArgs(num_heads, ARGS["plain"], norms), rotary)
     torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ class Event(Protocol):
 
 
 class DeviceFences:
-    """See Fences. Keeps an event for each step that the device may not have finished."""
+    """See StepFences. Keeps an event for each step that the device may not have finished."""
 
     def __init__(self, create_event: Callable[[], Event] = torch.cuda.Event) -> None:
         self._create_event = create_event
@@ -32,7 +32,7 @@ class DeviceFences:
         self._num_steps = 0
 
     def record(self) -> Fence:
-        """Called on the step loop's thread when it has submitted a step, whose number is returned."""
+        """See StepFences."""
         for fence, event in [*self._events.items()]:
             if not event.query():
                 break

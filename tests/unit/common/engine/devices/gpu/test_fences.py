@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.engine.devices.gpu.fences import DeviceFences
 from common.engine.kv_connector import BlockTransfer
-from common.engine.worker.fences import DeviceFences
 from common.types import BlockHash, RequestId
 from kv_store.nixl.jobs import Job
 

@@ -4,7 +4,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from common.engine.devices.fused_norm import FusedRMSNorm, fuse_norms
+from common.engine.devices.cpu.fused_norm import FusedRMSNorm, fuse_norms
 
 
 class OddRMSNorm(Qwen3RMSNorm):

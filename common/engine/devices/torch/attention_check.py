@@ -1,48 +1,39 @@
-"""Whether compiled attention kernels compute what torch's operators do, with a model's shapes on this device."""
+"""Whether a device's attention kernels compute what torch's operators do, with a model's shapes."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from common.engine.devices.attention import AttentionArgs, AttentionMetadata, KVSpec
-from common.engine.devices.registry import AttentionBackendName, create_backend
-
-logger = logging.getLogger(__name__)
+from common.engine.devices.attention import AttentionArgs, AttentionBackend, AttentionMetadata, KVSpec
+from common.engine.devices.torch.attention import TorchAttention
+from common.errors import ModelLoadError
 
 _BLOCK_SIZE = 16
 _DECODES = [(36, 37), (15, 16), (0, 1)]  # tokens [start, end) of sequences that a step computes
 _CHUNKS = [(16, 37), (0, 20)]
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
+_Backend = Callable[[torch.Tensor], AttentionBackend]
+
 
 @torch.inference_mode()
-def kernels_agree(
-    backend: AttentionBackendName,
-    device: torch.device,
-    spec: KVSpec,
-    num_heads: Sequence[int],
-    args: Sequence[AttentionArgs],
-) -> bool:
-    """Runs both over a small cache of random numbers, for each kind of layer. `num_heads` and `args` are by layer. Also
-    False if a kernel does not compile."""
+def check_attention(
+    backend: _Backend, device: torch.device, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]
+) -> None:
+    """Runs both over a small cache of random numbers, for each kind of layer. `num_heads` and `args` are by layer.
+    Raises ModelLoadError if they differ, or whatever a compiler raises."""
     checked: set[tuple[object, ...]] = set()
     for layer, (heads, layer_args) in enumerate(zip(num_heads, args, strict=True)):
         kind = (heads, layer_args.scale, layer_args.sliding_window, layer_args.softcap, layer_args.sinks is None)
-        try:
-            if kind not in checked and not _layer_agrees(backend, device, spec, layer, heads, layer_args):
-                return False
-        except Exception as error:  # noqa: BLE001  whatever a compiler raises
-            logger.warning("a kernel does not compile: %s", error)
-            return False
+        if kind not in checked and not _layer_agrees(backend, device, spec, layer, heads, layer_args):
+            raise ModelLoadError("their attention differs from torch's", param="model")
         checked.add(kind)
-    return True
 
 
 def _layer_agrees(
-    name: AttentionBackendName, device: torch.device, spec: KVSpec, layer: int, num_heads: int, args: AttentionArgs
+    create: _Backend, device: torch.device, spec: KVSpec, layer: int, num_heads: int, args: AttentionArgs
 ) -> bool:
     generator = torch.Generator().manual_seed(layer)
 
@@ -57,7 +48,7 @@ def _layer_agrees(
         key, value = (random(1, num_tokens, spec.num_kv_heads, spec.head_dim) for _ in range(2))
         kv_cache = random(1 + int(batch.block_tables.max()), *spec.block_shape(_BLOCK_SIZE))
         results = []
-        for backend in (create_backend(name, kv_cache), create_backend("torch", kv_cache)):
+        for backend in (create(kv_cache), TorchAttention(kv_cache)):
             backend.begin_step(batch)
             results.append(backend.attend(layer, query, key, value, args).float())
         found, expected = results

@@ -1,0 +1,91 @@
+"""CPUs, with kernels that are compiled at start for the processor at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from common.engine.config import Kernels, ModelConfig
+from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
+from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention, supports
+from common.engine.devices.cpu.decode_programs import DecodePrograms
+from common.engine.devices.cpu.fused_norm import fuse_norms
+from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
+from common.engine.devices.cpu.kernels.compiled import instructions
+from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.devices.cpu.operators import CpuOperators
+from common.engine.devices.cpu.packed_linear import pack_linears
+from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
+from common.engine.devices.cpu.streamed_int8_linear import compile_linears
+from common.engine.devices.decode_inputs import DecodeLimits, Forward
+from common.engine.devices.torch.attention_check import check_attention
+from common.engine.devices.torch.device import TorchDevice
+from common.engine.quantization.base import QuantizedLinear
+from common.engine.quantization.int8 import Int8Linear
+
+
+class CpuDevice(TorchDevice):
+    """See Device."""
+
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
+        super().__init__(config)
+        bound_kernel_caches()
+        self._has_kernels = config.cpu_kernels == "auto"
+
+    @property
+    def rounding(self) -> str:
+        """See Device."""
+        return instructions()
+
+    def default_dtype(self, own: torch.dtype) -> torch.dtype:
+        """See Device."""
+        # What keeps batches apart takes more than that in bfloat16, of processor and model.
+        is_multiplied = MULTIPLIES_PAIRS and not self.batch_invariant
+        return torch.bfloat16 if own == torch.bfloat16 and is_multiplied else torch.float32
+
+    def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
+        """See Device."""
+        return issubclass(layer, Int8Linear) or super().can_multiply(layer)
+
+    def operators(self) -> CpuOperators | None:
+        """See Device."""
+        return CpuOperators(batch_invariant=self.batch_invariant) if self._has_kernels else None
+
+    def compile_linears(self, model: Any) -> None:
+        """See Device."""
+        if self._has_kernels:
+            compile_linears(model)
+
+    def pack(self, model: Any) -> int:
+        """See Device."""
+        return fuse_norms(model) + pack_linears(model)
+
+    def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
+        """See Device."""
+        if not self._has_kernels or not supports(spec):
+            return False
+        check_attention(CpuAttention, self.torch_device, spec, num_heads, args)
+        return True
+
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
+        """See Device."""
+        if kernels == "torch":
+            return super().attention(kv_cache, kernels)
+        return BatchInvariantAttention(kv_cache) if self.batch_invariant else CpuAttention(kv_cache)
+
+    def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> CompiledSampler | None:
+        """See Device."""
+        return checked_sampler(vocab_size, dtype) if self._has_kernels and can_sample(dtype) else None
+
+    def record_decodes(self, forward: Forward, kernels: Kernels, limits: DecodeLimits) -> DecodePrograms | None:
+        """See Device. Steps are recorded as their sizes are met."""
+        if kernels != "fused":
+            return None
+        return DecodePrograms(
+            forward,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+        )

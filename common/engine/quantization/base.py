@@ -1,0 +1,74 @@
+"""Formats of quantised weights, which are made from a checkpoint's own while the model is loaded.
+
+A format is a kind of linear layer. It computes with torch's operators itself; devices may have kernels for it, which
+are compared with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+
+from common.errors import ConfigError
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer in some format. `weight` keeps shape and type of the layer's own but no data."""
+
+    needs_kernels: ClassVar[bool] = False  # it is of use on devices with kernels for it only
+
+    def __init__(self, shape: torch.Size, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """`shape`: [out_features, in_features]"""
+        super().__init__()
+        self.out_features, self.in_features = shape
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Self:
+        """The layer with its weight rounded."""
+        raise NotImplementedError
+
+    @classmethod
+    def joined(cls, linears: Sequence[Self]) -> Self:
+        """One layer with the outputs of several."""
+        raise NotImplementedError
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        raise NotImplementedError
+
+
+AnyLinear = nn.Linear | QuantizedLinear
+
+
+def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:
+    """Quantises the model's linear layers, one after the other; returns their share of the weights that are multiplied.
+    Raises ConfigError if there are none."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, layer.of(child))
+    num_quantized = sum(module.weight.numel() for module in model.modules() if isinstance(module, QuantizedLinear))
+    if not num_quantized:
+        reason = f"quantization: {type(model).__name__} has no linear layers that it is for"
+        raise ConfigError(reason, param="quantization")
+    return num_quantized / sum(weight.numel() for weight in _multiplied(model))
+
+
+def joined_bias(linears: Sequence[AnyLinear]) -> torch.Tensor | None:
+    """The biases of several layers, with zeros where some have none; None if all have none."""
+    some = next((linear.bias for linear in linears if linear.bias is not None), None)
+    if some is None:
+        return None
+    biases = [some.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    return torch.cat([bias.detach() for bias in biases])
+
+
+def _multiplied(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding):
+            yield from (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
