@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from common.engine.contract.step import NewRequest, SchedulerOutput
+from common.engine.devices.host_memory import HostMemory
 from common.engine.worker.batch import BatchPacker
 from common.engine.worker.request_table import RequestTable
 from common.types import PromptPositions, RequestId, SamplingParams
@@ -18,7 +18,7 @@ A, B = RequestId("a"), RequestId("b")
 def packer_of(*requests: NewRequest, position_dims: int) -> tuple[RequestTable, BatchPacker]:
     table = RequestTable(4, 32, BLOCK_SIZE, position_dims=position_dims, vocab_size=9, eos_token_ids=frozenset())
     table.update(SchedulerOutput(new_requests=list(requests)))
-    return table, BatchPacker(table, BLOCK_SIZE, torch.device("cpu"))
+    return table, BatchPacker(table, BLOCK_SIZE, HostMemory())
 
 
 def request(name: str, num_tokens: int, positions: PromptPositions | None, computed: int = 0) -> NewRequest:
