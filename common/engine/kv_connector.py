@@ -107,23 +107,9 @@ class NoFences:
 NO_FENCES = NoFences()
 
 
-class WorkerConnector(Protocol):
-    """Moves blocks between one worker's KV cache and a medium. All methods but `register_kv_cache` and `close` are
-    called on the transfer thread and return without waiting for the medium; every started job settles exactly once,
-    within a deadline."""
-
-    def register_kv_cache(
-        self,
-        kv_cache: torch.Tensor,
-        fingerprint: bytes,
-        layout: KVLayout,
-        on_settled: Callable[[], None],
-        fences: Fences = NO_FENCES,
-    ) -> ConnectorFacts:
-        """Called once, before anything else. `kv_cache` is
-        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab;
-        `layout` is that of the engine.
-        Opens the medium; raises ConfigError that names the setting if that is impossible."""
+class Connector(Protocol):
+    """Moves blocks between an engine's KV cache and a medium. Its methods are called on the transfer thread and return
+    without waiting for the medium; every started job settles exactly once, within a deadline."""
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Starts to fill the blocks. Each is checked against fingerprint, hash, length and digest."""
@@ -141,6 +127,23 @@ class WorkerConnector(Protocol):
     def poll(self) -> list[TransferResult]:
         """Jobs settled since the last call."""
 
+
+class WorkerConnector(Connector, Protocol):
+    """The Connector of one worker, which opens and closes it on its own thread."""
+
+    def register_kv_cache(
+        self,
+        kv_cache: torch.Tensor,
+        fingerprint: bytes,
+        layout: KVLayout,
+        on_settled: Callable[[], None],
+        fences: Fences = NO_FENCES,
+    ) -> ConnectorFacts:
+        """Called once, before anything else. `kv_cache` is
+        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab;
+        `layout` is that of the engine.
+        Opens the medium; raises ConfigError that names the setting if that is impossible."""
+
     def close(self) -> None:
         """Settles or abandons all jobs and releases the medium. Idempotent; safe after a partial start."""
 
@@ -148,7 +151,7 @@ class WorkerConnector(Protocol):
 class OpenConnector(NamedTuple):
     """A connector over a KV cache."""
 
-    connector: WorkerConnector
+    connector: Connector
     facts: ConnectorFacts
 
 

@@ -16,6 +16,7 @@ EXECUTORS: Registry[ExecutorFactory] = Registry(
         "inproc": "common.engine.executor.inproc:InprocExecutor",
         "fake": "common.engine.executor.fake:create_fake_executor",
         "fake-groups": "common.engine.executor.fake:create_fake_groups_executor",
+        "fake-ranks": "common.engine.executor.fake:create_fake_ranks_executor",
         "fake-direct": "common.engine.executor.fake:create_fake_direct_executor",
     },
 )

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from common.engine.kv_cache import KVGroups
-from common.engine.kv_connector import ConnectorFacts, WorkerConnector
+from common.engine.kv_connector import Connector, ConnectorFacts
 from common.engine.messages import EngineStats, RequestOutput
 from common.engine.transfers.measured import MeasuredConnector
 from common.engine.transfers.messages import Message, Note
@@ -64,7 +64,7 @@ class TransferActor:
         """True if `take_notes` would return something."""
         return bool(self._notes)
 
-    def start(self, connector: WorkerConnector, facts: ConnectorFacts, groups: KVGroups) -> None:
+    def start(self, connector: Connector, facts: ConnectorFacts, groups: KVGroups) -> None:
         """Begin to serve. The connector is called on the actor's thread from now on."""
         self._measured = measured = MeasuredConnector(connector, time.monotonic)
         self._mover = mover = Mover(measured, facts, groups, time.monotonic)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.engine.kv_connector import BlockTransfer, TransferResult, WorkerConnector
+from common.engine.kv_connector import BlockTransfer, Connector, TransferResult
 from common.engine.messages import EngineStats, TransferFigures
 
 
@@ -44,7 +44,7 @@ class MeasuredConnector:
     """Forwards jobs to a connector. All methods but `figures` are called on the transfer thread. Lookups move nothing
     and are not counted."""
 
-    def __init__(self, connector: WorkerConnector, clock: Callable[[], float]) -> None:
+    def __init__(self, connector: Connector, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self._connector = connector
         self._clock = clock
@@ -63,27 +63,27 @@ class MeasuredConnector:
         )
 
     def start_load(self, transfer: BlockTransfer) -> None:
-        """See WorkerConnector."""
+        """See Connector."""
         totals = self._directions.restores if transfer.is_for_tier else self._directions.loads
         self._begin(transfer, totals)
         self._connector.start_load(transfer)
 
     def start_save(self, transfer: BlockTransfer) -> None:
-        """See WorkerConnector."""
+        """See Connector."""
         totals = self._directions.offloads if transfer.is_for_tier else self._directions.saves
         self._begin(transfer, totals)
         self._connector.start_save(transfer)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
-        """See WorkerConnector."""
+        """See Connector."""
         self._connector.start_lookup(transfer)
 
     def cancel(self, job_id: int) -> None:
-        """See WorkerConnector."""
+        """See Connector."""
         self._connector.cancel(job_id)
 
     def poll(self) -> list[TransferResult]:
-        """See WorkerConnector."""
+        """See Connector."""
         results = self._connector.poll()
         now = self._clock()
         for result in results:

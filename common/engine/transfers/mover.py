@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Jobs(Protocol):
-    """The connector as the mover uses it; see WorkerConnector."""
+    """The connector as the mover uses it; see Connector."""
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Begin to fill blocks."""

@@ -59,7 +59,6 @@ from tests.unit.common.engine.scheduler_factories import (
     FakeEngine,
     Step,
     create_scheduler,
-    digest_of,
 )
 
 T = TypeVar("T")
@@ -298,8 +297,8 @@ class SimulatedEngine(FakeEngine):
     """FakeEngine as the engine of a pod, always in the middle of a step: `step` ends one and begins the next. Transfers
     hear of commands at once, the scheduler at the end of the step."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings))
+    def __init__(self, num_ranks: int = 1, **settings: Any) -> None:
+        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings), num_ranks=num_ranks)
         self.on_save: Callable[[BlockTransfer], None] = lambda _: None
         self._said: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self.begin_step()
@@ -473,7 +472,7 @@ class PrefillPod(Pod):
         num_ok = [*(write.has_landed for write in writes), False].index(False)
         contents = [write.content for write in writes]
         contents[-1] = contents[-1][: save.num_tokens_in_last]
-        digests = tuple(digest_of(content) for content in contents[:num_ok])
+        digests = tuple(self.engine.digest_of(content) for content in contents[:num_ok])
         error = "" if num_ok == len(writes) else "transfer_timeout"
         self.writes = [write for write in self.writes if write not in writes]
         self.engine.settle_as(TransferResult(job_id, num_ok, error, digests))

@@ -64,6 +64,7 @@ from common.types import (
     hash_prompt,
     root_hash,
 )
+from tests.unit.common.engine.fake_ranks import FakeRanks, Medium, RankedKV, RankMedium, join, sent
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -298,6 +299,8 @@ class FakeEngine:
     once, also in the middle of a step, between `begin_step` and `end_step`; what the scheduler is told then waits for
     its end.
 
+    One of several ranks has jobs that each rank settles on its own: the test settles each as often as there are ranks.
+
     One that runs ahead schedules a step before the one that runs is over, as an engine on a GPU does. What that step
     writes is written as late as may be: when it ends.
     """
@@ -311,6 +314,7 @@ class FakeEngine:
         runs_ahead: bool = False,
         depth: int = 1,
         proposer: Proposer | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self._groups = self.scheduler.kv.groups
@@ -339,13 +343,15 @@ class FakeEngine:
         self.windows: dict[RequestId, list[int]] = {}  # blocks reserved for a producer that is not quiescent
         self._put_off: list[RequestId] = []  # whose masks come before the next step is scheduled
         self._epochs: dict[RequestId, int] = {}
-        self._kv: dict[int, int] = {}  # slot -> fingerprint
+        self._ranks = FakeRanks(num_ranks, self) if num_ranks > 1 else None
+        self._kv: dict[int, int] | RankedKV = {} if self._ranks is None else self._ranks.kv  # slot -> fingerprint
         self._running: dict[RequestId, _RunningRequest] = {}
         self._asked = Step()  # of the connector, since the last step
         self._scheduled: SchedulerOutput | None = None  # the step that runs
         self._deferred: list[Callable[[], None]] = []  # what the scheduler is told at its end
         self._actor = self.scheduler.actor
-        self._actor.mover = Mover(self, self.scheduler.facts, self._groups, lambda: self.now)
+        connector = self if self._ranks is None else self._ranks.connector
+        self._actor.mover = Mover(connector, self.scheduler.facts, self._groups, lambda: self.now)
         self._actor.on_news = self._collect
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -504,46 +510,75 @@ class FakeEngine:
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.stats()}")
 
     def settle(self, job_id: int | None = None, num_blocks_ok: float = math.inf, error: str = "") -> None:
-        """Let one job (the oldest) end after `num_blocks_ok` blocks."""
+        """Let one job (the oldest) end after `num_blocks_ok` blocks; of several ranks, on one of them."""
         job_id = next(iter(self.jobs)) if job_id is None else job_id
-        kind, transfer = self.jobs.pop(job_id)
-        if transfer.destination is not None or transfer.digests:
-            self._actor.settle(self._settle_directly(transfer, num_blocks_ok, error))
+        kind, transfer = self.jobs[job_id]
+        if self._ranks is None:
+            del self.jobs[job_id]
+            self._actor.settle(self._move(kind, transfer, num_blocks_ok, error, self._kv, self.medium))
             return
+        rank, part = self._ranks.next_of(job_id)
+        medium = self._ranks.medium_of(self.medium, rank)
+        self._ranks.settle(rank, self._move(kind, part, num_blocks_ok, error, self._ranks.kv.parts[rank], medium))
+        self._poll_ranks(self._ranks)
+
+    def _poll_ranks(self, ranks: FakeRanks) -> None:
+        for result in ranks.connector.poll():
+            del self.jobs[result.job_id]
+            self._actor.settle(result)
+
+    def _move(
+        self,
+        kind: str,
+        transfer: BlockTransfer,
+        num_blocks_ok: float,
+        error: str,
+        kv: dict[int, int] | RankedKV,
+        medium: Medium | RankMedium,
+    ) -> TransferResult:
+        """A job is done as far as may be, between this KV cache and this medium."""
+        job_id = transfer.job_id
+        if transfer.destination is not None or transfer.digests:
+            return self._move_directly(transfer, num_blocks_ok, error, kv)
         if kind == "lookup":
-            kept = [block_hash in self.medium for block_hash in transfer.block_hashes]
+            kept = [block_hash in medium for block_hash in transfer.block_hashes]
             kept = kept[: int(min(len(kept), num_blocks_ok))]
             num_kept = [*kept, False].index(False)
             found = (*kept, *[False] * (len(transfer.block_hashes) - len(kept)))
-            self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=num_kept, error=error, found=found))
-            return
+            return TransferResult(job_id=job_id, num_blocks_ok=num_kept, error=error, found=found)
         num_ok = 0
         for index, (block_id, block_hash) in enumerate(zip(transfer.block_ids, transfer.block_hashes, strict=True)):
             is_last = index >= len(transfer.block_ids) - transfer.num_last
             num_tokens = transfer.num_tokens_in_last if is_last else self.block_size
             slots = range(block_id * self.block_size, block_id * self.block_size + num_tokens)
             if index >= num_blocks_ok:
-                self._scribble(kind, block_id)
+                self._scribble(kind, block_id, kv)
                 break
             if kind == "save":
-                self.medium[block_hash] = [self._kv[slot] for slot in slots]
-            elif block_hash not in self.medium:
+                medium[block_hash] = [kv[slot] for slot in slots]
+            elif block_hash not in medium:
                 error = error or "block_missing"
-                self._scribble(kind, block_id)
+                self._scribble(kind, block_id, kv)
                 break
             else:
-                assert len(self.medium[block_hash]) == num_tokens
-                self._kv.update(zip(slots, self.medium[block_hash], strict=True))
+                assert len(medium[block_hash]) == num_tokens
+                kv.update(zip(slots, medium[block_hash], strict=True))
             num_ok += 1
-        self._actor.settle(TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error))
+        return TransferResult(job_id=job_id, num_blocks_ok=num_ok, error=error)
 
     def settle_as(self, result: TransferResult) -> None:
         """Let a job end as `result` says; what it moved is the test's affair."""
+        if self._ranks is not None:
+            self._ranks.settle_all(result)
+            self._poll_ranks(self._ranks)
+            return
         del self.jobs[result.job_id]
         self._actor.settle(result)
 
-    def _settle_directly(self, transfer: BlockTransfer, num_blocks_ok: float, error: str) -> TransferResult:
-        contents = [self.block(block_id) for block_id in transfer.block_ids]
+    def _move_directly(
+        self, transfer: BlockTransfer, num_blocks_ok: float, error: str, kv: dict[int, int] | RankedKV
+    ) -> TransferResult:
+        contents = [self._content(block_id, kv) for block_id in transfer.block_ids]
         for index in range(len(contents) - transfer.num_last, len(contents)):
             contents[index] = contents[index][: transfer.num_tokens_in_last]
         digests = tuple(digest_of(content) for content in contents)
@@ -560,7 +595,16 @@ class FakeEngine:
 
     def block(self, block_id: int) -> list[int]:
         """What a block holds."""
-        return [self._kv.get(block_id * self.block_size + offset, -1) for offset in range(self.block_size)]
+        return self._content(block_id, self._kv)
+
+    def _content(self, block_id: int, kv: dict[int, int] | RankedKV) -> list[int]:
+        return [kv.get(block_id * self.block_size + offset, -1) for offset in range(self.block_size)]
+
+    def digest_of(self, content: Sequence[int]) -> bytes:
+        """What its connector says of a block that holds these fingerprints."""
+        if self._ranks is None:
+            return digest_of(content)
+        return join([digest_of(self._ranks.kv.shares(content, rank)) for rank in range(len(self._ranks))])
 
     def write_block(self, block_id: int, content: Sequence[int]) -> None:
         """What a peer does, at any time."""
@@ -589,11 +633,14 @@ class FakeEngine:
         assert not self.scheduler.has_work
         assert not self._running
 
-    def _scribble(self, kind: str, block_id: int) -> None:
+    def _scribble(self, kind: str, block_id: int, kv: dict[int, int] | RankedKV) -> None:
         if kind == "load":  # a failed load leaves garbage
-            self._kv.update({block_id * self.block_size + offset: -1 for offset in range(self.block_size)})
+            kv.update({block_id * self.block_size + offset: -1 for offset in range(self.block_size)})
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self._compute(step) if self._ranks is None else sent(self._compute(sent(step)))
+
+    def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.dropped_request_ids:
             del self._running[request_id]
         self._take_membership(step)

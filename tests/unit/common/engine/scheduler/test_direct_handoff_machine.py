@@ -28,7 +28,6 @@ from tests.unit.common.engine.scheduler_factories import (
     FakeEngine,
     create_request,
     create_scheduler,
-    digest_of,
     expected_output,
     first_token,
 )
@@ -82,8 +81,8 @@ class Write:
 class Producer(FakeEngine):
     """Whose saves are told of as they start."""
 
-    def __init__(self, on_save: Callable[[BlockTransfer], None], **settings: Any) -> None:
-        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings))
+    def __init__(self, on_save: Callable[[BlockTransfer], None], num_ranks: int, **settings: Any) -> None:
+        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings), num_ranks=num_ranks)
         self._on_save = on_save
 
     def start_save(self, transfer: BlockTransfer) -> None:
@@ -99,6 +98,8 @@ def drawn(data, candidates: list[T]) -> list[T]:
 class DirectHandoffMachine(RuleBasedStateMachine):
     """`FakeEngine` compares the KV that each step reads with the request's tokens, and refuses to compute into blocks
     that a producer may write to; the rest is checked here."""
+
+    num_ranks = 1
 
     @initialize(
         num_blocks=st.integers(7, 16),
@@ -119,6 +120,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
                 is_direct=True,
             ),
             runs_ahead=runs_ahead,
+            num_ranks=self.num_ranks,
         )
         self.incarnation = 0
         self.prefill = self.start_prefill()
@@ -132,7 +134,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     def start_prefill(self) -> Producer:
         self.incarnation += 1
         limits = {"max_num_batched_tokens": self.chunk, "part_blocks": self.part_blocks}
-        return Producer(self._start_writes, num_blocks=13, **limits)
+        return Producer(self._start_writes, self.num_ranks, num_blocks=13, **limits)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -407,7 +409,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         num_ok = [*(write.has_landed for write in writes), False].index(False)
         contents = [write.content for write in writes]
         contents[-1] = contents[-1][: save.num_tokens_in_last]
-        digests = tuple(digest_of(content) for content in contents[:num_ok])
+        digests = tuple(self.prefill.digest_of(content) for content in contents[:num_ok])
         error = "" if num_ok == len(writes) else "transfer_timeout"
         self.writes = [write for write in self.writes if write not in writes]
         self.prefill.settle_as(TransferResult(job_id, num_ok, error, digests))
@@ -599,6 +601,16 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
 TestDirectHandoffMachine = DirectHandoffMachine.TestCase
 TestDirectHandoffMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+
+
+class TwoRanksMachine(DirectHandoffMachine):
+    """The same, between engines of two ranks."""
+
+    num_ranks = 2
+
+
+TestTwoRanksMachine = TwoRanksMachine.TestCase
+TestTwoRanksMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ class DirectTiersMachine(DirectHandoffMachine):
     def create_engine(self, on_save, num_blocks: int, budget: int) -> Producer:
         engine = Producer(
             on_save,
+            self.num_ranks,
             num_blocks=num_blocks,
             max_num_batched_tokens=budget,
             part_blocks=self.part_blocks,
@@ -102,6 +103,16 @@ class DirectTiersMachine(DirectHandoffMachine):
 
 TestDirectTiersMachine = DirectTiersMachine.TestCase
 TestDirectTiersMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+class TwoRanksMachine(DirectTiersMachine):
+    """The same, between engines of two ranks."""
+
+    num_ranks = 2
+
+
+TestTwoRanksMachine = TwoRanksMachine.TestCase
+TestTwoRanksMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ MAX_MODEL_LEN = 24
 class SchedulerMachine(RuleBasedStateMachine):
     """`FakeEngine` compares the KV that each step reads with the request's tokens; the rest is checked here."""
 
+    num_ranks = 1
     requests: dict[str, AddRequest]
 
     @initialize(
@@ -73,7 +74,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             wants_offloads=tiers == "offloaded",
         )
         proposer = None if drafts == "none" else create_proposer(drafts)
-        self.engine = FakeEngine(scheduler, runs_ahead=runs_ahead and depth == 1, depth=depth, proposer=proposer)
+        self.engine = FakeEngine(
+            scheduler,
+            runs_ahead=runs_ahead and depth == 1,
+            depth=depth,
+            proposer=proposer,
+            num_ranks=self.num_ranks,
+        )
         self.requests = {}
         self.open: dict[str, int] = {}  # consumers whose handoff is not final: tokens ready
         self.budget, self.seats = budget, seats
@@ -268,6 +275,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+class TwoRanksMachine(SchedulerMachine):
+    """The same, on two ranks."""
+
+    num_ranks = 2
+
+
+TestTwoRanksMachine = TwoRanksMachine.TestCase
+TestTwoRanksMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

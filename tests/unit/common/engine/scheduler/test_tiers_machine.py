@@ -106,6 +106,16 @@ TestTiersMachine = TiersMachine.TestCase
 TestTiersMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 
 
+class TwoRanksMachine(TiersMachine):
+    """The same, on two ranks."""
+
+    num_ranks = 2
+
+
+TestTwoRanksMachine = TwoRanksMachine.TestCase
+TestTwoRanksMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestTiersMachineForLong(TiersMachine.TestCase):

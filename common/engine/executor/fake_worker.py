@@ -1,0 +1,242 @@
+"""The workers of a FakeExecutor.
+
+The "KV" of a token is its id and its position. Of both, each rank holds its share: the shares of all ranks add up. So
+do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.engine.contract.layout import KVLayout
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput, outcomes_of
+from common.engine.kv_cache import KVGroups
+from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
+from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
+
+Sums = dict[RequestId, int]  # modulo 2**64, of the requests whose last token was computed
+
+_T = TypeVar("_T")
+_MASK64 = (1 << 64) - 1
+_MULTIPLIER = 6364136223846793005  # odd, of Knuth's MMIX generator: its powers keep token order in the sum
+
+
+class Worker(Protocol):
+    """One rank. Called in this order: `initialize_kv_cache`, `open_connector`, then both others for each step."""
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates [num_blocks, 1, 2, 1, block_size, 1]."""
+
+    def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
+        """See Executor."""
+
+    def compute(self, step: SchedulerOutput) -> Sums:
+        """Writes the "KV" of the scheduled tokens; sums what can be read where a request reaches its last token."""
+
+    def sample(self, sums: Sums) -> ModelRunnerOutput:
+        """Takes the sums over all ranks; the same on each of them."""
+
+
+class FakeWorker:
+    """See Worker."""
+
+    def __init__(self, facts: ModelFacts, rank: int, connector: WorkerConnector) -> None:
+        self._facts = facts
+        self._rank = rank
+        self._block_size = facts.layout.block_size
+        self._groups = KVGroups(facts.layout.groups, self._block_size)
+        self._connector = connector
+        self._requests: dict[RequestId, _FakeRequest] = {}
+        self._slots: npt.NDArray[np.float32] = np.empty((0, 2, self._block_size), dtype=np.float32)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """See Worker."""
+        self._kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
+        self._slots = self._kv_cache.view(num_blocks, 2, self._block_size).numpy()
+
+    def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
+        """See Worker."""
+        facts = self._connector.register_kv_cache(self._kv_cache, fingerprint, layout, on_settled)
+        return OpenConnector(self._connector, facts)
+
+    def compute(self, step: SchedulerOutput) -> Sums:
+        """See Worker."""
+        self._update_requests(step)
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            self._write(self._requests[request_id], num_tokens)
+        computed = [(each, self._requests[each]) for each in step.num_scheduled_tokens]
+        return {each: self._sum(request) for each, request in computed if request.is_computed}
+
+    def sample(self, sums: Sums) -> ModelRunnerOutput:
+        """See Worker."""
+        tokens: list[SampledToken] = []
+        for request_id, digest in sums.items():
+            request = self._requests[request_id]
+            token_id = token_of(digest, request.sampling, self._facts.vocab_size)
+            request.token_ids.append(token_id)
+            num_logprobs = request.sampling.num_logprobs
+            logprobs = None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs])
+            tokens.append(SampledToken(token_id, logprobs))
+        return ModelRunnerOutput(outcomes_of(list(sums), tokens))
+
+    def _update_requests(self, step: SchedulerOutput) -> None:
+        for request_id in step.dropped_request_ids:
+            self._requests.pop(request_id, None)
+        for new in step.new_requests:
+            self._requests[new.request_id] = _FakeRequest.from_new(new)
+        for request_id, block_ids in step.new_block_ids.items():
+            for table, added in zip(self._requests[request_id].block_tables, block_ids, strict=True):
+                table += added
+
+    def _write(self, request: _FakeRequest, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        if end > len(request.token_ids):
+            raise ValueError(f"{num_tokens} tokens scheduled at {start} of {len(request.token_ids)}")
+        places = np.arange(start, end)
+        token_ids = self._share(np.array(request.token_ids[start:end]))
+        positions = self._share(position_numbers(request.positions, start, end, self._facts.position_dims))
+        for table in map(np.array, request.block_tables):
+            if end > len(table) * self._block_size:
+                raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
+            blocks, offsets = table[places // self._block_size], places % self._block_size
+            self._slots[blocks, 0, offsets] = token_ids
+            self._slots[blocks, 1, offsets] = positions
+        request.num_computed_tokens = end
+
+    def _share(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return (values + self._rank) // self._facts.layout.tensor_parallel_size
+
+    def _sum(self, request: _FakeRequest) -> int:
+        end = request.num_computed_tokens
+        return sum_over(
+            [
+                self._read(np.array(table), kind.num_skipped_tokens(end - 1), end)
+                for table, kind in zip(request.block_tables, self._groups.kinds, strict=True)
+            ]
+        )
+
+    def _read(self, table: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.uint64]:
+        """What is in the slots of tokens [start, end): shares of their ids, and of their positions."""
+        first = start // self._block_size
+        blocks = table[first : -(-end // self._block_size)]
+        seen = self._slots[blocks].transpose(1, 0, 2).reshape(2, -1)
+        return seen[:, start - first * self._block_size : end - first * self._block_size].astype(np.uint64)
+
+
+@dataclass(slots=True)
+class _FakeRequest:
+    token_ids: list[int]
+    sampling: SamplingParams
+    block_tables: list[list[int]]
+    num_computed_tokens: int
+    positions: PromptPositions | None
+
+    @classmethod
+    def from_new(cls, new: NewRequest) -> _FakeRequest:
+        block_tables = [list(ids) for ids in new.block_ids]
+        return cls(list(new.token_ids), new.sampling, block_tables, new.num_computed_tokens, new.positions)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_computed_tokens == len(self.token_ids)
+
+
+class EncodedWorker:
+    """See Worker. One as in another process: whatever goes there and comes back is encoded on the way."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """See Worker."""
+        self._worker.initialize_kv_cache(num_blocks)
+
+    def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
+        """See Worker."""
+        connector, facts = self._worker.open_connector(fingerprint, _sent(layout), on_settled)
+        return OpenConnector(EncodedConnector(connector), _sent(facts))
+
+    def compute(self, step: SchedulerOutput) -> Sums:
+        """See Worker."""
+        return _sent(self._worker.compute(_sent(step)), Sums)
+
+    def sample(self, sums: Sums) -> ModelRunnerOutput:
+        """See Worker."""
+        return _sent(self._worker.sample(_sent(sums, Sums)))
+
+
+class EncodedConnector:
+    """See Connector. That of an EncodedWorker."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._connector.start_load(_sent(transfer))
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._connector.start_save(_sent(transfer))
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._connector.start_lookup(_sent(transfer))
+
+    def cancel(self, job_id: int) -> None:
+        """See Connector."""
+        self._connector.cancel(job_id)
+
+    def poll(self) -> list[TransferResult]:
+        """See Connector."""
+        return [_sent(result) for result in self._connector.poll()]
+
+
+def _sent(message: _T, message_type: type[_T] | None = None) -> _T:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=message_type or type(message))
+
+
+def position_numbers(
+    positions: PromptPositions | None, start: int, end: int, num_dimensions: int = 1
+) -> npt.NDArray[np.int64]:
+    """Positions of tokens [start, end), each as one number: in one dimension the position itself."""
+    if positions is None:
+        numbers: npt.NDArray[np.int64] = np.arange(start, end) * sum(31**each for each in range(num_dimensions))
+    else:
+        values = np.array(positions.of_tokens(start, end))
+        numbers = 31 ** np.arange(len(values)) @ values
+    return numbers
+
+
+def sum_over(groups: Sequence[npt.NDArray[np.uint64]]) -> int:
+    """A sum, modulo 2**64, over what a request reads in each KV group: [2, tokens], ids and positions."""
+    total = 0
+    for token_ids, positions in groups:
+        powers = np.cumprod(np.full(len(token_ids), _MULTIPLIER, dtype=np.uint64))
+        own = int((token_ids * powers + positions * powers[::-1]).sum(dtype=np.uint64))
+        total = (total * _MULTIPLIER + own) & _MASK64
+    return total
+
+
+def sum_of_ranks(sums: Sequence[Mapping[RequestId, int]]) -> Sums:
+    """The sums over all ranks."""
+    return {request_id: sum(each[request_id] for each in sums) & _MASK64 for request_id in sums[0]}
+
+
+def token_of(total: int, sampling: SamplingParams, vocab_size: int) -> int:
+    """The token that follows from a sum over all ranks, mixed with the seed unless greedy."""
+    if not sampling.greedy:
+        total ^= (sampling.settled_seed * _MULTIPLIER + 1) & _MASK64
+    total ^= total >> 33
+    total = (total * 0xFF51AFD7ED558CCD) & _MASK64  # finaliser of MurmurHash3, A. Appleby
+    total ^= total >> 33
+    return total % vocab_size
