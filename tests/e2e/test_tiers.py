@@ -19,6 +19,7 @@ from tests.e2e.metrics import pod_metrics
 from tests.e2e.reference import PROMPTS, greedy_chat, greedy_completion
 
 BLOCK_SIZE = 16
+MAX_ROUNDS = 5
 MAX_TOKENS = 96
 MAX_CHAT_TOKENS = 160
 
@@ -89,12 +90,13 @@ async def test_what_is_preempted_is_restored_from_host_memory(tmp_path: Path, co
     options = ("--connector", connector, "--connector-options", "host_bytes=64MiB", "--config", config)
     with running_cluster(*options) as cluster:
         decode = pod_metrics(cluster, "decode-0")
-        assert await complete(cluster, prompts) == expected
+        for _ in range(MAX_ROUNDS):
+            assert await complete(cluster, prompts) == expected
+            cluster.check_integrity()
+            if decode["tier_hits"] > 0:  # a request may come back before its blocks are in host memory
+                break
         assert decode["num_preemptions"] > 0
         assert decode["tier_hits"] > 0
-        cluster.check_integrity()
-        assert await complete(cluster, prompts) == expected
-        cluster.check_integrity()
 
 
 async def test_the_next_turn_of_a_chat_restores_what_the_decode_pod_computed(tmp_path: Path) -> None:

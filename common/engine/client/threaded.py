@@ -63,4 +63,8 @@ class AsyncInprocClient(AsyncClientBase):
             engine.close()
 
     def _emit(self, reply: EngineProcReply) -> None:
-        self._event_loop.call_soon_threadsafe(self._take_reply, reply)
+        try:
+            self._event_loop.call_soon_threadsafe(self._take_reply, reply)
+        except RuntimeError:
+            if not self._event_loop.is_closed():  # else nobody waits; a profile may take longer than its client
+                raise

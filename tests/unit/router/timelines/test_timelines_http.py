@@ -16,6 +16,7 @@ from tests.unit.router.dispatching.test_survival import busy, until
 from tests.unit.router.dispatching.test_two_legs import BODY, Stream
 from tests.unit.router.security.conftest import ALICE, BOB, OPERATOR, bearer, key_file  # noqa: F401  (a fixture)
 
+DEADLINE_S = 60.0
 PROMPT_TEXT = "Nobody else may read these words"
 
 
@@ -109,7 +110,10 @@ async def test_retries_recomputes_and_moves_are_events_with_the_pods_address(sta
     (lost,) = (pod for pod in (decode, other) if pod.submits)
     (heir,) = {decode, other} - {lost}
     await lost.allow(3)
-    await lost.until(lambda: any(live._next == 3 for live in lost.live.values()))
+    running = (await newest(cluster))["id"]
+    async with asyncio.timeout(DEADLINE_S):
+        while "recompute" not in [each["event"] for each in (await timeline_of(cluster, running))["events"]]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # what the pod says is on its way
     await lost.stop()
     await heir.allow(None)
     await answer
