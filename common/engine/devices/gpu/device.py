@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +13,10 @@ from common.engine.devices.base import StepSampler
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedStepError
 from common.engine.devices.gpu.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from common.engine.devices.gpu.memory import CudaMemory
+from common.engine.devices.operators import Operators
 from common.engine.devices.torch.attention_check import check_attention
 from common.engine.devices.torch.device import TorchDevice
 from common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from common.engine.devices.gpu.operators import TritonOperators
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ class TritonDevice(TorchDevice):
 
         return compiled_for(self.torch_device)
 
-    def operators(self) -> TritonOperators | None:
+    def operators(self) -> Operators | None:
         """See Device."""
         if not self._has_kernels:
             return None

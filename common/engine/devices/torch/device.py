@@ -10,7 +10,7 @@ import torch
 from common.cores import num_usable_cores
 from common.engine.config import Kernels, ModelConfig
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
-from common.engine.devices.base import Memory, RowSampler, StepSampler
+from common.engine.devices.base import Device, Memory, RowSampler, StepSampler
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
 from common.engine.devices.host_memory import HostMemory
 from common.engine.devices.operators import Operators
@@ -19,7 +19,7 @@ from common.engine.quantization.base import QuantizedLinear
 from common.errors import ConfigError
 
 
-class TorchDevice:
+class TorchDevice(Device):
     """See Device. No kernels, and nothing that replaces torch's: the base of all devices."""
 
     name = "cpu"

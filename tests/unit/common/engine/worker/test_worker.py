@@ -16,14 +16,12 @@ from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NewRequest, SchedulerOutput
-from common.engine.devices import host_memory
 from common.engine.devices.attention import KVSpec
-from common.engine.devices.registry import DEVICES
 from common.engine.devices.torch.device import TorchDevice
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.kv_connector import BlockTransfer
-from common.engine.worker.worker import Worker, allocate_kv_cache
+from common.engine.worker.worker import allocate_kv_cache
 from common.errors import ConfigError
 from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
 from tests.tiny_models import MAX_MODEL_LEN, prompt_of, reference_generate, tiny_model_dir
@@ -127,33 +125,6 @@ def test_more_than_one_rank_is_refused():
     assert raised.value.param == "num_ranks"
 
 
-@pytest.mark.parametrize(
-    ("parallel", "rank", "chosen"),
-    [
-        (ParallelConfig(), 0, []),
-        (ParallelConfig(num_ranks=2), 1, [1]),
-        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 0, [3]),
-        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 1, []),
-    ],
-)
-def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
-    devices = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    DEVICES.find("auto")(ModelConfig(), parallel.device_of(rank))
-    assert devices == chosen
-    DEVICES.find("cpu")(ModelConfig(), parallel.device_of(rank))
-    assert devices == chosen
-
-
-def test_a_device_that_does_not_exist_is_a_setting_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="rank_devices: 1, but there are 1 GPUs"):
-        Worker(EngineConfig(parallel=ParallelConfig(rank_devices=[1]))).load_model()
-
-
 def test_each_rank_has_one_device():
     with pytest.raises(ValueError, match="--rank-devices: 1 devices, but --num-ranks is 2"):
         ParallelConfig(num_ranks=2, rank_devices=[1])
@@ -161,15 +132,6 @@ def test_each_rank_has_one_device():
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_free_memory_is_measured_and_limited_by_the_cgroup(tmp_path, monkeypatch):
-    assert 0 < host_memory.HostMemory().free_bytes() < 1 << 50
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    assert host_memory._available_in_cgroup(tmp_path) == 600_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory._available_in_cgroup(tmp_path) >= 1 << 60
 
 
 def test_handoff_between_two_executors(start):
