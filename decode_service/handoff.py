@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 
 from common.engine.contract.layout import KVLayout, map_layouts
+from common.engine.kv_cache import KVGroups
 from common.errors import (
     BatonError,
     DeadlineExceededError,
@@ -176,6 +177,7 @@ class Handoff:
 
     def __init__(self, offer: Offer, consumer: Consumer, peers: ChannelPool, timeouts: HandoffTimeouts) -> None:
         self.offer = offer
+        self._order = KVGroups(offer.layout.groups, offer.layout.block_size).order(offer.num_prompt_tokens)
         self.phase = Phase.OPENING
         self._consumer = consumer
         self._peers = peers
@@ -378,9 +380,9 @@ class Handoff:
             return 0
         block_size = self.offer.layout.block_size
         is_all = num_ready_tokens == self.offer.num_prompt_tokens
-        num_blocks = -(-num_ready_tokens // block_size) if is_all else num_ready_tokens // block_size
+        num_ready_spans = -(-num_ready_tokens // block_size) if is_all else num_ready_tokens // block_size
         num_held_tokens = self._held.result().num_tokens if self._told_held else 0
-        return max(0, num_blocks - num_held_tokens // block_size)
+        return max(0, self._order.num_blocks(num_ready_spans) - self._order.num_blocks(num_held_tokens // block_size))
 
     def _take_digests(self) -> list[bytes]:
         digests, self._digests = self._digests, []

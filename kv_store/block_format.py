@@ -19,7 +19,7 @@ import xxhash
 
 from common.engine.contract.layout import LAYOUT_DIGEST_BYTES
 from common.errors import BlockCorruptError
-from common.types import HASH_BYTES, BlockHash
+from common.types import HASH_BYTES, BlockHash, group_key, group_of
 from kv_store.base import Buffer
 
 FORMAT_VERSION = 2
@@ -28,8 +28,8 @@ DIGEST_BYTES = 16
 
 _MAGIC = b"BATONKV\n"
 # Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
-# fingerprint, block hash, digest, digest of the layout, zeros. 128 bytes keep the payload aligned.
-_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}s4s")
+# fingerprint, block hash, digest, digest of the layout, KV group, zeros. 128 bytes keep the payload aligned.
+_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}sB3s")
 HEADER_BYTES = _HEADER.size
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,7 +68,7 @@ class BlockHeader(NamedTuple):
     num_tokens: int  # valid ones, from the first slot on
     payload_bytes: int
     fingerprint: bytes
-    block_hash: BlockHash
+    block_hash: BlockHash  # with the KV group, see group_key
     digest: bytes
     layout: bytes  # see BlockFormat
 
@@ -77,9 +77,9 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
     """Parses the header at the start of `frame`. Raises BlockCorruptError that names an invalid field."""
     if len(frame) < HEADER_BYTES:
         raise BlockCorruptError(f"{len(frame)} bytes are less than a header of {HEADER_BYTES}", param="length")
-    magic, version, dtype_code, *shape, num_tokens, payload_bytes, fingerprint, block_hash, digest, layout, padding = (
-        _HEADER.unpack_from(frame)
-    )
+    header = _HEADER.unpack_from(frame)
+    magic, version, dtype_code, *shape = header[:8]
+    num_tokens, payload_bytes, fingerprint, block_hash, digest, layout, group, padding = header[8:]
     if magic != _MAGIC:
         raise BlockCorruptError(f"not a KV block: magic is {magic!r}", param="magic")
     if version != FORMAT_VERSION:
@@ -94,7 +94,7 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
         num_tokens=num_tokens,
         payload_bytes=payload_bytes,
         fingerprint=fingerprint,
-        block_hash=BlockHash(block_hash),
+        block_hash=group_key(BlockHash(block_hash), group),
         digest=digest,
         layout=layout,
     )
@@ -144,9 +144,10 @@ class BlockFormat:
             num_tokens,
             self.layout.payload_bytes,
             self.fingerprint,
-            block_hash,
+            block_hash[:HASH_BYTES],
             digest,
             self.layout_digest,
+            group_of(block_hash),
             b"",
         )
 

@@ -77,6 +77,7 @@ class _Batch:
     index: int
     blocks: Sequence[_Block]
     num_ok: int = 0  # leading blocks moved
+    found: Sequence[bool] = ()  # of a lookup
     error: str = ""  # why it ended before its last block
 
 
@@ -95,6 +96,7 @@ class _Job:
         self.num_taken = 0  # batches that threads have taken; guarded by the connector's lock
         self.lock = threading.Lock()
         self.num_blocks_ok = 0
+        self.found: tuple[bool, ...] = ()  # by a lookup
         self.settled = False
         self._ended: dict[int, _Batch] = {}  # those after one that has not
         self._num_counted = 0  # batches in `num_blocks_ok`
@@ -112,12 +114,12 @@ class _Job:
         if self.kind == "lookup":
             return []
         transfer = self.transfer
-        span = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        pairs = zip(transfer.block_ids[span], transfer.block_hashes[span], strict=True)
-        blocks = [_Block(block_id, key, self._block_size) for block_id, key in pairs]
-        if blocks and index == self.num_batches - 1:
-            blocks[-1] = blocks[-1]._replace(num_tokens=transfer.num_tokens_in_last)
-        return blocks
+        start = index * self.batch_size
+        stop = min(start + self.batch_size, len(transfer.block_ids))
+        return [
+            _Block(transfer.block_ids[i], transfer.block_hashes[i], transfer.num_tokens_in(i, self._block_size))
+            for i in range(start, stop)
+        ]
 
     def count(self, batch: _Batch) -> str | None:
         """Counts a batch that has ended, and later ones that had ended before it. Returns the outcome of the job: ""
@@ -125,6 +127,7 @@ class _Job:
         self._ended[batch.index] = batch
         while (ended := self._ended.pop(self._num_counted, None)) is not None:
             self.num_blocks_ok += ended.num_ok
+            self.found = tuple(ended.found)
             if ended.error:
                 return ended.error
             self._num_counted += 1
@@ -271,7 +274,7 @@ class StoreWorkerConnector:
             if job.settled:
                 return False
             job.settled = True
-            result = TransferResult(job.transfer.job_id, job.num_blocks_ok, error)
+            result = TransferResult(job.transfer.job_id, job.num_blocks_ok, error, found=job.found)
         with self._lock:
             del self._unsettled[result.job_id]
             self._queued[job.urgency].pop(result.job_id, None)
@@ -343,9 +346,9 @@ class StoreWorkerConnector:
             self._settle(job, outcome)
 
     def _look_up(self, job: _Job, batch: _Batch, _: Staging) -> None:
-        """Counts the leading blocks that are stored, in one round trip."""
-        present = self._store.touch(job.transfer.block_hashes)
-        batch.num_ok = [*present, False].index(False)
+        """Finds out which blocks are stored, in one round trip."""
+        batch.found = self._store.touch(job.transfer.block_hashes)
+        batch.num_ok = [*batch.found, False].index(False)
 
     def _save(self, job: _Job, batch: _Batch, staging: Staging) -> None:
         """Stores the blocks of a batch that are not stored yet."""

@@ -52,12 +52,16 @@ class BlockTransfer:
     request_id: RequestId  # whose blocks; empty for a save of several requests' blocks
     block_ids: tuple[int, ...]  # empty for a lookup
     block_hashes: tuple[BlockHash, ...]
-    num_tokens_in_last: int  # tokens in the last block; all it can hold if it is full
+    num_tokens_in_last: int  # tokens in the last blocks; all they can hold if they are full
     destination: Destination | None = None  # saves of a direct connector only
     digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's digest of each block
     is_for_tier: bool = False  # no other pod waits for it
     fence: Fence = 0
     num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
+
+    def num_tokens_in(self, index: int, block_size: int) -> int:
+        """Tokens in the block of this index."""
+        return self.num_tokens_in_last if index >= len(self.block_hashes) - self.num_last else block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 # What BlockFormat.namespace, of any version, and BlockHash.hex() can be. Other names are not of Baton.
 NAMESPACE_PATTERN = r"v[1-9][0-9]{0,3}-[0-9a-f]{16}-[1-9][0-9]{0,3}"
-HASH_PATTERN = r"[0-9a-f]{32}"
+HASH_PATTERN = r"[0-9a-f]{32}(?:[0-9a-f]{2})?"  # with a KV group but the first
 NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
 
@@ -16,7 +16,7 @@ class StoredBlock(NamedTuple):
     """A block as the medium lists it, without its contents."""
 
     namespace: str
-    hash_hex: str
+    hash_hex: str  # with the KV group, see group_key
     num_bytes: int  # that it takes on the medium
     used_at: float | None  # its last use, seconds since 1970; None: unknown
     location: str  # by which the inspector finds it again

@@ -78,10 +78,8 @@ class StagedSlabReader:
 
 def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> Iterator[bytes]:
     """Yields the digest of each block of the transfer."""
-    last = len(transfer.block_ids) - 1
     for index, slab in enumerate(reader.slabs(transfer.block_ids)):
-        num_tokens = transfer.num_tokens_in_last if index == last else block_size
-        yield block_digest(slab, transfer.block_hashes[index], num_tokens)
+        yield block_digest(slab, transfer.block_hashes[index], transfer.num_tokens_in(index, block_size))
 
 
 class Digester:

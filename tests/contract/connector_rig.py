@@ -127,7 +127,8 @@ class RedisRig:
 
     def frames(self) -> dict[BlockHash, bytes]:
         return {
-            BlockHash(bytes.fromhex(name.decode()[-32:])): self._client.get(name) for name in self._client.keys("*")
+            BlockHash(bytes.fromhex(name.decode().rpartition(":")[2])): self._client.get(name)
+            for name in self._client.keys("*")
         }
 
     def put(self, key: BlockHash, frame: bytes) -> None:
@@ -217,21 +218,17 @@ class WorkerRig:
 class EngineRig(WorkerRig):
     """With the saves and loads of a store's handoffs."""
 
-    def start_save(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
-        return self._start(self.connector.start_save, block_ids, hashes, num_in_last)
+    def start_save(self, *blocks: Any, **how: Any) -> int:
+        return self._start(self.connector.start_save, *blocks, **how)
 
-    def start_load(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE) -> int:
-        return self._start(self.connector.start_load, block_ids, hashes, num_in_last)
+    def start_load(self, *blocks: Any, **how: Any) -> int:
+        return self._start(self.connector.start_load, *blocks, **how)
 
-    def save(
-        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
-    ) -> TransferResult:
-        return self.wait(self.start_save(block_ids, hashes, num_in_last))
+    def save(self, *blocks: Any, **how: Any) -> TransferResult:
+        return self.wait(self.start_save(*blocks, **how))
 
-    def load(
-        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], num_in_last: int = BLOCK_SIZE
-    ) -> TransferResult:
-        return self.wait(self.start_load(block_ids, hashes, num_in_last))
+    def load(self, *blocks: Any, **how: Any) -> TransferResult:
+        return self.wait(self.start_load(*blocks, **how))
 
 
 def gated_connector(

@@ -28,9 +28,11 @@ class DirectRig(WorkerRig):
         address: bytes,
         to_ids: Sequence[int],
         num_in_last: int = BLOCK_SIZE,
+        num_last: int = 1,
     ) -> int:
-        destination = Destination(address, tuple(to_ids))
-        return self._start(self.connector.start_save, block_ids, hashes, num_in_last, destination=destination)
+        to = Destination(address, tuple(to_ids))
+        start = self.connector.start_save
+        return self._start(start, block_ids, hashes, num_in_last, num_last=num_last, destination=to)
 
     def start_load(
         self,
@@ -38,8 +40,10 @@ class DirectRig(WorkerRig):
         hashes: Sequence[BlockHash],
         digests: Sequence[bytes],
         num_in_last: int = BLOCK_SIZE,
+        num_last: int = 1,
     ) -> int:
-        return self._start(self.connector.start_load, block_ids, hashes, num_in_last, digests=tuple(digests))
+        start = self.connector.start_load
+        return self._start(start, block_ids, hashes, num_in_last, num_last=num_last, digests=tuple(digests))
 
     def save(
         self,
@@ -48,8 +52,9 @@ class DirectRig(WorkerRig):
         address: bytes,
         to_ids: Sequence[int],
         num_in_last: int = BLOCK_SIZE,
+        num_last: int = 1,
     ) -> TransferResult:
-        return self.wait(self.start_save(block_ids, hashes, address, to_ids, num_in_last))
+        return self.wait(self.start_save(block_ids, hashes, address, to_ids, num_in_last, num_last))
 
     def load(
         self,
@@ -57,8 +62,9 @@ class DirectRig(WorkerRig):
         hashes: Sequence[BlockHash],
         digests: Sequence[bytes],
         num_in_last: int = BLOCK_SIZE,
+        num_last: int = 1,
     ) -> TransferResult:
-        return self.wait(self.start_load(block_ids, hashes, digests, num_in_last))
+        return self.wait(self.start_load(block_ids, hashes, digests, num_in_last, num_last))
 
 
 def nixl_rig(

@@ -11,7 +11,7 @@ import torch
 
 from common.engine.kv_connector import BlockTransfer, TransferResult
 from common.errors import StoreError
-from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
+from common.types import RequestId, group_key, hash_partial_block, hash_prompt, root_hash
 from kv_store.registry import STORE_CONNECTOR_NAMES
 from tests.contract.connector_rig import (
     BLOCK_SIZE,
@@ -110,6 +110,30 @@ def test_partial_last_block(engine, medium):
     assert bits(consumer.kv_cache, [4, 5, 6]) == bits(producer.kv_cache, [1, 2, 3])
     wrong_length = consumer.load([7], hashes[2:], num_in_last=2)
     assert wrong_length == TransferResult(wrong_length.job_id, 0, "block_corrupt")
+
+
+def test_blocks_of_several_groups_are_kept_apart(engine, medium):
+    """Two spans of two groups each, of which the second span is partial in both."""
+    prompt = PROMPT[: BLOCK_SIZE + 3]
+    hashes = [HASHES[0], hash_partial_block(prompt, BLOCK_SIZE, HASHES[:1], root_hash())]
+    keys = [group_key(block_hash, group) for block_hash in hashes for group in range(2)]
+    producer, consumer = engine(create_kv_cache(seed=1)), engine(create_kv_cache(seed=2))
+
+    assert ok(producer.save([1, 2, 3, 4], keys, num_in_last=3, num_last=2), 4)
+    assert set(medium.frames()) == set(keys)
+    assert ok(consumer.load([9, 8, 7, 6], keys, num_in_last=3, num_last=2), 4)
+
+    assert bits(consumer.kv_cache, [9, 8, 7, 6]) == bits(producer.kv_cache, [1, 2, 3, 4])
+    assert ok(consumer.load([5], keys[1:2]), 1)
+    assert bits(consumer.kv_cache, [5]) == bits(producer.kv_cache, [2])
+
+
+def test_another_groups_block_is_refused(engine, medium):
+    producer, consumer = engine(create_kv_cache(seed=1)), engine(create_kv_cache(seed=2))
+    key, other = HASHES[0], group_key(HASHES[0], 1)
+    producer.save([1], [key])
+    medium.put(other, medium.frames()[key])
+    assert consumer.load([1], [other]).error == "block_corrupt"
 
 
 def test_only_lacking_blocks_need_to_be_loaded(engine):

@@ -12,7 +12,7 @@ import xxhash
 
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.errors import ConfigError
-from common.types import RequestId, hash_partial_block, hash_prompt, root_hash
+from common.types import RequestId, group_key, hash_partial_block, hash_prompt, root_hash
 from kv_store.registry import create_connector
 from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache, kv_layout
 from tests.contract.direct_rig import DirectRig, nixl_rig
@@ -68,6 +68,18 @@ def test_partial_last_block(worker):
     assert consumer.bits([4, 5, 6]) == producer.bits([1, 2, 3])
     wrong_length = consumer.load([4, 5, 6], hashes, saved.digests, num_in_last=2)
     assert (wrong_length.num_blocks_ok, wrong_length.error) == (2, "block_corrupt")
+
+
+def test_partial_last_blocks_of_several_groups(worker):
+    keys = [group_key(block_hash, group) for block_hash in HASHES[:2] for group in range(2)]
+    producer, consumer = worker(create_kv_cache(seed=1)), worker(create_kv_cache(seed=2))
+
+    saved = producer.save([1, 2, 3, 4], keys, consumer.address, [4, 5, 6, 7], num_in_last=3, num_last=2)
+    assert ok(consumer.load([4, 5, 6, 7], keys, saved.digests, num_in_last=3, num_last=2), 4)
+    assert ok(consumer.load([6, 7], keys[2:], saved.digests[2:], num_in_last=3, num_last=2), 2)
+
+    assert consumer.load([4, 5, 6, 7], keys, saved.digests, num_in_last=3).num_blocks_ok == 2
+    assert consumer.load([4, 5], [keys[0], keys[0]], saved.digests[:2]).num_blocks_ok == 1
 
 
 def test_later_chunks_go_to_other_blocks_of_the_same_request(worker):

@@ -8,7 +8,7 @@ import pytest
 
 from common.engine.kv_connector import Destination, TransferResult
 from common.errors import ConfigError, StoreError
-from common.types import BlockHash, hash_prompt, root_hash
+from common.types import BlockHash, group_key, hash_prompt, root_hash
 from kv_store.base import BlockStore, Buffer, StoreConnectorOptions
 from kv_store.faulty_store import FaultyStore
 from kv_store.host_pool import HostPool
@@ -84,6 +84,12 @@ def test_a_lookup_counts_the_leading_blocks_that_are_kept(keeper):
     assert ok(keeper.look_up(HASHES[1:2]), 1)
     assert ok(keeper.look_up(HASHES[2:]), 0)
     assert ok(keeper.look_up([]), 0)
+
+
+def test_a_lookup_tells_which_blocks_of_each_group_are_kept(keeper):
+    keys = [group_key(block_hash, group) for group in range(2) for block_hash in HASHES[:3]]
+    assert ok(keeper.save([1, 2, 4], [keys[0], keys[4], keys[5]]), 3)
+    assert keeper.look_up(keys).found == (True, False, False, False, True, True)
 
 
 def test_what_a_tier_keeps_comes_back_bit_for_bit(keeper):

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from cli.main import main
-from common.types import BlockHash
+from common.types import BlockHash, group_key
 from deploy.cluster_state import ClusterState, StoreState, claim
 from kv_store.base import BlockStore
 from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout
@@ -31,7 +31,7 @@ OTHER_MODEL = BlockFormat(bytes(range(1, 33)), LAYOUT, bytes(16))
 
 
 def key(index: int) -> BlockHash:
-    return BlockHash(index.to_bytes(16, "big"))
+    return group_key(BlockHash(index.to_bytes(16, "big")), index % 2)
 
 
 def frame(index: int, model: BlockFormat = MODEL) -> bytes:

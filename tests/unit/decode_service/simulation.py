@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import grpc
 
 from common.engine.config import CacheConfig, SchedulerConfig
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
 from common.engine.executor.fake import ONE_GROUP
 from common.engine.kv_connector import BlockTransfer, TransferResult
@@ -59,6 +60,7 @@ from tests.unit.common.engine.scheduler_factories import (
     FakeEngine,
     Step,
     create_scheduler,
+    valid_contents,
 )
 
 T = TypeVar("T")
@@ -297,7 +299,12 @@ class SimulatedEngine(FakeEngine):
     """FakeEngine as the engine of a pod, always in the middle of a step: `step` ends one and begins the next. Transfers
     hear of commands at once, the scheduler at the end of the step."""
 
-    def __init__(self, num_ranks: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, num_ranks: int = 1, *, num_blocks: int, groups: Sequence[KVGroupSpec] = ONE_GROUP, **settings: Any
+    ) -> None:
+        """`num_blocks` of each group."""
+        self.groups = tuple(groups)
+        settings |= {"num_blocks": 1 + (num_blocks - 1) * len(groups), "groups": groups}
         super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings), num_ranks=num_ranks)
         self.on_save: Callable[[BlockTransfer], None] = lambda _: None
         self._said: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
@@ -368,7 +375,7 @@ class Pod:
         scheduler = engine.scheduler
         spec = EngineSpec(
             fingerprint=bytes(32),
-            layout=KVLayout(BLOCK_SIZE, ONE_GROUP),
+            layout=KVLayout(BLOCK_SIZE, engine.groups),
             num_blocks=scheduler.stats().num_blocks,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
@@ -426,11 +433,11 @@ class Write:
 class PrefillPod(Pod):
     """With a connector whose writes the test lets land."""
 
-    def __init__(self, network: Network, incarnation: int, *, chunk: int) -> None:
+    def __init__(self, network: Network, incarnation: int, *, chunk: int, groups: Sequence[KVGroupSpec]) -> None:
         config = PrefillConfig(
             pod_id="prefill", connector="direct", transfer_lease_s=LEASE_S, cache=CacheConfig(block_size=BLOCK_SIZE)
         )
-        engine = SimulatedEngine(num_blocks=25, max_num_batched_tokens=chunk)
+        engine = SimulatedEngine(num_blocks=25, max_num_batched_tokens=chunk, groups=groups)
         engine.on_save = self._start_writes
         super().__init__("prefill", config, engine, incarnation)
         self.front = PrefillFront(self.context, config)
@@ -470,8 +477,7 @@ class PrefillPod(Pod):
                     land(write)
         _, save = self.engine.jobs[job_id]
         num_ok = [*(write.has_landed for write in writes), False].index(False)
-        contents = [write.content for write in writes]
-        contents[-1] = contents[-1][: save.num_tokens_in_last]
+        contents = valid_contents(save, [write.content for write in writes])
         digests = tuple(self.engine.digest_of(content) for content in contents[:num_ok])
         error = "" if num_ok == len(writes) else "transfer_timeout"
         self.writes = [write for write in self.writes if write not in writes]
@@ -672,6 +678,7 @@ class Simulation:
     def __init__(self, *, chunk: int, decode_settings: dict[str, Any]) -> None:
         self.loop = VirtualLoop()
         self._chunk, self._decode_settings = chunk, decode_settings
+        self._groups = decode_settings.get("groups", ONE_GROUP)
         self.network = Network()
         self.router = Router(self.network)
         self.orphans: list[Write] = []
@@ -691,7 +698,7 @@ class Simulation:
 
     def _start_prefill(self) -> None:
         self._incarnations += 1
-        self.network.prefill = PrefillPod(self.network, self._incarnations, chunk=self._chunk)
+        self.network.prefill = PrefillPod(self.network, self._incarnations, chunk=self._chunk, groups=self._groups)
 
     def _start_decode(self) -> None:
         self._incarnations += 1

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.pb import pods_pb2
 from common.rpc.convert import finish_reason_to_pb
 from common.types import FinishReason
-from tests.unit.common.engine.scheduler_factories import create_request, expected_output
+from tests.unit.common.engine.scheduler_factories import ONE_GROUP, TWO_GROUPS, create_request, expected_output
 from tests.unit.decode_service.simulation import (
     LEASE_S,
     MAX_MODEL_LEN,
@@ -40,10 +40,12 @@ class HandoffMachine(RuleBasedStateMachine):
         budget=st.integers(4, 16),
         chunk=st.integers(2, 12),
         prefix_caching=st.booleans(),
+        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
     )
-    def start(self, num_blocks, budget, chunk, prefix_caching):
+    def start(self, num_blocks, budget, chunk, prefix_caching, groups=ONE_GROUP):
         decode = {
             "num_blocks": num_blocks,
+            "groups": groups,
             "max_num_batched_tokens": budget,
             "enable_prefix_caching": prefix_caching,
         }

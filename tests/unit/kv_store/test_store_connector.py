@@ -75,7 +75,7 @@ def test_a_lookup_is_one_call_however_many_blocks_a_batch_has() -> None:
         settled.clear()
         connector.start_lookup(BlockTransfer(2, RequestId("r"), (), hashes, 4))
         assert settled.wait(10)
-        assert connector.poll() == [TransferResult(2, 2, "")]
+        assert connector.poll() == [TransferResult(2, 2, found=(True, True, False))]
         assert store.touched[2:] == [hashes]
     finally:
         connector.close()

@@ -252,6 +252,12 @@ def prompt_digests(request: AddRequest, num_held_tokens: int = 0) -> list[bytes]
     return [digest_of(values[i : i + BLOCK_SIZE]) for i in range(num_held_tokens, len(values), BLOCK_SIZE)]
 
 
+def valid_contents(transfer: BlockTransfer, contents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """What blocks hold, without the free slots of the last ones."""
+    num_full = len(contents) - transfer.num_last
+    return [*contents[:num_full], *(content[: transfer.num_tokens_in_last] for content in contents[num_full:])]
+
+
 def stored_prompt(
     request: AddRequest, block_size: int = BLOCK_SIZE, *, num_groups: int = 1
 ) -> dict[BlockHash, list[int]]:
@@ -578,9 +584,7 @@ class FakeEngine:
     def _move_directly(
         self, transfer: BlockTransfer, num_blocks_ok: float, error: str, kv: dict[int, int] | RankedKV
     ) -> TransferResult:
-        contents = [self._content(block_id, kv) for block_id in transfer.block_ids]
-        for index in range(len(contents) - transfer.num_last, len(contents)):
-            contents[index] = contents[index][: transfer.num_tokens_in_last]
+        contents = valid_contents(transfer, [self._content(block_id, kv) for block_id in transfer.block_ids])
         digests = tuple(digest_of(content) for content in contents)
         if transfer.destination is None:
             matches = [digest == told for digest, told in zip(digests, transfer.digests, strict=True)]

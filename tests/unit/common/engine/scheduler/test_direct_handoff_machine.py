@@ -25,11 +25,14 @@ from common.errors import InvalidRequestError
 from common.types import FinishReason, RequestId
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
+    ONE_GROUP,
+    TWO_GROUPS,
     FakeEngine,
     create_request,
     create_scheduler,
     expected_output,
     first_token,
+    valid_contents,
 )
 
 MAX_MODEL_LEN = 24
@@ -108,12 +111,14 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         part_blocks=st.sampled_from([None, 1, 2]),
         prefix_caching=st.booleans(),
         runs_ahead=st.booleans(),
+        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
     )
-    def start(self, num_blocks, budget, chunk, part_blocks, prefix_caching, runs_ahead=False):
-        self.chunk, self.part_blocks = chunk, part_blocks
+    def start(self, num_blocks, budget, chunk, part_blocks, prefix_caching, runs_ahead=False, groups=ONE_GROUP):
+        self.chunk, self.part_blocks, self.groups = chunk, part_blocks, groups
         self.decode = FakeEngine(
             create_scheduler(
-                num_blocks=num_blocks,
+                num_blocks=1 + (num_blocks - 1) * len(groups),
+                groups=groups,
                 max_model_len=MAX_MODEL_LEN,
                 max_num_batched_tokens=budget,
                 enable_prefix_caching=prefix_caching,
@@ -134,7 +139,8 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     def start_prefill(self) -> Producer:
         self.incarnation += 1
         limits = {"max_num_batched_tokens": self.chunk, "part_blocks": self.part_blocks}
-        return Producer(self._start_writes, self.num_ranks, num_blocks=13, **limits)
+        num_blocks = 1 + 12 * len(self.groups)
+        return Producer(self._start_writes, self.num_ranks, num_blocks=num_blocks, groups=self.groups, **limits)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -407,8 +413,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
                     write.has_landed = True
         _, save = self.prefill.jobs[job_id]
         num_ok = [*(write.has_landed for write in writes), False].index(False)
-        contents = [write.content for write in writes]
-        contents[-1] = contents[-1][: save.num_tokens_in_last]
+        contents = valid_contents(save, [write.content for write in writes])
         digests = tuple(self.prefill.digest_of(content) for content in contents[:num_ok])
         error = "" if num_ok == len(writes) else "transfer_timeout"
         self.writes = [write for write in self.writes if write not in writes]

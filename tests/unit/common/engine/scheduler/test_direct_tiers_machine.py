@@ -16,7 +16,13 @@ from tests.unit.common.engine.scheduler.test_direct_handoff_machine import (
     Producer,
     drawn,
 )
-from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE, create_request, stored_prompt
+from tests.unit.common.engine.scheduler_factories import (
+    BLOCK_SIZE,
+    ONE_GROUP,
+    TWO_GROUPS,
+    create_request,
+    stored_prompt,
+)
 
 Medium = dict[BlockHash, list[int]]
 
@@ -30,11 +36,12 @@ class DirectTiersMachine(DirectHandoffMachine):
         chunk=st.integers(2, 12),
         part_blocks=st.sampled_from([None, 1, 2]),
         offloads=st.booleans(),
+        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
     )
-    def start(self, num_blocks, budget, chunk, part_blocks, offloads):
+    def start(self, num_blocks, budget, chunk, part_blocks, offloads, groups=ONE_GROUP):
         self.medium: Medium = {}
         self.offloads = offloads
-        super().start(num_blocks, budget, chunk, part_blocks, prefix_caching=True)
+        super().start(num_blocks, budget, chunk, part_blocks, prefix_caching=True, groups=groups)
         self.decode = self.create_engine(lambda _: None, num_blocks, budget)
 
     def start_prefill(self):
@@ -45,7 +52,8 @@ class DirectTiersMachine(DirectHandoffMachine):
         engine = Producer(
             on_save,
             self.num_ranks,
-            num_blocks=num_blocks,
+            num_blocks=1 + (num_blocks - 1) * len(self.groups),
+            groups=self.groups,
             max_num_batched_tokens=budget,
             part_blocks=self.part_blocks,
             keeps_blocks=True,
@@ -88,8 +96,9 @@ class DirectTiersMachine(DirectHandoffMachine):
     @rule(num_tokens=st.integers(BLOCK_SIZE + 1, 14), num_kept=st.integers(1, 3), is_plain=st.booleans())
     def add_what_another_pod_computed(self, num_tokens, num_kept, is_plain):
         prompt = [10 + index % 2 for index in range(num_tokens)]
-        content = list(stored_prompt(create_request("", prompt)).items())
-        self.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE)])
+        num_groups = len(self.groups)
+        content = list(stored_prompt(create_request("", prompt), num_groups=num_groups).items())
+        self.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE) * num_groups])
         if is_plain:
             self.add_plain(prompt, 6)
         else:
