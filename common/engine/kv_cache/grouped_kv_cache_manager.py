@@ -152,10 +152,11 @@ class GroupedKVCacheManager(KVCacheManager):
                     if block is not self._null_block:
                         self._pool.cache(block, group_key(request.block_hashes[span], group))
             table.num_cached = num_full
-        self._free_skipped(request, table)
+        self.free_skipped(request)
 
-    def _free_skipped(self, request: TokenSequence, table: _GroupTables) -> None:
-        """Frees what fell out. A producer keeps what its consumer goes on with."""
+    def free_skipped(self, request: TokenSequence) -> None:
+        """See KVCacheManager. A producer keeps what its consumer goes on with."""
+        table = self._group_tables[request.request_id]
         num_tokens, leaving = request.num_computed_tokens, request.num_leaving_tokens
         if leaving is not None:
             num_tokens = min(num_tokens, leaving)
@@ -201,7 +202,7 @@ class GroupedKVCacheManager(KVCacheManager):
             (spans[span][group], group_key(block_hash, group))
             for span, block_hash in enumerate(hashes, first)
             for group, own_first in enumerate(firsts)
-            if span >= own_first
+            if span >= own_first and spans[span][group] is not self._null_block
         ]
         return KeyedBlocks([block for block, _ in found], tuple(key for _, key in found))
 

@@ -172,6 +172,9 @@ class KVCacheManager:
             self._pool.cache(table.blocks[index], request.block_hashes[index])
         table.num_cached = num_full
 
+    def free_skipped(self, request: TokenSequence) -> None:
+        """Frees the blocks that fell out. Called before `cache_computed` if nothing was written to them."""
+
     def free(self, request: TokenSequence) -> None:
         """Frees all blocks of `request`, if it has any. Pinned ones stay out of the free queue."""
         table = self._tables.pop(request.request_id, None)
@@ -201,7 +204,7 @@ class KVCacheManager:
         self, request: TokenSequence, first: int, hashes: tuple[BlockHash, ...], num_computed_tokens: int
     ) -> KeyedBlocks:
         """The blocks of the runs of tokens with these hashes, the first of which is number `first`, that `request`
-        needs to go on after `num_computed_tokens`."""
+        needs to go on after `num_computed_tokens`, as far as it has them."""
         return KeyedBlocks(self._tables[request.request_id].blocks[first : first + len(hashes)], hashes)
 
     def lookup_keys(self, hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:

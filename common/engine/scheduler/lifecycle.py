@@ -187,6 +187,7 @@ class Lifecycle:
         self.totals.tier_hits += request.num_restored_tokens
         request.has_computed(request.num_computed_tokens + request.num_restored_tokens)
         self._transfers.arrived(request, restored)
+        self._kv.free_skipped(request)
         self._kv.cache_computed(request)
         self.places.arrived(request)
         self.places.ready.append(request)

@@ -9,10 +9,12 @@ from common.errors import OverloadedError
 from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
     BLOCK_SIZE,
+    TWO_GROUPS,
     FakeEngine,
     create_request,
     create_requests,
     create_scheduler,
+    digest_of,
     expected_output,
     fingerprints,
     first_token,
@@ -488,4 +490,35 @@ class TestOffload:
         assert engine.scheduler.stats().num_offloads_skipped == 1  # full when it ended, and no room
         engine.settle_all()
         engine.step()
+        engine.assert_idle()
+
+
+class TestGroups:
+    def test_what_fell_out_is_not_restored_and_not_cached(self):
+        engine, request = create_engine(groups=TWO_GROUPS), create_request("a", 14)
+        engine.settle_at_once = True
+        engine.medium.update(stored_prompt(request, num_groups=2))
+        shorter = create_request("b", request.prompt_token_ids[: BLOCK_SIZE + 2])
+        engine.add(request)
+        engine.run()
+        engine.medium.clear()
+        engine.add(shorter)
+        engine.run()
+        assert_answered(engine, request, shorter)
+        engine.assert_idle()
+
+    def test_a_failed_handoff_offloads_what_came(self):
+        engine = create_engine(wants_offloads=True, is_direct=True, groups=TWO_GROUPS)
+        request = create_request("a", 14, role="consumer")
+        engine.add(request)
+        engine.step()
+        (block_id, *_) = started(engine)[0].reserved_block_ids
+        values = fingerprints(request.prompt_token_ids)[:BLOCK_SIZE]
+        engine.write_block(block_id, values)
+        engine.update_transfer("a", BLOCK_SIZE, digests=[digest_of(values)])
+        engine.settle_at_once = True
+        engine.update_transfer("a", BLOCK_SIZE, final=True, failure="prefill_gone", is_quiescent=True)
+        engine.settle_all()
+        engine.run()
+        assert_answered(engine, request)
         engine.assert_idle()
