@@ -21,6 +21,9 @@ from common.engine.messages import (
     KVReceived,
     KVSaved,
     KVTransferParams,
+    RequestStarted,
+    TransferQuiesced,
+    TransferTarget,
     TransferUpdate,
 )
 from common.types import FinishReason, RequestId, SampledToken, SamplingParams, TransferId
@@ -93,6 +96,7 @@ class Prefilled:
     num_saved_tokens: int = 0
     failure: str = ""
     first_token: SampledToken | None = None
+    digests: list[bytes] = field(default_factory=list)  # that the consumer was not told
 
     def is_over(self, num_prompt_tokens: int) -> bool:
         return self.failure != "" or (self.first_token is not None and self.num_saved_tokens == num_prompt_tokens)
@@ -127,12 +131,15 @@ class Handoffs:
         for request_id, prompt in zip(ids, prompts, strict=True):
             self.start_producer(request_id, prompt, sampling)
             self.start_consumer(request_id)
+        self.run_to_the_end()
+        return [self.decoded[request_id] for request_id in ids]
+
+    def run_to_the_end(self) -> None:
         while self.producer.has_unfinished or self.consumer.has_unfinished:
             if self.producer.has_work or (self.producer.has_unfinished and not self.consumer.has_work):
                 self.step_producer()
             if self.consumer.has_work or not self.producer.has_unfinished:
                 self.step_consumer()
-        return [self.decoded[request_id] for request_id in ids]
 
     def prefill(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> Prefilled:
         """The producer's half, to its end."""
@@ -180,11 +187,17 @@ class Handoffs:
             for event in output.events:
                 if isinstance(event, KVSaved):
                     prefilled.num_saved_tokens, prefilled.failure = event.num_tokens, event.failure
+                    prefilled.digests += event.digests
             if output.request_id in self.decoded:
                 self._tell_consumer(output.request_id)
 
     def step_consumer(self) -> None:
-        note_decoded(self.consumer.step(), self.decoded)
+        outputs = self.consumer.step()
+        note_decoded(outputs, self.decoded)
+        for output in outputs.outputs:
+            for event in output.events:
+                if isinstance(event, RequestStarted) and self.consumer.spec.is_direct:
+                    self._tell_producer(output.request_id, event)
 
     def check_integrity(self) -> None:
         for engine in (self.producer, self.consumer):
@@ -194,9 +207,23 @@ class Handoffs:
         self.producer.close()
         self.consumer.close()
 
+    def _tell_producer(self, request_id: RequestId, started: RequestStarted) -> None:
+        self.producer.set_transfer_target(
+            TransferTarget(
+                request_id=request_id,
+                epoch=EPOCH,
+                address=self.consumer.spec.connector_address,
+                num_held_tokens=started.num_cached_tokens,
+                block_ids=started.reserved_block_ids,
+            )
+        )
+
     def _tell_consumer(self, request_id: RequestId) -> None:
         prefilled = self.prefilled[request_id]
         final = prefilled.is_over(len(self._requests[request_id].prompt_token_ids))
+        digests, prefilled.digests = prefilled.digests, []
+        if final:
+            self.consumer.quiesce_transfer(TransferQuiesced(request_id=request_id, epoch=EPOCH))
         self.consumer.update_transfer(
             TransferUpdate(
                 request_id=request_id,
@@ -205,6 +232,7 @@ class Handoffs:
                 final=final,
                 first_token=prefilled.first_token if final and not prefilled.failure else None,
                 failure=prefilled.failure if final else "",
+                digests=digests,
             )
         )
 
