@@ -626,7 +626,7 @@ class HandoffReserved(_message.Message):
     """Leading prompt tokens whose KV the decode pod already has; whole blocks."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Direct connectors: the decode pod's blocks for the rest of the prompt."""
+        """Direct connectors: the decode pod's blocks for the rest of the prompt, by tokens, those of the same tokens by KV group."""
 
     def __init__(
         self,
