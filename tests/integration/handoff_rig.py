@@ -12,6 +12,7 @@ from common.engine.config import (
     EngineConfig,
     KVConnectorConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from common.engine.kv_connector import WorkerConnector
@@ -61,6 +62,7 @@ def create_engine(
     batch_invariant: bool = False,
     quantization: str | None = None,
     options: Mapping[str, str | int | float | bool] | None = None,
+    executor: str = "inproc",
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""
     connector = None
@@ -85,6 +87,7 @@ def create_engine(
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=16),
             connector=connector,
+            parallel=ParallelConfig(executor=executor),
         )
     )
 

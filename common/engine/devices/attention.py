@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,13 @@ class KVSpec:
         return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
 
 
+class GroupTables(NamedTuple):
+    """Where the tokens of a batch are in the blocks of one KV group."""
+
+    block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
+    slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One step's ragged batch of `num_seqs` sequences packed into `num_tokens` query tokens.
@@ -41,13 +48,19 @@ class AttentionMetadata:
     query_start: list[int]  # [num_seqs + 1]
     seq_lens: list[int]  # [num_seqs], cached and query tokens together
     seq_lens_tensor: torch.Tensor  # the same on the device, int64
-    block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
-    slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
+    block_tables: torch.Tensor  # see GroupTables; of the first KV group, as is the next
+    slot_mapping: torch.Tensor
     has_drafts: bool = False  # several decodes are of one sequence: each reads what those before it write
+    other_groups: Sequence[GroupTables] = ()
+
+    def by_group(self) -> list[AttentionMetadata]:
+        """What the layers of each KV group need to know."""
+        others = [replace(self, **tables._asdict(), other_groups=()) for tables in self.other_groups]
+        return [self, *others]
 
     def split(self, sizes: Sequence[int]) -> list[AttentionMetadata]:
-        """The batch as batches of so many query tokens each. A sequence whose query tokens fall apart is in several of
-        them, each time with the length that it has at the last one."""
+        """The batch of a model with one KV group as batches of so many query tokens each. A sequence whose query tokens
+        fall apart is in several of them, each time with the length that it has at the last one."""
         if len(sizes) == 1:
             return [self]
         parts, start = [], 0
@@ -118,7 +131,7 @@ class Rotary:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over one worker's paged KV cache. Built with the KV cache
+    """Computes attention of one KV group's layers over one worker's paged KV cache. Built with the KV cache
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
 
     reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then

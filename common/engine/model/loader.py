@@ -8,7 +8,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.config import Kernels, ModelConfig
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
+from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
@@ -48,7 +50,8 @@ class LoadedModel:
     rounding: str  # see fingerprint_model
     device: Device
     dtype: torch.dtype
-    kv_spec: KVSpec
+    kv_groups: tuple[KVGroupSpec, ...]
+    kv_spec: KVSpec  # of the layers of each group
     attention_modules: list[torch.nn.Module]  # in layer order
     vocab_size: int
     max_model_len: int
@@ -59,7 +62,7 @@ class LoadedModel:
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
-def load_model(config: ModelConfig, device_number: int = 0) -> LoadedModel:
+def load_model(config: ModelConfig, device_number: int = 0, group_layers: GroupLayers = all_in_one) -> LoadedModel:
     """Load `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for a bad device."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
@@ -67,10 +70,11 @@ def load_model(config: ModelConfig, device_number: int = 0) -> LoadedModel:
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        found = _load_and_probe(_Source(directory, config, device, quantized))
+        found = _load_and_probe(_Source(directory, config, device, quantized), group_layers)
     model, probed = found.model, found.probed
     if quantized is not None:
         _return_freed_memory()
+    kv_groups = group_layers(probed)
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     vocab_size = min(int(text_config.vocab_size), embedding_rows)
@@ -85,7 +89,8 @@ def load_model(config: ModelConfig, device_number: int = 0) -> LoadedModel:
         rounding=device.rounding if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
-        kv_spec=probed.spec,
+        kv_groups=kv_groups,
+        kv_spec=replace(probed.spec, num_layers=len(kv_groups[0].layers)),
         attention_modules=[] if found.decoder else probed.attention_modules,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
@@ -187,19 +192,20 @@ class _Probed(NamedTuple):
     kernels_failed: bool
 
 
-def _load_and_probe(source: _Source) -> _Probed:
+def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     device, batch_invariant = source.device, source.config.batch_invariant
     model = _load(source)
     operators = device.operators()
-    fuses = operators is not None and can_fuse(model, operators)
-    if batch_invariant and not fuses:
+    probed = probe_model(model) if operators is not None and can_fuse(model, operators) else None
+    if probed is not None and len(group_layers(probed)) > 1:
+        probed = None  # a fused decoder takes one block table
+    if batch_invariant and probed is None:
         raise ConfigError(
             "batch_invariant: only with compiled kernels, for models of the Llama kind",
             param="batch_invariant",
         )
     failed = False
-    if operators is not None and fuses:
-        probed = probe_model(model)
+    if operators is not None and probed is not None:
         try:
             return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
         except Exception as error:  # the decoder differs, or whatever a compiler raises

@@ -274,7 +274,9 @@ class TransferPort:
         if stop > start:
             progress.num_sent = stop
             hashes = request.prompt_block_hashes(block_size, start, stop)
-            self._actor.put(Send(request.request_id, self._hand_over(request, start, hashes)))
+            blocks = self._hand_over(request, start, hashes)
+            if blocks.ids:  # else the consumer needs none of them
+                self._actor.put(Send(request.request_id, blocks))
 
     def _hand_over(self, request: Request, first: int, hashes: tuple[BlockHash, ...]) -> Blocks:
         """Pin the blocks of a run of the prompt, from its block `first` on, for as long as its handoff is open: those

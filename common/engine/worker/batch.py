@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.attention import AttentionMetadata, GroupTables
 from common.engine.devices.base import Memory
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId
@@ -68,19 +68,13 @@ class BatchPacker:
         table.num_computed_tokens[rows] = layout.ends
         token_rows = rows[layout.sequences]
         blocks, offsets = np.divmod(positions, block_size)
-        block_table = table.block_tables[0]
-        block_ids = block_table[token_rows, blocks]
+        block_ids = [block_table[token_rows, blocks] for block_table in table.block_tables]
         max_blocks = -(-max(layout.seq_lens) // block_size)
-        input_ids, positions_tensor, slots, logits_index, seq_lens, block_tables = self._memory.upload(
-            [
-                table.token_ids[token_rows, positions],
-                positions if table.position_dims == 1 else table.positions(token_rows, positions),
-                block_ids * block_size + offsets,
-                layout.wanted,
-                layout.ends,
-                block_table[rows, :max_blocks],
-            ]
-        )
+        token_positions = positions if table.position_dims == 1 else table.positions(token_rows, positions)
+        arrays = [table.token_ids[token_rows, positions], token_positions, layout.wanted, layout.ends]
+        for block_table, own_ids in zip(table.block_tables, block_ids, strict=True):
+            arrays += [block_table[rows, :max_blocks], own_ids * block_size + offsets]
+        input_ids, positions_tensor, logits_index, seq_lens, block_tables, slots, *others = self._memory.upload(arrays)
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
         opened = (offsets == 0).nonzero()[0]
         if len(opened):
@@ -97,12 +91,13 @@ class BatchPacker:
                 block_tables=block_tables,
                 slot_mapping=slots,
                 has_drafts=bool(drafts),
+                other_groups=[GroupTables(*pair) for pair in zip(others[::2], others[1::2], strict=True)],
             ),
             sampled_ids=layout.sampled_ids,
             sampled_rows=layout.sampled_rows,
             sampled_lengths=layout.sampled_lengths,
             prompt_runs=layout.prompt_runs,
-            opened_blocks=block_ids[opened].tolist(),
+            opened_blocks=[block_id for own_ids in block_ids for block_id in own_ids[opened].tolist()],
         )
 
 

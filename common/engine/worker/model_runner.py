@@ -47,13 +47,14 @@ _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 
 class ModelRunner:
-    """Owns the request table and the attention backend over `kv_cache`, which it writes but does not own."""
+    """Owns the request table and the attention of each KV group over `kv_cache`, which it writes but does not own."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         kv_cache: torch.Tensor,
         *,
+        block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
@@ -64,10 +65,11 @@ class ModelRunner:
         self._loaded = loaded
         self._memory = loaded.device.memory
         self._kv_cache = kv_cache
-        self._block_size = kv_cache.shape[4]
-        self._attention = loaded.device.attention(kv_cache, loaded.kernels)
+        self._block_size = block_size
+        self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in loaded.kv_groups]
         if loaded.decoder is None:
-            install(loaded.attention_modules, self._attention)
+            for group, attention in zip(loaded.kv_groups, self._attentions, strict=True):
+                install([loaded.attention_modules[layer] for layer in group.layers], attention)
         self._recorded: RecordedDecodes | None = None
         self.num_failed_recordings = 0  # see Executor
         self._sampler = Sampler()
@@ -78,6 +80,7 @@ class ModelRunner:
             max_num_seqs,
             max_model_len,
             self._block_size,
+            num_groups=len(loaded.kv_groups),
             position_dims=loaded.position_dims,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
@@ -109,7 +112,7 @@ class ModelRunner:
         `masks`: see Executor; `phases` are entered as they begin."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens, drafts)
-        if batch.opened_blocks and self._attention.reads_whole_blocks:
+        if batch.opened_blocks and self._attentions[0].reads_whole_blocks:
             self._clear(batch.opened_blocks)
         if before is not None and not before.is_settled:
             batch = before.fill_in(batch)
@@ -229,9 +232,10 @@ class ModelRunner:
     def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
         if self._loaded.decoder is not None:
-            attention = cast("ProjectionAttention", self._attention)
+            attention = cast("ProjectionAttention", self._attentions[0])  # a fused decoder has one KV group
             return self._loaded.decoder(*inputs, attention, wanted)[:, : self._loaded.vocab_size]
-        self._attention.begin_step(inputs.attention)
+        for backend, batch in zip(self._attentions, inputs.attention.by_group(), strict=True):
+            backend.begin_step(batch)
         output = self._loaded.model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions.unsqueeze(-2),  # [1, tokens], or [dimensions, 1, tokens]
@@ -243,8 +247,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decodes(self) -> None:
-        """Records decode steps, if device and model allow it."""
-        if self._loaded.position_dims > 1:
+        """Records decode steps, if device and model allow it. Their inputs have places for one KV group's tables."""
+        if self._loaded.position_dims > 1 or len(self._attentions) > 1:
             return
         limits = DecodeLimits(self._max_num_seqs, self.max_model_len, self._block_size)
         try:
@@ -354,7 +358,8 @@ class ModelRunner:
         Writes to the first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, [blocks], 0)
+        block_ids = [blocks for _ in self._attentions]  # what they hold does not matter
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))

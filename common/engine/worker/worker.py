@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 import torch
 
 from common.engine.config import EngineConfig, KVConnectorConfig
-from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -20,6 +19,7 @@ from common.engine.devices.base import Device, StepFences
 from common.engine.kv_connector import NO_FENCES, ConnectorFactory, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
+from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
@@ -46,8 +46,9 @@ class Worker:
     """Executor's other half: the same calls, in the same order, on one thread. Loads the part of the model that is its
     rank's."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, *, group_layers: GroupLayers = all_in_one) -> None:
         self.rank = rank
+        self._group_layers = group_layers
         self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
         self._loaded: LoadedModel | None = None
@@ -62,16 +63,16 @@ class Worker:
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
-        loaded = self._loaded = load_model(self._config.model, self._config.parallel.device_of(self.rank))
+        device_number = self._config.parallel.device_of(self.rank)
+        loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
-        kv_group = _group_of(loaded.kv_spec)
         try:
             fingerprint = fingerprint_model(
                 loaded.weight_files,
                 loaded.config,
                 dtype=dtype,
-                kv_dtype=kv_group.dtype,
+                kv_dtype=loaded.kv_groups[0].dtype,
                 quantization=self._config.model.quantization,
                 rounding=loaded.rounding,
             )
@@ -79,7 +80,7 @@ class Worker:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(
             fingerprint=fingerprint,
-            layout=KVLayout(block_size, (kv_group,)),
+            layout=KVLayout(block_size, loaded.kv_groups),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
@@ -100,11 +101,13 @@ class Worker:
         assert self._loaded is not None
         block_size = self._config.cache.block_size
         self._kv_cache = kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
+        fitting = (num_blocks - 1) // len(self._loaded.kv_groups) * block_size
         self._runner = ModelRunner(
             self._loaded,
             kv_cache,
+            block_size=block_size,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_model_len=min(self._max_model_len(self._loaded), (num_blocks - 1) * block_size),
+            max_model_len=min(self._max_model_len(self._loaded), fitting),
             processors=load_processors(
                 self._config.model.logits_processors,
                 vocab_size=self._loaded.vocab_size,
@@ -183,7 +186,7 @@ class Worker:
         bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size)
         if cache.num_blocks is not None:
             return cache.num_blocks * bytes_per_block
-        blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size)
+        blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size) * len(loaded.kv_groups)
         usable_blocks = self._config.scheduler.max_num_seqs * blocks_per_seq + 1  # and the null block
         return min(self._available_kv_bytes(loaded), usable_blocks * bytes_per_block)
 
@@ -206,6 +209,7 @@ class Worker:
         runner = ModelRunner(
             loaded,
             kv_cache,
+            block_size=block_size,
             max_num_seqs=1,
             max_model_len=num_tokens,
         )
@@ -226,16 +230,6 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: De
             f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device.name}",
             param="kv_cache_memory",
         ) from error
-
-
-def _group_of(spec: KVSpec) -> KVGroupSpec:
-    return KVGroupSpec(
-        tuple(range(spec.num_layers)),
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.value_head_dim,
-        str(spec.dtype).removeprefix("torch."),
-    )
 
 
 def create_connector(config: KVConnectorConfig) -> WorkerConnector:

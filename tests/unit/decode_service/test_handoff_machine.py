@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.pb import pods_pb2
 from common.rpc.convert import finish_reason_to_pb
 from common.types import FinishReason
-from tests.unit.common.engine.scheduler_factories import ONE_GROUP, TWO_GROUPS, create_request, expected_output
+from tests.unit.common.engine.scheduler_factories import ALL_GROUPS, ONE_GROUP, create_request, expected_output
 from tests.unit.decode_service.simulation import (
     LEASE_S,
     MAX_MODEL_LEN,
@@ -40,7 +40,7 @@ class HandoffMachine(RuleBasedStateMachine):
         budget=st.integers(4, 16),
         chunk=st.integers(2, 12),
         prefix_caching=st.booleans(),
-        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
+        groups=st.sampled_from(ALL_GROUPS),
     )
     def start(self, num_blocks, budget, chunk, prefix_caching, groups=ONE_GROUP):
         decode = {

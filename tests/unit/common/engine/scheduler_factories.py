@@ -68,7 +68,9 @@ from tests.unit.common.engine.fake_ranks import FakeRanks, Medium, RankedKV, Ran
 
 BLOCK_SIZE = 4
 EOS = 2
-TWO_GROUPS = (*ONE_GROUP, dataclasses.replace(ONE_GROUP[0], kind="window", window=6))
+ONE_WINDOW = (dataclasses.replace(ONE_GROUP[0], kind="window", window=6),)
+TWO_GROUPS = (*ONE_GROUP, *ONE_WINDOW)
+ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW)
 VOCAB_SIZE = 32
 
 

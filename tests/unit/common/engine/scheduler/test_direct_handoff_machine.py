@@ -24,9 +24,9 @@ from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStart
 from common.errors import InvalidRequestError
 from common.types import FinishReason, RequestId
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_GROUPS,
     BLOCK_SIZE,
     ONE_GROUP,
-    TWO_GROUPS,
     FakeEngine,
     create_request,
     create_scheduler,
@@ -111,7 +111,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         part_blocks=st.sampled_from([None, 1, 2]),
         prefix_caching=st.booleans(),
         runs_ahead=st.booleans(),
-        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
+        groups=st.sampled_from(ALL_GROUPS),
     )
     def start(self, num_blocks, budget, chunk, part_blocks, prefix_caching, runs_ahead=False, groups=ONE_GROUP):
         self.chunk, self.part_blocks, self.groups = chunk, part_blocks, groups

@@ -17,9 +17,9 @@ from tests.unit.common.engine.scheduler.test_direct_handoff_machine import (
     drawn,
 )
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_GROUPS,
     BLOCK_SIZE,
     ONE_GROUP,
-    TWO_GROUPS,
     create_request,
     stored_prompt,
 )
@@ -36,7 +36,7 @@ class DirectTiersMachine(DirectHandoffMachine):
         chunk=st.integers(2, 12),
         part_blocks=st.sampled_from([None, 1, 2]),
         offloads=st.booleans(),
-        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
+        groups=st.sampled_from(ALL_GROUPS),
     )
     def start(self, num_blocks, budget, chunk, part_blocks, offloads, groups=ONE_GROUP):
         self.medium: Medium = {}

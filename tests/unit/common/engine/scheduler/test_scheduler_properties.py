@@ -9,10 +9,10 @@ from common.engine.kv_connector import TransferResult
 from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStarted
 from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_GROUPS,
     BLOCK_SIZE,
     EOS,
     ONE_GROUP,
-    TWO_GROUPS,
     FakeEngine,
     create_proposer,
     create_request,
@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         runs_ahead=st.booleans(),
         depth=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from(["none", "none", "right", "wrong", "half"]),
-        groups=st.sampled_from([ONE_GROUP, TWO_GROUPS]),
+        groups=st.sampled_from(ALL_GROUPS),
     )
     def start(self, num_blocks, budget, seats, **settings):
         self._start(num_blocks, budget, seats, **settings)
