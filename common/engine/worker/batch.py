@@ -77,8 +77,10 @@ class BatchPacker:
         input_ids, positions_tensor, logits_index, seq_lens, block_tables, slots, *others = self._memory.upload(arrays)
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
         opened = (offsets == 0).nonzero()[0]
+        opened_blocks: list[int] = []
         if len(opened):
             opened = opened[positions[opened] + block_size > layout.ends[layout.sequences[opened]]]
+            opened_blocks = [block_id for own_ids in block_ids for block_id in own_ids[opened].tolist()]
         return PackedBatch(
             input_ids=input_ids,
             positions=positions_tensor,
@@ -91,13 +93,13 @@ class BatchPacker:
                 block_tables=block_tables,
                 slot_mapping=slots,
                 has_drafts=bool(drafts),
-                other_groups=[GroupTables(*pair) for pair in zip(others[::2], others[1::2], strict=True)],
+                other_groups=list(map(GroupTables, others[::2], others[1::2])) if others else (),
             ),
             sampled_ids=layout.sampled_ids,
             sampled_rows=layout.sampled_rows,
             sampled_lengths=layout.sampled_lengths,
             prompt_runs=layout.prompt_runs,
-            opened_blocks=[block_id for own_ids in block_ids for block_id in own_ids[opened].tolist()],
+            opened_blocks=opened_blocks,
         )
 
 
