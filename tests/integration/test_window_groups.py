@@ -9,7 +9,7 @@ import pytest
 from common.engine.llm import LLM, engine_config
 from common.types import SamplingParams
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, create_engine
-from tests.integration.window_groups import WindowGroupsExecutor
+from tests.integration.window_groups import WindowGroupsExecutor, each_alone
 from tests.tiny_models import SLIDING_WINDOW, prompt_of, reference_generate, tiny_model_dir
 
 EXECUTOR = f"{WindowGroupsExecutor.__module__}:{WindowGroupsExecutor.__name__}"
@@ -36,6 +36,18 @@ def test_tokens_are_those_of_transformers(model: str, cpu_kernels: str) -> None:
         report = llm.check_integrity()
         assert report.violations == []
         assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
+
+
+def test_a_fused_decoder_takes_one_group_only() -> None:
+    prompts = [prompt_of(length) for length in (3, 37)]
+    config = engine_config(str(tiny_model_dir("llama")), block_size=4, num_blocks=64)
+    with LLM(tiny_model_dir("llama"), executor=WindowGroupsExecutor(config), block_size=4, num_blocks=64) as llm:
+        assert llm.spec.kernels == "fused"
+    executor = WindowGroupsExecutor(config, each_alone)
+    with LLM(tiny_model_dir("llama"), executor=executor, block_size=4, num_blocks=64) as llm:
+        assert llm.spec.kernels == "attention"
+        completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [completion.token_ids for completion in completions] == expected("llama", prompts)
 
 
 @pytest.mark.parametrize("model", NUM_GROUPS)

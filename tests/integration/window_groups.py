@@ -1,4 +1,4 @@
-"""An executor of real models whose layers with a window form KV groups of their own."""
+"""An executor of real models whose layers form several KV groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import gcd
 from common.engine.config import EngineConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.executor.inproc import InprocExecutor
-from common.engine.model.kv_groups import all_in_one
+from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.probe import ProbedModel
 from common.engine.worker.worker import Worker
 
@@ -27,9 +27,14 @@ def by_window(probed: ProbedModel) -> tuple[KVGroupSpec, ...]:
     )
 
 
+def each_alone(probed: ProbedModel) -> tuple[KVGroupSpec, ...]:
+    """As many groups as layers."""
+    return tuple(replace(whole, layers=(layer,)) for whole in all_in_one(probed) for layer in whole.layers)
+
+
 class WindowGroupsExecutor(InprocExecutor):
     """See Executor."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group_layers: GroupLayers = by_window) -> None:
         super().__init__(config)
-        self._worker = Worker(config, group_layers=by_window)
+        self._worker = Worker(config, group_layers=group_layers)
