@@ -385,7 +385,7 @@ class Pod:
             dtype="float32",
             bytes_per_block=64,
             is_direct=True,
-            connector_address=self.address.encode(),
+            connector_address=engine.of_all_ranks(self.address.encode()),
         )
         stats, cache = StatsBoard(scheduler.stats()), CacheView()
         client: Any = _Client(engine)
@@ -433,11 +433,13 @@ class Write:
 class PrefillPod(Pod):
     """With a connector whose writes the test lets land."""
 
-    def __init__(self, network: Network, incarnation: int, *, chunk: int, groups: Sequence[KVGroupSpec]) -> None:
+    def __init__(
+        self, network: Network, incarnation: int, *, chunk: int, groups: Sequence[KVGroupSpec], num_ranks: int
+    ) -> None:
         config = PrefillConfig(
             pod_id="prefill", connector="direct", transfer_lease_s=LEASE_S, cache=CacheConfig(block_size=BLOCK_SIZE)
         )
-        engine = SimulatedEngine(num_blocks=25, max_num_batched_tokens=chunk, groups=groups)
+        engine = SimulatedEngine(num_ranks, num_blocks=25, max_num_batched_tokens=chunk, groups=groups)
         engine.on_save = self._start_writes
         super().__init__("prefill", config, engine, incarnation)
         self.front = PrefillFront(self.context, config)
@@ -675,9 +677,10 @@ def engine_request(name: str, prompt: list[int], max_tokens: int) -> common_pb2.
 class Simulation:
     """Both pods, the router, the network and the transport."""
 
-    def __init__(self, *, chunk: int, decode_settings: dict[str, Any]) -> None:
+    def __init__(self, *, chunk: int, decode_settings: dict[str, Any], num_ranks: int = 1) -> None:
         self.loop = VirtualLoop()
-        self._chunk, self._decode_settings = chunk, decode_settings
+        self._chunk, self._num_ranks = chunk, num_ranks
+        self._decode_settings = {"num_ranks": num_ranks, **decode_settings}
         self._groups = decode_settings.get("groups", ONE_GROUP)
         self.network = Network()
         self.router = Router(self.network)
@@ -698,7 +701,9 @@ class Simulation:
 
     def _start_prefill(self) -> None:
         self._incarnations += 1
-        self.network.prefill = PrefillPod(self.network, self._incarnations, chunk=self._chunk, groups=self._groups)
+        self.network.prefill = PrefillPod(
+            self.network, self._incarnations, chunk=self._chunk, groups=self._groups, num_ranks=self._num_ranks
+        )
 
     def _start_decode(self) -> None:
         self._incarnations += 1

@@ -35,6 +35,8 @@ NOTICES = st.sampled_from([0.0, 1.0, NOTICE_S])
 
 
 class HandoffMachine(RuleBasedStateMachine):
+    num_ranks = 1
+
     @initialize(
         num_blocks=st.integers(7, 16),
         budget=st.integers(4, 16),
@@ -51,7 +53,7 @@ class HandoffMachine(RuleBasedStateMachine):
         }
         logging.disable(logging.WARNING)
         self.is_harmed = False  # something happened that may cost a request its KV
-        self.sim = Simulation(chunk=chunk, decode_settings=decode)
+        self.sim = Simulation(chunk=chunk, decode_settings=decode, num_ranks=self.num_ranks)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +231,16 @@ class HandoffMachine(RuleBasedStateMachine):
 
 TestHandoffMachine = HandoffMachine.TestCase
 TestHandoffMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+class TwoRanksMachine(HandoffMachine):
+    """The same, between engines of two ranks."""
+
+    num_ranks = 2
+
+
+TestTwoRanksMachine = TwoRanksMachine.TestCase
+TestTwoRanksMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -612,6 +612,10 @@ class FakeEngine:
             return digest_of(content)
         return join([digest_of(self._ranks.kv.shares(content, rank)) for rank in range(len(self._ranks))])
 
+    def of_all_ranks(self, address: bytes) -> bytes:
+        """The address of a connector each of whose ranks has this one."""
+        return address if self._ranks is None else join([address] * len(self._ranks))
+
     def write_block(self, block_id: int, content: Sequence[int]) -> None:
         """What a peer does, at any time."""
         self._kv.update({block_id * self.block_size + offset: value for offset, value in enumerate(content)})

@@ -73,8 +73,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token.token_id for output in outputs for token in output.tokens]
 
 
-def test_step_until_done() -> None:
-    core = create_core(CONFIG, FakeExecutor(block_size=4))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_step_until_done(num_ranks: int) -> None:
+    core = create_core(CONFIG, FakeExecutor(block_size=4, num_ranks=num_ranks))
     core.add_request(request("a", [7, 8, 9]))
     core.add_request(request("b", list(range(30)), max_tokens=3))
     outputs = run(core)
@@ -191,8 +192,9 @@ class GatedExecutor(FakeExecutor):
         return super().execute(step)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["store", "direct"])
-def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str) -> None:
+def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str, num_ranks: int) -> None:
     """The consumer's engine has the KV, and goes on, before the producer's engine is through with its next step."""
     medium: dict[BlockHash, torch.Tensor] = {}
     news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
@@ -204,10 +206,11 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str) 
     def connector() -> Any:
         return DirectMemoryConnector() if kind == "direct" else MemoryConnector(medium)
 
-    gated = GatedExecutor(1, block_size=4, connector=connector())
+    gated = GatedExecutor(1, block_size=4, connector=connector(), num_ranks=num_ranks)
     prefill = create_core(CONFIG, gated, on_news=tell)
     started: list[EngineCoreOutputs] = []
-    decode = create_core(CONFIG, FakeExecutor(block_size=4, connector=connector()), on_news=started.append)
+    consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=num_ranks)
+    decode = create_core(CONFIG, consuming, on_news=started.append)
     consumer_transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer")
     consumer = msgspec.structs.replace(request(), transfer=consumer_transfer)
     for core, added in ((prefill, producer()), (decode, consumer)):
@@ -341,9 +344,10 @@ def test_longest_request_fits_the_smallest_cache() -> None:
     assert outputs["a"][-1].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_tier", [False, True])
-def test_answers_from_a_tiny_pool_are_right(is_tier: bool) -> None:
-    client = _run_out_of_blocks(is_tier=is_tier)
+def test_answers_from_a_tiny_pool_are_right(is_tier: bool, num_ranks: int) -> None:
+    client = _run_out_of_blocks(is_tier=is_tier, num_ranks=num_ranks)
     assert client.stats().num_preemptions
     assert client.check_integrity().violations == []
     assert client.check_integrity().num_blocks_in_use == 0
@@ -351,13 +355,14 @@ def test_answers_from_a_tiny_pool_are_right(is_tier: bool) -> None:
     assert client.stats().num_offload_failures == 0
 
 
-def _run_out_of_blocks(*, is_tier: bool) -> InprocClient:
+def _run_out_of_blocks(*, is_tier: bool, num_ranks: int) -> InprocClient:
     """Conversations of two turns each, in turn, in a cache that holds few of them. All answers are right."""
     config = EngineConfig(
         cache=CacheConfig(block_size=4, num_blocks=25),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
-    client = InprocClient(config, FakeExecutor(block_size=4, connector=MemoryConnector(is_tier=is_tier)))
+    connector = MemoryConnector(is_tier=is_tier)
+    client = InprocClient(config, FakeExecutor(block_size=4, connector=connector, num_ranks=num_ranks))
     prompts = {f"r{index}": [index, 1, 2, 3, *range(20)] for index in range(8)}
     for turn in range(2):
         for request_id, prompt in prompts.items():

@@ -1,3 +1,5 @@
+import pytest
+
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.kv_connector import BlockTransfer, Destination
@@ -18,8 +20,13 @@ def step(new=(), blocks=None, scheduled=None, **kwargs):
     )
 
 
-def started(**kwargs):
-    executor = FakeExecutor(block_size=4, available_blocks=16, **kwargs)
+@pytest.fixture(params=[1, 2, 3], ids=lambda num_ranks: f"{num_ranks} ranks")
+def num_ranks(request):
+    return request.param
+
+
+def started(num_ranks, **kwargs):
+    executor = FakeExecutor(block_size=4, available_blocks=16, num_ranks=num_ranks, **kwargs)
     executor.load_model()
     executor.initialize_kv_cache(16)
     return executor
@@ -27,13 +34,13 @@ def started(**kwargs):
 
 def settled(start, connector, transfer):
     """What becomes of a job that settles at once."""
-    start(connector, transfer)
+    start(transfer)
     (result,) = connector.poll()
     return result
 
 
-def test_chunks_and_decode_generate_the_expected_tokens():
-    executor = started()
+def test_chunks_and_decode_generate_the_expected_tokens(num_ranks):
+    executor = started(num_ranks)
     prompt = list(range(10))
     assert not executor.execute(step([new_request(prompt, [3, 1])], scheduled={R: 7})).outcomes
     tokens = [executor.execute(step(blocks={R: [2]}, scheduled={R: 3})).outcomes[R][0].token_id]
@@ -43,8 +50,8 @@ def test_chunks_and_decode_generate_the_expected_tokens():
     assert tokens == expected_tokens(prompt, 4)
 
 
-def test_a_block_shared_by_mistake_changes_the_output():
-    executor = started()
+def test_a_block_shared_by_mistake_changes_the_output(num_ranks):
+    executor = started(num_ranks)
     prompt = list(range(8))
     executor.execute(step([new_request(prompt, [1, 1])], scheduled={R: 4}))
     token = executor.execute(step(scheduled={R: 4})).outcomes[R][0]
@@ -59,42 +66,40 @@ def test_seed_matters_unless_greedy():
     assert greedy[0] == greedy[1]
 
 
-def test_saved_blocks_can_be_loaded_by_another_executor():
+def test_saved_blocks_can_be_loaded_by_another_executor(num_ranks):
     store = {}
-    producer, consumer = started(connector=MemoryConnector(store)), started(connector=MemoryConnector(store))
+    producer, consumer = (started(num_ranks, connector=MemoryConnector(store)) for _ in range(2))
     saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
     first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).outcomes[R][0].token_id
-    saved = settled(MemoryConnector.start_save, saving, BlockTransfer(1, R, (1, 2), hashes, 4))
+    saved = settled(saving.start_save, saving, BlockTransfer(1, R, (1, 2), hashes, 4))
     assert saved.num_blocks_ok == 2
 
-    loaded = settled(MemoryConnector.start_load, loading, BlockTransfer(7, R, (5, 6), hashes, 4))
+    loaded = settled(loading.start_load, loading, BlockTransfer(7, R, (5, 6), hashes, 4))
     assert (loaded.job_id, loaded.num_blocks_ok, loaded.error) == (7, 2, "")
     result = consumer.execute(step([new_request([*prompt, first], [5, 6, 7], computed=8)], scheduled={R: 1}))
     assert [first, result.outcomes[R][0].token_id] == expected_tokens(prompt, 2)
 
     absent = tuple(hash_prompt([99] * 4, 4, root_hash()))
-    missing = settled(MemoryConnector.start_load, loading, BlockTransfer(8, R, (5,), absent, 4))
+    missing = settled(loading.start_load, loading, BlockTransfer(8, R, (5,), absent, 4))
     assert (missing.num_blocks_ok, missing.error) == (0, "block_missing")
 
 
-def test_a_direct_save_writes_into_the_other_executor():
-    producer, consumer = (FakeExecutor(block_size=4, connector=DirectMemoryConnector()) for _ in range(2))
-    for executor in (producer, consumer):
-        executor.initialize_kv_cache(16)
+def test_a_direct_save_writes_into_the_other_executor(num_ranks):
+    producer, consumer = (started(num_ranks, connector=DirectMemoryConnector()) for _ in range(2))
     writing, verifying = (executor.open_connector(lambda: None) for executor in (producer, consumer))
     assert writing.facts.address != verifying.facts.address
     prompt = list(range(8))
     hashes = tuple(hash_prompt(prompt, 4, root_hash()))
     save = BlockTransfer(1, R, (1, 2), hashes, 4, Destination(verifying.facts.address, (9, 5)))
     first = producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8})).outcomes[R][0].token_id
-    saved = settled(DirectMemoryConnector.start_save, writing.connector, save)
+    saved = settled(writing.connector.start_save, writing.connector, save)
     assert (saved.num_blocks_ok, len(saved.digests)) == (2, 2)
 
     def load(*digests):
         transfer = BlockTransfer(7, R, (9, 5), hashes, 4, digests=digests)
-        loaded = settled(DirectMemoryConnector.start_load, verifying.connector, transfer)
+        loaded = settled(verifying.connector.start_load, verifying.connector, transfer)
         return loaded.num_blocks_ok, loaded.error
 
     assert load(*saved.digests) == (2, "")
@@ -103,6 +108,38 @@ def test_a_direct_save_writes_into_the_other_executor():
     assert [first, result.outcomes[R][0].token_id] == expected_tokens(prompt, 2)
 
     consumer.close()
-    refused = settled(DirectMemoryConnector.start_save, writing.connector, save)
+    refused = settled(writing.connector.start_save, writing.connector, save)
     assert (refused.num_blocks_ok, refused.error, refused.digests) == (0, "transfer", ())
     producer.close()
+
+
+def test_no_rank_knows_the_next_token_alone():
+    prompt = list(range(8))
+    for rank in range(2):
+        executor = started(2)
+        executor.execute(step([new_request(prompt, [1, 2])], scheduled={R: 4}))
+        executor._workers[rank]._worker._kv_cache[1, 0, 0, 0, 3] += 1
+        token = executor.execute(step(scheduled={R: 4})).outcomes[R][0].token_id
+        assert [token] != expected_tokens(prompt, 1)
+
+
+def test_a_block_that_one_rank_lacks_is_missing():
+    store = {}
+    producer, consumer = (started(2, connector=MemoryConnector(store)) for _ in range(2))
+    saving, loading = (executor.open_connector(lambda: None).connector for executor in (producer, consumer))
+    prompt = list(range(8))
+    hashes = tuple(hash_prompt(prompt, 4, root_hash()))
+    producer.execute(step([new_request(prompt, [1, 2])], scheduled={R: 8}))
+    assert settled(saving.start_save, saving, BlockTransfer(1, R, (1, 2), hashes, 4)).num_blocks_ok == 2
+    of_second_rank = [key for key in store if key not in hashes]
+    del store[of_second_rank[1]]
+    loaded = settled(loading.start_load, loading, BlockTransfer(7, R, (5, 6), hashes, 4))
+    assert (loaded.num_blocks_ok, loaded.error) == (1, "block_missing")
+
+
+def test_ranks_that_disagree_are_an_error():
+    executor = started(2)
+    executor.execute(step([new_request([1, 2], [1])], scheduled={R: 1}))
+    executor._workers[1]._worker._requests[R].sampling = SamplingParams(seed=5)
+    with pytest.raises(RuntimeError, match="answers differ"):
+        executor.execute(step(scheduled={R: 1}))

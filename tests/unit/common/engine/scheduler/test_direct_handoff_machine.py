@@ -387,10 +387,14 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         write = self.pending[index % len(self.pending)]
         if not write.is_orphan:
             assert self.prefill.block(write.source) == write.content, "a block changed while it was sent"
-        self.decode.write_block(write.target, GARBAGE if damaged or write.is_orphan else write.content)
+        self.decode.write_block(write.target, self.arriving(write, damaged))
         write.has_landed = True
         if write.is_orphan:
             self.writes.remove(write)
+
+    def arriving(self, write: Write, damaged: bool) -> list[int]:
+        """What arrives."""
+        return GARBAGE if damaged or write.is_orphan else write.content
 
     @precondition(lambda self: any(write.is_orphan for write in self.writes))
     @rule(index=st.integers(0, 30))
@@ -609,13 +613,18 @@ TestDirectHandoffMachine.settings = settings(max_examples=250, stateful_step_cou
 
 
 class TwoRanksMachine(DirectHandoffMachine):
-    """The same, between engines of two ranks."""
+    """The same, between engines of two ranks. Damage is to what one of them holds."""
 
     num_ranks = 2
 
+    def arriving(self, write: Write, damaged: bool) -> list[int]:
+        if damaged and not write.is_orphan:
+            return [write.content[0] + 1, *write.content[1:]]
+        return super().arriving(write, damaged)
+
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow
