@@ -53,7 +53,7 @@ def create_staging(kv_cache: torch.Tensor, num_bytes: int, fences: Fences = NO_F
     slabs = kv_cache.detach().flatten(start_dim=1).view(torch.uint8)  # [num_blocks, payload bytes]
     frame_bytes = HEADER_BYTES + slabs.shape[1]
     shape = (min(max(1, num_bytes // frame_bytes), slabs.shape[0]), frame_bytes)
-    return HostStaging(slabs, shape) if kv_cache.device.type == "cpu" else CudaStaging(slabs, shape, fences)
+    return HostStaging(slabs, shape) if kv_cache.is_cpu else CudaStaging(slabs, shape, fences)
 
 
 class HostStaging:

@@ -97,7 +97,7 @@ class NixlWorkerConnector:
         """See WorkerConnector."""
         block = layout_of(kv_cache)
         region = Region(
-            memory="DRAM" if kv_cache.device.type == "cpu" else "VRAM",
+            memory="DRAM" if kv_cache.is_cpu else "VRAM",
             device_id=kv_cache.device.index or 0,
             base=kv_cache.data_ptr(),
             num_blocks=kv_cache.shape[0],

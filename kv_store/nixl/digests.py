@@ -43,7 +43,7 @@ class SlabReader(Protocol):
 
 def create_slab_reader(kv_cache: torch.Tensor) -> SlabReader:
     """Creates the reader of the calling thread."""
-    if kv_cache.device.type == "cpu":
+    if kv_cache.is_cpu:
         return HostSlabReader(kv_cache)
     return StagedSlabReader(create_staging(kv_cache, _STAGING_BYTES))
 
