@@ -44,7 +44,7 @@ async def pod() -> AsyncIterator[RunningPod]:
 
 
 def connector_of(pod: RunningPod) -> SlowConnector:
-    connector = pod.executor._connector
+    (connector,) = pod.executor._connectors
     assert isinstance(connector, SlowConnector)
     return connector
 
