@@ -43,8 +43,11 @@ from common.engine.kv_connector import (
     TransferResult,
 )
 from common.engine.phases import Phase, PhaseClock
+from common.engine.speculation.base import Context, Proposer
+from common.engine.speculation.fake import Accuracy, FakeProposer
 from common.types import BlockHash, PromptPositions, SamplingParams
 
+_NUM_DRAFTS = 3
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
 
 _FULL = KVGroupSpec(layers=(0,), num_kv_heads=1, head_dim=1, value_head_dim=1, dtype="float32")
@@ -235,7 +238,8 @@ def _digest(block: torch.Tensor) -> bytes:
 class FakeExecutor:
     """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
     `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Of several
-    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded."""
+    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded. `drafts`: steps
+    verify what a FakeProposer proposes; not for executors that run ahead."""
 
     def __init__(
         self,
@@ -251,6 +255,7 @@ class FakeExecutor:
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
         position_dims: int = 1,
         num_ranks: int = 1,
+        drafts: Accuracy | None = None,
     ) -> None:
         bytes_per_block = 2 * block_size * 4
         self._facts = ModelFacts(
@@ -268,7 +273,7 @@ class FakeExecutor:
         first = connector or MemoryConnector()
         self._connectors = [first, *(first.of_rank(rank) for rank in range(1, num_ranks))]
         self._workers: list[Worker] = [
-            FakeWorker(self._facts, rank, each) for rank, each in enumerate(self._connectors)
+            FakeWorker(self._facts, rank, each, self._proposer(drafts)) for rank, each in enumerate(self._connectors)
         ]
         if num_ranks > 1:
             self._workers = [EncodedWorker(worker) for worker in self._workers]
@@ -278,6 +283,16 @@ class FakeExecutor:
         self.num_failed_recordings = 0  # for tests to set
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
+
+    def _proposer(self, drafts: Accuracy | None) -> Proposer | None:
+        if drafts is None:
+            return None
+        vocab_size, groups = self._facts.vocab_size, self._facts.layout.groups
+
+        def oracle(token_ids: Sequence[int], context: Context) -> int:
+            return expected_tokens(token_ids, 1, vocab_size=vocab_size, sampling=context.sampling, groups=groups)[0]
+
+        return FakeProposer(oracle, drafts, _NUM_DRAFTS, vocab_size)
 
     def share_phases(self, phases: PhaseClock) -> None:
         """See Executor."""

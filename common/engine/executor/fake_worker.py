@@ -17,12 +17,14 @@ import torch
 
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput, outcomes_of
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput, accepted
 from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
+from common.engine.speculation.base import Context, Proposer
 from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
-Sums = dict[RequestId, int]  # modulo 2**64, of the requests whose last token was computed
+# Modulo 2**64, of the requests whose last token was computed: over what is read after it, and after each draft.
+Sums = dict[RequestId, list[int]]
 
 _T = TypeVar("_T")
 _MASK64 = (1 << 64) - 1
@@ -42,18 +44,22 @@ class Worker(Protocol):
         """Writes the "KV" of the scheduled tokens; sums what can be read where a request reaches its last token."""
 
     def sample(self, sums: Sums) -> ModelRunnerOutput:
-        """Takes the sums over all ranks; the same on each of them."""
+        """Takes the sums over all ranks, and goes back to what holds of drafts; the same on each of them."""
 
 
 class FakeWorker:
     """See Worker."""
 
-    def __init__(self, facts: ModelFacts, rank: int, connector: WorkerConnector) -> None:
+    def __init__(
+        self, facts: ModelFacts, rank: int, connector: WorkerConnector, proposer: Proposer | None = None
+    ) -> None:
         self._facts = facts
         self._rank = rank
         self._block_size = facts.layout.block_size
         self._groups = KVGroups(facts.layout.groups, self._block_size)
         self._connector = connector
+        self._proposer = proposer
+        self._drafts: dict[RequestId, list[int]] = {}  # of the step
         self._requests: dict[RequestId, _FakeRequest] = {}
         self._slots: npt.NDArray[np.float32] = np.empty((0, 2, self._block_size), dtype=np.float32)
 
@@ -70,22 +76,37 @@ class FakeWorker:
     def compute(self, step: SchedulerOutput) -> Sums:
         """See Worker."""
         self._update_requests(step)
+        self._drafts = step.drafts
+        for request_id, drafts in step.drafts.items():
+            self._requests[request_id].token_ids += drafts
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             self._write(self._requests[request_id], num_tokens)
         computed = [(each, self._requests[each]) for each in step.num_scheduled_tokens]
-        return {each: self._sum(request) for each, request in computed if request.is_computed}
+        return {each: self._sums(each, request) for each, request in computed if request.is_computed}
 
     def sample(self, sums: Sums) -> ModelRunnerOutput:
         """See Worker."""
-        tokens: list[SampledToken] = []
-        for request_id, digest in sums.items():
-            request = self._requests[request_id]
-            token_id = token_of(digest, request.sampling, self._facts.vocab_size)
-            request.token_ids.append(token_id)
-            num_logprobs = request.sampling.num_logprobs
-            logprobs = None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs])
-            tokens.append(SampledToken(token_id, logprobs))
-        return ModelRunnerOutput(outcomes_of(list(sums), tokens))
+        outcomes: dict[RequestId, Outcome] = {}
+        for request_id, totals in sums.items():
+            request, drafts = self._requests[request_id], self._drafts.get(request_id, [])
+            tokens = accepted(drafts, [self._token_of(total, request.sampling) for total in totals])
+            assert isinstance(tokens, list)
+            outcomes[request_id] = tokens
+            request.token_ids[len(request.token_ids) - len(drafts) :] = [token.token_id for token in tokens]
+            request.num_computed_tokens = len(request.token_ids) - 1
+        return ModelRunnerOutput(outcomes, drafts=self._propose(list(outcomes)))
+
+    def _token_of(self, total: int, sampling: SamplingParams) -> SampledToken:
+        token_id = token_of(total, sampling, self._facts.vocab_size)
+        num_logprobs = sampling.num_logprobs
+        return SampledToken(token_id, None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs]))
+
+    def _propose(self, request_ids: list[RequestId]) -> dict[RequestId, list[int]]:
+        if self._proposer is None:
+            return {}
+        requests = [(each, self._requests[each]) for each in request_ids]
+        contexts = [Context(each, np.array(request.token_ids), request.sampling) for each, request in requests]
+        return dict(zip(request_ids, self._proposer.propose(contexts), strict=True))
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:
@@ -115,8 +136,12 @@ class FakeWorker:
     def _share(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return (values + self._rank) // self._facts.layout.tensor_parallel_size
 
-    def _sum(self, request: _FakeRequest) -> int:
+    def _sums(self, request_id: RequestId, request: _FakeRequest) -> list[int]:
         end = request.num_computed_tokens
+        num_drafts = len(self._drafts.get(request_id, ()))
+        return [self._sum(request, each) for each in range(end - num_drafts, end + 1)]
+
+    def _sum(self, request: _FakeRequest, end: int) -> int:
         return sum_over(
             [
                 self._read(np.array(table), kind.num_skipped_tokens(end - 1), end)
@@ -227,9 +252,12 @@ def sum_over(groups: Sequence[npt.NDArray[np.uint64]]) -> int:
     return total
 
 
-def sum_of_ranks(sums: Sequence[Mapping[RequestId, int]]) -> Sums:
+def sum_of_ranks(sums: Sequence[Mapping[RequestId, list[int]]]) -> Sums:
     """The sums over all ranks."""
-    return {request_id: sum(each[request_id] for each in sums) & _MASK64 for request_id in sums[0]}
+    return {
+        request_id: [sum(parts) & _MASK64 for parts in zip(*(each[request_id] for each in sums), strict=True)]
+        for request_id in sums[0]
+    }
 
 
 def token_of(total: int, sampling: SamplingParams, vocab_size: int) -> int:

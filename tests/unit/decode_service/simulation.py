@@ -35,6 +35,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.speculation.base import Proposer
 from common.errors import EngineDeadError, UnavailableError
 from common.pb import common_pb2, pods_pb2
 from common.pod.admission import Admission
@@ -300,12 +301,19 @@ class SimulatedEngine(FakeEngine):
     hear of commands at once, the scheduler at the end of the step."""
 
     def __init__(
-        self, num_ranks: int = 1, *, num_blocks: int, groups: Sequence[KVGroupSpec] = ONE_GROUP, **settings: Any
+        self,
+        num_ranks: int = 1,
+        *,
+        num_blocks: int,
+        groups: Sequence[KVGroupSpec] = ONE_GROUP,
+        proposer: Proposer | None = None,
+        **settings: Any,
     ) -> None:
         """`num_blocks` of each group."""
         self.groups = tuple(groups)
         settings |= {"num_blocks": 1 + (num_blocks - 1) * len(groups), "groups": groups}
-        super().__init__(create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings), num_ranks=num_ranks)
+        scheduler = create_scheduler(max_model_len=MAX_MODEL_LEN, is_direct=True, **settings)
+        super().__init__(scheduler, proposer=proposer, num_ranks=num_ranks)
         self.on_save: Callable[[BlockTransfer], None] = lambda _: None
         self._said: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self.begin_step()

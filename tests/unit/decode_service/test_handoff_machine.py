@@ -18,7 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.pb import pods_pb2
 from common.rpc.convert import finish_reason_to_pb
 from common.types import FinishReason
-from tests.unit.common.engine.scheduler_factories import ALL_GROUPS, ONE_GROUP, create_request, expected_output
+from tests.unit.common.engine.scheduler_factories import (
+    ALL_DRAFTS,
+    ALL_GROUPS,
+    ONE_GROUP,
+    create_proposer,
+    create_request,
+    expected_output,
+)
 from tests.unit.decode_service.simulation import (
     LEASE_S,
     MAX_MODEL_LEN,
@@ -42,12 +49,14 @@ class HandoffMachine(RuleBasedStateMachine):
         budget=st.integers(4, 16),
         chunk=st.integers(2, 12),
         prefix_caching=st.booleans(),
+        drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
-    def start(self, num_blocks, budget, chunk, prefix_caching, groups=ONE_GROUP):
+    def start(self, num_blocks, budget, chunk, prefix_caching, drafts="none", groups=ONE_GROUP):
         decode = {
             "num_blocks": num_blocks,
             "groups": groups,
+            "proposer": create_proposer(drafts),
             "max_num_batched_tokens": budget,
             "enable_prefix_caching": prefix_caching,
         }

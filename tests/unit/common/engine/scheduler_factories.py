@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -70,6 +70,7 @@ BLOCK_SIZE = 4
 EOS = 2
 ONE_WINDOW = (dataclasses.replace(ONE_GROUP[0], kind="window", window=6),)
 TWO_GROUPS = (*ONE_GROUP, *ONE_WINDOW)
+ALL_DRAFTS = ("none", "none", "right", "wrong", "half")
 ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW)
 VOCAB_SIZE = 32
 
@@ -216,8 +217,10 @@ def next_token(fingerprint: int) -> int:
     return (fingerprint >> 7) % VOCAB_SIZE
 
 
-def create_proposer(accuracy: Accuracy, num_drafts: int = 3) -> Proposer:
+def create_proposer(accuracy: Accuracy | Literal["none"], num_drafts: int = 3) -> Proposer | None:
     """Proposes what a FakeEngine samples, or something else."""
+    if accuracy == "none":
+        return None
     return FakeProposer(lambda tokens, _: next_token(fingerprints(tokens)[-1]), accuracy, num_drafts, VOCAB_SIZE)
 
 

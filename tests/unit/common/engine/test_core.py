@@ -24,6 +24,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.speculation.fake import Accuracy
 from common.errors import ConfigError, ErrorCode, ModelLoadError
 from common.types import (
     HASH_BYTES,
@@ -73,9 +74,11 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token.token_id for output in outputs for token in output.tokens]
 
 
+@pytest.mark.parametrize("drafts", [None, "right", "wrong", "half"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_step_until_done(num_ranks: int) -> None:
-    core = create_core(CONFIG, FakeExecutor(block_size=4, num_ranks=num_ranks))
+def test_step_until_done(num_ranks: int, drafts: Accuracy | None) -> None:
+    executor = FakeExecutor(block_size=4, num_ranks=num_ranks, drafts=drafts)
+    core = create_core(CONFIG, executor)
     core.add_request(request("a", [7, 8, 9]))
     core.add_request(request("b", list(range(30)), max_tokens=3))
     outputs = run(core)
@@ -87,6 +90,8 @@ def test_step_until_done(num_ranks: int) -> None:
     assert report.violations == []
     assert report.num_requests == 0
     assert core.stats().num_generation_tokens == 11
+    assert any(step.drafts for step in executor.steps) == (drafts is not None)
+    assert (len(executor.steps) < 8) == (drafts in {"right", "half"})
 
 
 def test_refused_request_is_an_output() -> None:
@@ -209,7 +214,7 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str, 
     gated = GatedExecutor(1, block_size=4, connector=connector(), num_ranks=num_ranks)
     prefill = create_core(CONFIG, gated, on_news=tell)
     started: list[EngineCoreOutputs] = []
-    consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=num_ranks)
+    consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=num_ranks, drafts="half")
     decode = create_core(CONFIG, consuming, on_news=started.append)
     consumer_transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer")
     consumer = msgspec.structs.replace(request(), transfer=consumer_transfer)
@@ -344,10 +349,10 @@ def test_longest_request_fits_the_smallest_cache() -> None:
     assert outputs["a"][-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "drafts"), [(1, None), (2, None), (1, "right"), (2, "half"), (1, "wrong")])
 @pytest.mark.parametrize("is_tier", [False, True])
-def test_answers_from_a_tiny_pool_are_right(is_tier: bool, num_ranks: int) -> None:
-    client = _run_out_of_blocks(is_tier=is_tier, num_ranks=num_ranks)
+def test_answers_from_a_tiny_pool_are_right(is_tier: bool, num_ranks: int, drafts: Accuracy | None) -> None:
+    client = _run_out_of_blocks(is_tier=is_tier, num_ranks=num_ranks, drafts=drafts)
     assert client.stats().num_preemptions
     assert client.check_integrity().violations == []
     assert client.check_integrity().num_blocks_in_use == 0
@@ -355,14 +360,15 @@ def test_answers_from_a_tiny_pool_are_right(is_tier: bool, num_ranks: int) -> No
     assert client.stats().num_offload_failures == 0
 
 
-def _run_out_of_blocks(*, is_tier: bool, num_ranks: int) -> InprocClient:
+def _run_out_of_blocks(*, is_tier: bool, num_ranks: int = 1, drafts: Accuracy | None = None) -> InprocClient:
     """Conversations of two turns each, in turn, in a cache that holds few of them. All answers are right."""
     config = EngineConfig(
         cache=CacheConfig(block_size=4, num_blocks=25),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
     connector = MemoryConnector(is_tier=is_tier)
-    client = InprocClient(config, FakeExecutor(block_size=4, connector=connector, num_ranks=num_ranks))
+    executor = FakeExecutor(block_size=4, connector=connector, num_ranks=num_ranks, drafts=drafts)
+    client = InprocClient(config, executor)
     prompts = {f"r{index}": [index, 1, 2, 3, *range(20)] for index in range(8)}
     for turn in range(2):
         for request_id, prompt in prompts.items():

@@ -24,10 +24,12 @@ from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStart
 from common.errors import InvalidRequestError
 from common.types import FinishReason, RequestId
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_DRAFTS,
     ALL_GROUPS,
     BLOCK_SIZE,
     ONE_GROUP,
     FakeEngine,
+    create_proposer,
     create_request,
     create_scheduler,
     expected_output,
@@ -111,9 +113,20 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         part_blocks=st.sampled_from([None, 1, 2]),
         prefix_caching=st.booleans(),
         runs_ahead=st.booleans(),
+        drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
-    def start(self, num_blocks, budget, chunk, part_blocks, prefix_caching, runs_ahead=False, groups=ONE_GROUP):
+    def start(
+        self,
+        num_blocks,
+        budget,
+        chunk,
+        part_blocks,
+        prefix_caching,
+        runs_ahead=False,
+        drafts="none",
+        groups=ONE_GROUP,
+    ):
         self.chunk, self.part_blocks, self.groups = chunk, part_blocks, groups
         self.decode = FakeEngine(
             create_scheduler(
@@ -125,6 +138,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
                 is_direct=True,
             ),
             runs_ahead=runs_ahead,
+            proposer=create_proposer(drafts),
             num_ranks=self.num_ranks,
         )
         self.incarnation = 0

@@ -17,9 +17,11 @@ from tests.unit.common.engine.scheduler.test_direct_handoff_machine import (
     drawn,
 )
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_DRAFTS,
     ALL_GROUPS,
     BLOCK_SIZE,
     ONE_GROUP,
+    create_proposer,
     create_request,
     stored_prompt,
 )
@@ -36,13 +38,15 @@ class DirectTiersMachine(DirectHandoffMachine):
         chunk=st.integers(2, 12),
         part_blocks=st.sampled_from([None, 1, 2]),
         offloads=st.booleans(),
+        drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
-    def start(self, num_blocks, budget, chunk, part_blocks, offloads, groups=ONE_GROUP):
+    def start(self, num_blocks, budget, chunk, part_blocks, offloads, drafts="none", groups=ONE_GROUP):
         self.medium: Medium = {}
         self.offloads = offloads
         super().start(num_blocks, budget, chunk, part_blocks, prefix_caching=True, groups=groups)
         self.decode = self.create_engine(lambda _: None, num_blocks, budget)
+        self.decode.proposer = create_proposer(drafts)
 
     def start_prefill(self):
         super().start_prefill()  # counts the incarnation

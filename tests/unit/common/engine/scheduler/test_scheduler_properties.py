@@ -9,6 +9,7 @@ from common.engine.kv_connector import TransferResult
 from common.engine.messages import AddRequest, KVReceived, KVSaved, RequestStarted
 from common.types import FinishReason
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_DRAFTS,
     ALL_GROUPS,
     BLOCK_SIZE,
     EOS,
@@ -41,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers=st.sampled_from(["none", "kept", "offloaded", "offloaded"]),
         runs_ahead=st.booleans(),
         depth=st.sampled_from([1, 1, 2, 3]),
-        drafts=st.sampled_from(["none", "none", "right", "wrong", "half"]),
+        drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
     def start(self, num_blocks, budget, seats, **settings):
@@ -73,12 +74,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_blocks=tiers != "none",
             wants_offloads=tiers == "offloaded",
         )
-        proposer = None if drafts == "none" else create_proposer(drafts)
         self.engine = FakeEngine(
             scheduler,
             runs_ahead=runs_ahead and depth == 1,
             depth=depth,
-            proposer=proposer,
+            proposer=create_proposer(drafts),
             num_ranks=self.num_ranks,
         )
         self.requests = {}

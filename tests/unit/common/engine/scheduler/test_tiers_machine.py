@@ -10,9 +10,9 @@ from hypothesis.stateful import initialize, precondition, rule
 from common.engine.kv_connector import TransferResult
 from tests.unit.common.engine.scheduler.test_scheduler_properties import SchedulerMachine
 from tests.unit.common.engine.scheduler_factories import (
+    ALL_DRAFTS,
     ALL_GROUPS,
     BLOCK_SIZE,
-    ONE_GROUP,
     create_request,
     stored_prompt,
 )
@@ -28,10 +28,11 @@ class TiersMachine(SchedulerMachine):
         budget=st.integers(3, 16),
         seats=st.integers(2, 4),
         offloads=st.booleans(),
+        drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
-    def start(self, num_blocks, budget, seats, offloads, groups=ONE_GROUP):
-        self._start(num_blocks, budget, seats, tiers="offloaded" if offloads else "kept", groups=groups)
+    def start(self, num_blocks, budget, seats, offloads, **settings):
+        self._start(num_blocks, budget, seats, tiers="offloaded" if offloads else "kept", **settings)
 
     @precondition(lambda self: len(self.engine.scheduler._places.live) < MAX_LIVE)
     @rule(
