@@ -79,15 +79,17 @@ class LLM:
         self,
         model: str | Path = "",
         *,
-        executor: Executor | None = None,
+        executor: Executor | str | None = None,
         generation_config: str | Path = AUTO,
         override_generation_config: Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
-        """`model`: local directory or hub id; empty: the demo model. `executor` replaces the default one.
+        """`model`: local directory or hub id; empty: the demo model. `executor`: one, or its name.
 
         `generation_config` and `override_generation_config` are those of the router, see common.generation_config.
         """
+        if isinstance(executor, str):
+            options["executor"], executor = executor, None
         config = engine_config(str(model or demo_model_path()), **options)
         self._client = InprocClient(config, executor)
         try:

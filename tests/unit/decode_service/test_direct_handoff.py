@@ -57,12 +57,12 @@ class Cluster:
         return (await self.decode.integrity()).num_blocks_in_use
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     connector = SlowConnector()
     async with (
-        prefill_pod(None, executor={"connector": connector}) as prefill,
-        decode_pod(None) as decode,
+        prefill_pod(None, executor={"connector": connector, "num_ranks": request.param}) as prefill,
+        decode_pod(None, executor={"num_ranks": request.param}) as decode,
         FakeRouter(decode) as router,
     ):
         yield Cluster(prefill, decode, router, connector)

@@ -13,7 +13,7 @@ import pytest
 
 from common.engine.executor.fake import expected_tokens
 from common.pb import common_pb2
-from common.types import PromptPositions
+from common.types import HASH_BYTES, BlockHash, PromptPositions
 from decode_service.handoff import HandoffTimeouts
 from tests.pods import (
     BLOCK_SIZE,
@@ -60,12 +60,13 @@ class Cluster:
         await wait_for(lambda: self.decode.connector.loads)
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     store: Store = {}
+    executor = {"num_ranks": request.param}
     async with (
-        prefill_pod(store) as prefill,
-        decode_pod(store) as decode,
+        prefill_pod(store, executor=executor) as prefill,
+        decode_pod(store, executor=executor) as decode,
         FakeRouter(decode) as router,
     ):
         yield Cluster(store, prefill, decode, router)
@@ -234,9 +235,14 @@ async def test_prefill_fails_after_progress(cluster: Cluster) -> None:
 
 
 async def lose_third_block(cluster: Cluster) -> None:
-    """Of the prompt, all of which was computed; the last saves come after the first token."""
-    await wait_for(lambda: len(cluster.store) == -(-len(PROMPT) // BLOCK_SIZE))
-    cluster.store.pop(list(cluster.store)[2])
+    """Of the prompt, all of which was computed; the last saves come after the first token. Of several ranks, the first
+    one's part."""
+
+    def saved() -> list[BlockHash]:
+        return [key for key in cluster.store if len(key) == HASH_BYTES]
+
+    await wait_for(lambda: len(saved()) == -(-len(PROMPT) // BLOCK_SIZE))
+    cluster.store.pop(saved()[2])
 
 
 async def test_block_lost_from_the_store_is_recomputed(cluster: Cluster) -> None:

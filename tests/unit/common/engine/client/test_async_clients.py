@@ -88,8 +88,9 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token.token_id for output in outputs for token in output.tokens]
 
 
-async def test_generates(create: ClientFactory) -> None:
-    client = create()
+@pytest.mark.parametrize("executor", [FAKE, "fake-ranks"])
+async def test_generates(create: ClientFactory, executor: str) -> None:
+    client = create(executor)
     spec = await client.start()
     assert spec == await client.spec()
     assert spec.num_blocks == 512

@@ -7,7 +7,7 @@ import pytest
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig
-from common.engine.executor.fake import FakeExecutor, MemoryConnector, create_fake_direct_executor, expected_tokens
+from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.kv_connector import BlockTransfer
 from common.engine.messages import (
     AddRequest,
@@ -89,12 +89,14 @@ def test_step_waits_for_a_transfer_to_settle() -> None:
         assert (report.violations, report.num_transfers, report.num_blocks_in_use) == ([], 0, 0)
 
 
-def test_direct_handoff() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_direct_handoff(num_ranks: int) -> None:
     request_id = RequestId("a")
-    with (
-        InprocClient(CONFIG, create_fake_direct_executor(CONFIG)) as producer,
-        InprocClient(CONFIG, create_fake_direct_executor(CONFIG)) as consumer,
-    ):
+
+    def create() -> FakeExecutor:
+        return FakeExecutor(block_size=4, connector=DirectMemoryConnector(), num_ranks=num_ranks)
+
+    with InprocClient(CONFIG, create()) as producer, InprocClient(CONFIG, create()) as consumer:
         assert producer.spec.is_direct
         producer.add_request(
             request("a", transfer=KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer"))
