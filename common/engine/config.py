@@ -132,8 +132,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="What runs the model: inproc, in the engine's process; or module:factory of an Executor.",
         ),
     ] = "inproc"
-    num_ranks: Annotated[
-        int, Meta(ge=1, description="Parts that the model is cut into, for executors that can; inproc has one.")
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1, description="Ranks that share the model's heads, for executors that have several; inproc has one."),
     ] = 1
     rank_devices: Annotated[
         list[Annotated[int, Meta(ge=0)]],
@@ -141,8 +142,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = []
 
     def __post_init__(self) -> None:
-        if self.rank_devices and len(self.rank_devices) != self.num_ranks:
-            raise ValueError(f"--rank-devices: {len(self.rank_devices)} devices, but --num-ranks is {self.num_ranks}")
+        if self.rank_devices and len(self.rank_devices) != self.tensor_parallel_size:
+            raise ValueError(
+                f"--rank-devices: {len(self.rank_devices)} devices, "
+                f"but --tensor-parallel-size is {self.tensor_parallel_size}"
+            )
 
     def device_of(self, rank: int) -> int:
         """Number of the GPU of this rank."""

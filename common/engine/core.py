@@ -217,7 +217,7 @@ class EngineCore:
         self.phases.enter(Phase.UPDATE)
         finished = self._clock()
         if self._port is not None:
-            self._port.fence = result.fence
+            self._port.fence = max(self._port.fence, result.fence)  # a step without tokens has none
         step_s = finished - max(flight.began, self._last_end)
         self._last_end = finished
         step = flight.step

@@ -351,7 +351,7 @@ def create_fake_direct_executor(config: EngineConfig) -> FakeExecutor:
 
 def create_fake_ranks_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor of two ranks, or as many as are set."""
-    return FakeExecutor(block_size=config.cache.block_size, num_ranks=max(2, config.parallel.num_ranks))
+    return FakeExecutor(block_size=config.cache.block_size, num_ranks=max(2, config.parallel.tensor_parallel_size))
 
 
 def create_fake_groups_executor(config: EngineConfig) -> FakeExecutor:

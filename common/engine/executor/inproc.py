@@ -18,8 +18,9 @@ class InprocExecutor:
     """See Executor."""
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.parallel.num_ranks > 1:
-            raise ConfigError(f"num_ranks: {config.parallel.num_ranks}, but executor inproc has one", param="num_ranks")
+        if (num_ranks := config.parallel.tensor_parallel_size) > 1:
+            setting = "tensor_parallel_size"
+            raise ConfigError(f"{setting}: {num_ranks}, but executor inproc has one rank", param=setting)
         self._worker = Worker(config)
 
     def share_phases(self, phases: PhaseClock) -> None:

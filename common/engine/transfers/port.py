@@ -98,7 +98,7 @@ class TransferPort:
         self._offloads = facts.wants_offloads and kv.enable_prefix_caching
         self._actor = actor
         self._phases = phases
-        self.fence: Fence = 0  # of the last step; set after each
+        self.fence: Fence = 0  # of the last step that has one; set after each
         self._totals = _Totals()
         self._open: dict[RequestId, list[Block]] = {}  # pinned blocks of the handoffs that the actor has not closed
         self._writable: set[RequestId] = set()  # of those, consumers to whose blocks a producer may be writing

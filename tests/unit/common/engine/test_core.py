@@ -1,5 +1,6 @@
 import queue
 import threading
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -266,6 +267,30 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str, 
     run(prefill)
     for core in (prefill, decode):
         core.close()
+
+
+class FencedExecutor(FakeExecutor):
+    """On a device: a step that computes something may not be over when it is answered."""
+
+    num_steps = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute(step)
+        if not step.num_scheduled_tokens:
+            return result
+        self.num_steps += 1
+        return replace(result, fence=self.num_steps)
+
+
+def test_transfers_wait_for_the_last_step_that_computed_something() -> None:
+    core = create_core(CONFIG, FencedExecutor(block_size=4))
+    core.add_request(request("a", max_tokens=3))
+    run(core)
+    core.reset_prefix_cache()
+    core.step()  # says so, and computes nothing
+    assert core._port is not None
+    assert core._port.fence == 3
+    core.close()
 
 
 def next_saved(news: queue.SimpleQueue[RequestOutput]) -> KVSaved:

@@ -120,14 +120,14 @@ def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
 
 
 def test_more_than_one_rank_is_refused():
-    with pytest.raises(ConfigError, match="num_ranks: 2, but executor inproc has one") as raised:
-        InprocExecutor(EngineConfig(parallel=ParallelConfig(num_ranks=2)))
-    assert raised.value.param == "num_ranks"
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 2, but executor inproc has one") as raised:
+        InprocExecutor(EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
+    assert raised.value.param == "tensor_parallel_size"
 
 
 def test_each_rank_has_one_device():
-    with pytest.raises(ValueError, match="--rank-devices: 1 devices, but --num-ranks is 2"):
-        ParallelConfig(num_ranks=2, rank_devices=[1])
+    with pytest.raises(ValueError, match="--rank-devices: 1 devices, but --tensor-parallel-size is 2"):
+        ParallelConfig(tensor_parallel_size=2, rank_devices=[1])
 
 
 def resident_bytes():
