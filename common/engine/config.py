@@ -160,7 +160,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="What proposes next tokens of running requests, which are then verified in one step: "
-            "module:factory of a Proposer. The output is the same. none: nothing."
+            "module:factory of a Proposer. The tokens are the same. none: nothing."
         ),
     ] = None
 

@@ -23,10 +23,8 @@ class Registry(Generic[_Part]):
         """Imports a part. Raises ConfigError if there is none of that name."""
         place = self._known.get(name, name)
         if ":" not in place:
-            names = ", ".join(self._known)
-            raise ConfigError(
-                f"{self._setting}: {name!r} is none of {names}, and not a module:name", param=self._setting
-            )
+            known = f"none of {', '.join(self._known)}, and " if self._known else ""
+            raise ConfigError(f"{self._setting}: {name!r} is {known}not a module:name", param=self._setting)
         try:
             return cast("_Part", pkgutil.resolve_name(place))
         except (ImportError, AttributeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from common.types.block_hash import (
     HASH_BYTES,
+    MAX_KV_GROUPS,
     BlockHash,
     ExtraKey,
     group_key,
@@ -24,6 +25,7 @@ from common.types.positions import PromptPositions
 
 __all__ = [
     "HASH_BYTES",
+    "MAX_KV_GROUPS",
     "BlockHash",
     "Constraint",
     "ConstraintKind",

@@ -2,7 +2,7 @@
 
 A block's hash is `H(parent hash, its token ids)`, with what else decides its KV (extra keys: an image's digest, say;
 positions other than the tokens' places in the prompt).
-The parent of the first block is a root made of the keys of the whole request (cache salt, adapter). Equal hashes
+The parent of the first block is a root made of the request's cache salt. Equal hashes
 therefore mean equal tokens in equal context for the same tenant, on every pod and in every process: there is no seed. H
 is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a second preimage (2^128 work).
 """
@@ -28,17 +28,18 @@ _KEY_HEAD = Struct("<qqI")  # first token and end, from the block's first token 
 
 
 class ExtraKey(NamedTuple):
-    """What decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are."""
+    """What decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are, or an
+    adapter by the digest of its weights. Each block's hash has its parent's in it, so a key of the first tokens decides
+    all."""
 
     start: int  # index of the first token
     end: int  # one past the last
     digest: bytes  # of the content
 
 
-def root_hash(cache_salt: str = "", adapter: str = "") -> BlockHash:
-    """Parent of the first block of every prompt with these extra keys."""
-    key = f"baton.block.v1\0{len(cache_salt)}\0{cache_salt}\0{adapter}"
-    return BlockHash(hashlib.sha256(key.encode()).digest()[:HASH_BYTES])
+def root_hash(cache_salt: str = "") -> BlockHash:
+    """Parent of the first block of every prompt with this salt."""
+    return BlockHash(hashlib.sha256(f"baton.block.v1\0{cache_salt}".encode()).digest()[:HASH_BYTES])
 
 
 def hash_prompt(
@@ -106,6 +107,9 @@ def _with_positions(content: bytes, positions: PromptPositions, first: int, num_
         return content
     packed = [array("q", each).tobytes() for each in of_tokens]
     return _POSITIONED + _POSITIONS_HEAD.pack(len(packed), num_tokens) + b"".join(packed) + content
+
+
+MAX_KV_GROUPS = 256
 
 
 def group_key(block_hash: BlockHash, group: int) -> BlockHash:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from common.engine.config import EngineConfig
 from common.engine.speculation.base import Context, Proposer
+from common.types import RequestId
 
 NUM_DRAFTS = 4
 LOOKED_AT = 2  # tokens
@@ -22,6 +23,9 @@ class PromptLookup:
     def propose(self, requests: Sequence[Context]) -> list[list[int]]:
         """See Proposer."""
         return [self._drafts(request.token_ids.tolist()) for request in requests]
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """See Proposer."""
 
     def _drafts(self, token_ids: list[int]) -> list[int]:
         pattern = token_ids[-LOOKED_AT:]

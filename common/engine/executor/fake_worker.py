@@ -20,7 +20,7 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput, accepted
 from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
-from common.engine.speculation.base import Context, Proposer
+from common.engine.speculation.base import Context, Proposer, propose
 from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 # Modulo 2**64, of the requests whose last token was computed: over what is read after it, and after each draft.
@@ -106,7 +106,7 @@ class FakeWorker:
             return {}
         requests = [(each, self._requests[each]) for each in request_ids]
         contexts = [Context(each, np.array(request.token_ids), request.sampling) for each, request in requests]
-        return dict(zip(request_ids, self._proposer.propose(contexts), strict=True))
+        return propose(self._proposer, contexts, self._facts.vocab_size)
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:

@@ -45,6 +45,7 @@ class _Constrained:
     process: GrammarProcess | None = None  # None: the grammar has none yet, or none any more
     words: npt.NDArray[np.int32] | None = None  # the mask of the next token, if it is here
     ahead: dict[int, npt.NDArray[np.int32] | None] = field(default_factory=dict)  # masks after drafts; None: awaited
+    takes_drafts: bool = True  # following some has not cost the process its life
     failure: NoToken | None = None
     num_deaths: int = 0  # of processes that were at work on it
     late_since: float | None = None  # when it was waited for in vain
@@ -93,7 +94,7 @@ class GrammarMasks:
                 self._by_request[new.request_id] = entry
         for request_id in step.drafts.keys() & self._by_request.keys():
             drafts, entry = step.drafts[request_id], self._by_request[request_id]
-            if entry.process is not None:
+            if entry.process is not None and entry.takes_drafts:
                 entry.process.look_ahead(entry.matcher_id, drafts, self._share_s)
                 entry.ahead = dict.fromkeys(range(1, len(drafts) + 1))
         self._begin()
@@ -247,7 +248,10 @@ class GrammarMasks:
         requests of its grammar go on with another process."""
         for entry in self._by_request.values():
             if entry.process is process:
-                if entry.matcher_id == process.at_work_on:
+                matcher_id, num_drafts = process.at_work_on or (None, 0)
+                if entry.matcher_id == matcher_id and num_drafts:
+                    entry.takes_drafts = False
+                elif entry.matcher_id == matcher_id:
                     entry.num_deaths += 1
                     if entry.num_deaths == _MAX_DEATHS:
                         entry.failure = NoToken.TOO_SLOW

@@ -200,9 +200,9 @@ class GrammarProcess:
         return self._is_demoted and bool(self._awaited)
 
     @property
-    def at_work_on(self) -> int | None:
-        """The matcher whose mask comes next, if one is awaited."""
-        return self._awaited[0][0] if self._awaited else None
+    def at_work_on(self) -> tuple[int, int] | None:
+        """The matcher whose mask comes next, if one is awaited, and after how many drafts."""
+        return self._awaited[0] if self._awaited else None
 
     def flush(self) -> None:
         """Sends what the socket takes."""

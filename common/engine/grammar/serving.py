@@ -176,6 +176,7 @@ class _Account:
 
     def __init__(self, matcher: Matcher, most_s: float) -> None:
         self.matcher = matcher
+        self.ahead_left_s = most_s  # for drafts, which are not the request's fault
         self.state: MatcherState = "following"
         self.left_s = self._most_s = most_s
 
@@ -184,16 +185,37 @@ class _Account:
         """What is done here takes of the time that is left, to which `share_s` is added. The kernel ends the process if
         that runs out meanwhile."""
         self.left_s = min(self._most_s, self.left_s + share_s)
-        began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, self.left_s)
         try:
-            yield
+            with _ended_after(self.left_s) as took:
+                yield
         except _EXCEEDED:
             self.state = "too_slow"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        self.left_s -= time.process_time() - began
+        self.left_s -= took()
         if self.left_s <= 0 and self.state == "following":
             self.state = "too_slow"
+
+    @contextlib.contextmanager
+    def looking_ahead(self, share_s: float) -> Iterator[None]:
+        """The same of the time for drafts. Where it has run out, no drafts are followed any more. Where a bound of the
+        library is exceeded, the process ends, as the matcher is of no more use: another follows what was sampled."""
+        self.ahead_left_s = min(self._most_s, self.ahead_left_s + share_s)
+        try:
+            with _ended_after(self.ahead_left_s) as took:
+                yield
+        except _EXCEEDED:
+            os._exit(1)
+        self.ahead_left_s -= took()
+
+
+@contextlib.contextmanager
+def _ended_after(cpu_s: float) -> Iterator[Callable[[], float]]:
+    """The kernel ends the process if what is done here takes more CPU time. Yields what it took."""
+    began = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield lambda: time.process_time() - began
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class _Matchers:
@@ -251,8 +273,8 @@ class _Matchers:
         account = self._accounts[matcher_id]
         states: list[tuple[int, MatcherState]] = []
         words = bytearray()
-        if account.state == "following":
-            with account.spending(share_s * len(token_ids)):
+        if account.state == "following" and account.ahead_left_s > 0:
+            with account.looking_ahead(share_s * len(token_ids)):
                 known = itertools.takewhile(self._vocabulary.may_be_allowed, token_ids)  # xgrammar warns of others
                 for _ in itertools.takewhile(account.matcher.accept, known):
                     account.matcher.fill(self._words)

@@ -12,6 +12,7 @@ from typing import Protocol
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.registry import Registry
 from common.errors import ConfigError
+from common.types import MAX_KV_GROUPS
 
 
 class KVGroupKind(Protocol):
@@ -58,7 +59,9 @@ class KVGroups:
     """The groups of a model, in the order of its specs."""
 
     def __init__(self, specs: Sequence[KVGroupSpec], block_size: int) -> None:
-        """Raises ConfigError for a kind that is not known."""
+        """Raises ConfigError for a kind that is not known, and if there are more than keys of blocks can name."""
+        if len(specs) > MAX_KV_GROUPS:
+            raise ConfigError(f"the model has {len(specs)} KV groups, of which {MAX_KV_GROUPS} can be told apart")
         self.block_size = block_size
         self.kinds = [KV_GROUP_KINDS.find(spec.kind)(spec) for spec in specs]
         self.is_one_full = [spec.kind for spec in specs] == ["full"]

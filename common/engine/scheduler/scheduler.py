@@ -154,14 +154,14 @@ class Scheduler:
         self._collect(now)
         self._start_ready(now)
         prompts = self._schedule_decoding(plan)
-        if self._lifecycle.drafts:
-            self._schedule_drafts(plan)
         if prompts or self._places.has_waiting:
             self._lifecycle.is_stalled = False
             last = self._admit_consumers(now)
             self._schedule_prompts(prompts, last, plan, now)
             if last is not None and self._may_reserve(last):
                 self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
+        if self._lifecycle.drafts:
+            self._schedule_drafts(plan)
         return self._build(plan)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
@@ -250,10 +250,12 @@ class Scheduler:
         return prompts
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Lets requests that decode in this step verify what was proposed for them, as far as the budget, their lengths
-        and blocks that nobody may need for another token allow."""
-        num_left = plan.budget - (len(self._running) - len(plan.scheduled))  # each prompt gets a token at least
-        for request, token_ids in self._lifecycle.take_drafts().items():
+        """Lets requests that decode in this step verify what was proposed for them, as far as the budget, the memory
+        for logits, their lengths and blocks that nobody may need for another token allow. A step with prompts takes the
+        time that it may without drafts."""
+        proposed = self._lifecycle.take_drafts()
+        num_left = 0 if plan.has_prompts else min(plan.budget, self._max_prompt_rows - len(plan.scheduled))
+        for request, token_ids in proposed.items():
             num_scheduled = request.num_scheduled_tokens
             num_wanted = min(len(token_ids), num_left, request.max_num_tokens - request.num_tokens - 1)
             is_decode = plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1
@@ -267,7 +269,7 @@ class Scheduler:
         """Returns how many drafts fit its blocks, with new ones if more are free than requests run."""
         num_tokens = request.num_scheduled_tokens + 1
         num_missing = self._kv.num_missing_blocks(request, num_tokens + num_drafts)
-        if num_missing > max(0, self._kv.num_free_blocks - len(self._running)):
+        if num_missing > max(0, self._kv.num_free_blocks - len(self._running) * self._num_groups):
             return min(num_drafts, self._kv.capacity(request) - num_tokens)
         if num_missing:
             added = self._kv.grow(request, num_tokens + num_drafts)

@@ -15,6 +15,7 @@ class StepPlan:
         "_num_prompt_rows",
         "_prompt_work",
         "drafts",
+        "has_prompts",
         "new_block_ids",
         "num_context_tokens",
         "scheduled",
@@ -27,6 +28,7 @@ class StepPlan:
         self._num_prompt_rows = 0
         self._prompt_work = 0.0  # beyond one for each token
         self.scheduled: dict[Request, int] = {}  # tokens given, in batch order
+        self.has_prompts = False
         self.drafts: dict[Request, list[int]] = {}  # token ids, among those given
         self.new_block_ids: dict[Request, list[list[int]]] = {}  # of each group, added to known tables
         self.num_context_tokens = 0  # whose KV the requests that compute one token read
@@ -65,7 +67,7 @@ class StepPlan:
 
     def draft(self, request: Request, token_ids: list[int], num_context_tokens: int) -> None:
         """Let `request`, which decodes in this step after `num_context_tokens`, compute drafts of its next tokens. Each
-        is a row of the batch of its own, that reads what comes before it."""
+        is a row of the batch of its own, that reads what comes before it. Called last, when nothing is taken back."""
         self.scheduled[request] += len(token_ids)
         self.drafts[request] = token_ids
         self.num_context_tokens += len(token_ids) * num_context_tokens
@@ -73,14 +75,11 @@ class StepPlan:
     def give(self, request: Request, num_tokens: int) -> None:
         """Let `request` compute `num_tokens` tokens."""
         self.scheduled[request] = num_tokens
+        self.has_prompts = True
         self._weigh(request, num_tokens, 1)
 
     def take_back(self, request: Request) -> None:
         """Leave `request` out of the step."""
-        if request in self.drafts:
-            num_drafts = len(self.drafts.pop(request))
-            self.scheduled[request] -= num_drafts
-            self.num_context_tokens -= num_drafts * request.num_scheduled_tokens
         if request in self.scheduled:
             self._weigh(request, self.scheduled.pop(request), -1)
         self.new_block_ids.pop(request, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from common.engine.speculation.base import Context
+from common.types import RequestId
 
 Accuracy = Literal["right", "wrong", "half"]
 
@@ -25,6 +26,9 @@ class FakeProposer:
     def propose(self, requests: Sequence[Context]) -> list[list[int]]:
         """See Proposer."""
         return [self._drafts(request) for request in requests]
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """See Proposer."""
 
     def _drafts(self, request: Context) -> list[int]:
         token_ids: list[int] = request.token_ids.tolist()

@@ -32,7 +32,7 @@ from common.engine.model.loader import LoadedModel
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
-from common.engine.speculation.base import Proposer
+from common.engine.speculation.base import Proposer, propose
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
@@ -92,6 +92,8 @@ class ModelRunner:
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
         self._table.update(step)
+        if self._proposer is not None and step.dropped_request_ids:
+            self._proposer.forget(step.dropped_request_ids)
 
     def run(
         self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]] = _NO_DRAFTS
@@ -204,8 +206,8 @@ class ModelRunner:
         if self._proposer is None:
             return {}
         sampled = [request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list)]
-        drafts = self._proposer.propose([self._table.context(request_id) for request_id in sampled])
-        return {request_id: found for request_id, found in zip(sampled, drafts, strict=True) if found}
+        contexts = [self._table.context(request_id) for request_id in sampled]
+        return propose(self._proposer, contexts, self._loaded.vocab_size)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""

@@ -25,6 +25,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
+from common.engine.scheduler.scheduler import MAX_PROMPT_ROWS
 from common.engine.speculation.fake import Accuracy
 from common.errors import ConfigError, ErrorCode, ModelLoadError
 from common.types import (
@@ -445,3 +446,32 @@ def test_without_prefix_caching_there_is_nothing_to_say() -> None:
     while core.has_work:
         step = core.step()
         assert (step.kv_stored, step.kv_removed) == (b"", b"")
+
+
+def _drafting_core(num_requests: int, **scheduler: Any) -> tuple[EngineCore, FakeExecutor]:
+    """A core in which so many requests decode, with drafts that are wrong."""
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4, num_blocks=4000), scheduler=SchedulerConfig(max_num_seqs=256, **scheduler)
+    )
+    executor = FakeExecutor(block_size=4, available_blocks=4000, drafts="wrong")
+    core = create_core(config, executor)
+    for number in range(num_requests):
+        core.add_request(request(f"r{number}", [number, 2, 3], max_tokens=60))
+    while not (executor.steps and executor.steps[-1].drafts):
+        core.step()
+    return core, executor
+
+
+def test_prompts_do_not_wait_for_drafts() -> None:
+    core, _ = _drafting_core(16, max_num_batched_tokens=64)
+    core.add_request(request("prompt", list(range(100)), max_tokens=2))
+    steps = (core.step().outputs for _ in range(4))
+    assert any(output.request_id == "prompt" and output.tokens for outputs in steps for output in outputs)
+    core.close()
+
+
+def test_the_logits_of_drafts_are_bounded() -> None:
+    core, executor = _drafting_core(200, max_num_batched_tokens=4096)
+    rows = [sum(step.num_scheduled_tokens.values()) for step in executor.steps if step.drafts]
+    assert 200 < max(rows) <= MAX_PROMPT_ROWS
+    core.close()

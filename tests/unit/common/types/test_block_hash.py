@@ -11,10 +11,8 @@ KEYS = [ExtraKey(3, 9, b"one"), ExtraKey(9, 14, b"other")]
 BLOCK_SIZE = 8
 
 
-def hashes(
-    tokens: list[int] = TOKENS, keys: list[ExtraKey] = KEYS, salt: str = "salt", adapter: str = "adapter"
-) -> list[BlockHash]:
-    root = root_hash(salt, adapter)
+def hashes(tokens: list[int] = TOKENS, keys: list[ExtraKey] = KEYS, salt: str = "salt") -> list[BlockHash]:
+    root = root_hash(salt)
     full = hash_prompt(tokens, BLOCK_SIZE, root, keys)
     return [*full, hash_partial_block(tokens[:-1], BLOCK_SIZE, full[:-1], root, keys)]
 
@@ -23,7 +21,6 @@ def hashes(
     "changed",
     [
         {"salt": "other"},
-        {"adapter": "other"},
         {"tokens": [1, *TOKENS[1:]]},
         {"keys": [ExtraKey(3, 9, b"three"), KEYS[1]]},
         {"keys": [ExtraKey(4, 9, b"one"), KEYS[1]]},

@@ -17,7 +17,7 @@ from router.testing import FakeDecodePod
 from tests.fuzz.raw_http import Wire
 
 MAX_FILES = 64
-STANDARD_LOOP = "import asyncio, uvloop; uvloop.run = asyncio.run; import router.__main__ as m; m.main()"
+STANDARD_LOOP = "import asyncio, router.__main__ as m; m.UvLoop = asyncio.SelectorEventLoop; m.main()"
 
 
 async def test_malformed_requests_are_counted_and_logged_once(start_cluster, caplog):

@@ -298,3 +298,23 @@ def test_masks_after_drafts_are_not_waited_for_after_their_step(batch: Batch, gr
     began = time.monotonic()
     assert letters(batch, 0) == [{B}]
     assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_process_that_drafts_have_ended_is_not_the_requests_fault(batch: Batch, grammars: Grammars) -> None:
+    """However often: after the first time, no drafts are followed."""
+    batch.masks = GrammarMasks(SOURCE.vocab_size, EOS_IDS, step_s=0.1)
+    grammar = grammars.compiled(Constraint.regex("[ab]{9}"))
+    batch.add(0, grammar)
+    assert letters(batch, 0) == [{A, B}]
+    os.kill(pid_of(grammar), signal.SIGSTOP)
+    batch.draft(0, A, B)
+    os.kill(pid_of(grammar), signal.SIGKILL)
+    masks = batch.ask(0, 0, 0)
+    assert masks is not None
+    assert (masks.positions, masks.no_tokens) == ([2], {0: NoToken.NOT_YET, 1: NoToken.NOT_YET})
+    batch.accept(0, A)
+    assert letters(batch, 0) == [{A, B}]
+    batch.draft(0, A, B)
+    masks = batch.ask(0, 0, 0)
+    assert masks is not None
+    assert masks.positions == [2]
