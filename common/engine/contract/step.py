@@ -25,6 +25,11 @@ class NoToken(enum.Enum):
     CONTRADICTION = enum.auto()  # its grammar allows only what other parameters exclude
     TOO_SLOW = enum.auto()  # following its grammar takes too long
 
+    @property
+    def token_id(self) -> int:
+        """What stands where a token would; as that of a SampledToken."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -88,7 +93,7 @@ def outcomes_of(
 ) -> dict[RequestId, Outcome]:
     """Outcomes of requests that have sampled one token at most."""
     return {
-        request_id: sample if isinstance(sample, NoToken) else [sample]
+        request_id: sample if sample.__class__ is NoToken else [sample]  # type: ignore[list-item]
         for request_id, sample in zip(request_ids, samples, strict=True)
     }
 

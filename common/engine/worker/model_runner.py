@@ -173,14 +173,14 @@ class ModelRunner:
         drafts: Mapping[RequestId, Sequence[int]],
     ) -> ModelRunnerOutput:
         """The step's results; the request table notes the tokens."""
-        late = [number for number, sample in enumerate(samples) if sample is NoToken.NOT_YET]
         rows, lengths = batch.sampled_rows, batch.sampled_lengths
+        token_ids = [sample.token_id for sample in samples]
         # A request without a token ends: what its row holds no longer matters. One that is late goes on from here.
-        self._table.append_tokens(
-            rows, lengths, [0 if isinstance(sample, NoToken) else sample.token_id for sample in samples]
-        )
-        if late:
-            self._table.put_off(rows[late], lengths[late])
+        self._table.append_tokens(rows, lengths, token_ids)
+        if 0 in token_ids:
+            late = [number for number, sample in enumerate(samples) if sample is NoToken.NOT_YET]
+            if late:
+                self._table.put_off(rows[late], lengths[late])
         outcomes = self._verify(batch, samples, drafts) if drafts else outcomes_of(batch.sampled_ids, samples)
         return ModelRunnerOutput(outcomes, prompt_logprobs, drafts=self._propose(outcomes))
 
@@ -212,8 +212,9 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]."""
         inputs = DecodeInputs(batch.input_ids, batch.positions, batch.attention)
-        keeps_all = len(batch.logits_index) == len(batch.input_ids) and not batch.prompt_runs
-        if keeps_all and self._recorded is not None and batch.attention.num_decodes == len(batch.input_ids):
+        num_tokens = batch.input_ids.shape[0]
+        keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
+        if keeps_all and self._recorded is not None and batch.attention.num_decodes == num_tokens:
             logits = self._run_recorded(self._recorded, inputs)
             if logits is not None:
                 return logits[:, : self._loaded.vocab_size]

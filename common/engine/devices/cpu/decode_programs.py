@@ -8,6 +8,7 @@ is first met; it is computed as usual then, and compared.
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -31,22 +32,20 @@ class DecodePrograms:
         self._workspace = Workspace(max_num_seqs)
         self._most = min(_MOST, max_num_seqs)  # decodes of a step that is recorded
         self._longest = min(_SHORTEST, max_model_len)  # sequence that the recorded steps take
-        # By batch size and whether there are drafts; with the place of the logits.
-        self._steps: dict[tuple[int, bool], tuple[Program, torch.Tensor]] = {}
+        self._steps: dict[tuple[int, bool], _Recorded] = {}  # by batch size and whether there are drafts
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """See RecordedDecodes."""
-        size = len(inputs.input_ids)
+        size = inputs.attention.num_decodes
         if size > self._most or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001
             return None  # a profile shows each kernel
         self._make_room(max(inputs.attention.seq_lens))
         step = self._steps.get((size, inputs.attention.has_drafts))
         if step is None:
             return self._first(inputs)
-        self._stage(inputs)
-        program, logits = step
-        program.run()
-        return logits
+        _stage(step.places, inputs)
+        step.program.run()
+        return step.logits
 
     def _make_room(self, seq_len: int) -> None:
         if seq_len > self._longest:
@@ -55,32 +54,39 @@ class DecodePrograms:
 
     def _first(self, inputs: DecodeInputs) -> torch.Tensor:
         """Computes the first step of a size as usual, and records it."""
-        size = len(inputs.input_ids)
+        size, has_drafts = inputs.attention.num_decodes, inputs.attention.has_drafts
         expected = self._forward(inputs)
-        self._stage(inputs)
+        places = self._fixed.first(size, [self._longest] * size, has_drafts=has_drafts)
+        _stage(places, inputs)
         try:
-            step = self._record(size, has_drafts=inputs.attention.has_drafts)
+            step = self._record(places)
         except CannotRecordError as error:
             logger.debug("decode steps run as one call for up to %d sequences: %s", size - 1, error)
             self._most = size - 1
             return expected
-        program, logits = step
         expected = expected.clone()
-        program.run()
-        if not torch.equal(logits, expected):
+        step.program.run()
+        if not torch.equal(step.logits, expected):
             raise RecordedStepError(f"the recorded step of {size} sequences computes something else")
-        self._steps[size, inputs.attention.has_drafts] = step
+        self._steps[size, has_drafts] = step
         return expected
 
-    def _record(self, size: int, *, has_drafts: bool) -> tuple[Program, torch.Tensor]:
+    def _record(self, places: DecodeInputs) -> _Recorded:
         with recording(self._workspace) as recorded:
-            logits = self._forward(self._fixed.first(size, [self._longest] * size, has_drafts=has_drafts))
-        return Program(recorded), logits
+            logits = self._forward(places)
+        return _Recorded(Program(recorded), places, logits)
 
-    def _stage(self, inputs: DecodeInputs) -> None:
-        fixed, attention, size = self._fixed, inputs.attention, len(inputs.input_ids)
-        fixed.input_ids[:size] = inputs.input_ids
-        fixed.positions[:size] = inputs.positions
-        fixed.slots[:size] = attention.slot_mapping
-        fixed.seq_lens[:size] = attention.seq_lens_tensor
-        fixed.block_tables[:size, : attention.block_tables.shape[1]] = attention.block_tables
+
+class _Recorded(NamedTuple):
+    program: Program
+    places: DecodeInputs  # of the inputs
+    logits: torch.Tensor  # where they are afterwards
+
+
+def _stage(places: DecodeInputs, inputs: DecodeInputs) -> None:
+    own, attention = places.attention, inputs.attention
+    places.input_ids.copy_(inputs.input_ids)
+    places.positions.copy_(inputs.positions)
+    own.slot_mapping.copy_(attention.slot_mapping)
+    own.seq_lens_tensor.copy_(attention.seq_lens_tensor)
+    own.block_tables[:, : attention.block_tables.shape[1]] = attention.block_tables
