@@ -92,7 +92,7 @@ class GrammarMasks:
                 output = new.token_ids[num_prompt_tokens:]
                 entry = _Constrained(grammar, new.sampling, num_prompt_tokens, output, matcher_id)
                 self._by_request[new.request_id] = entry
-        for request_id in step.drafts.keys() & self._by_request.keys():
+        for request_id in step.drafts.keys() & self._by_request.keys() if step.drafts else ():
             drafts, entry = step.drafts[request_id], self._by_request[request_id]
             if entry.process is not None and entry.takes_drafts:
                 entry.process.look_ahead(entry.matcher_id, drafts, self._share_s)
@@ -101,6 +101,8 @@ class GrammarMasks:
 
     def step_ended(self, outcomes: Mapping[RequestId, Outcome]) -> None:
         """Takes the tokens that a step has sampled, so that the next masks are filled meanwhile."""
+        if not self._by_request:
+            return
         accepted: defaultdict[GrammarProcess, list[tuple[int, list[int]]]] = defaultdict(list)
         for request_id, entry in self._by_request.items():
             outcome = outcomes.get(request_id)
@@ -119,6 +121,8 @@ class GrammarMasks:
     def masks(self, request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
         """See MaskSource."""
         known = self._by_request
+        if not known:
+            return None
         entries = [(position, known[each]) for position, each in enumerate(request_ids) if each in known]
         if not entries:
             return None
