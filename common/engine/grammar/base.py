@@ -62,6 +62,14 @@ class GrammarBackend(Protocol):
         """Raises InvalidRequestError that says what is wrong with the constraint, and where."""
 
 
+class GrammarKey(NamedTuple):
+    """What a compiled grammar is kept under. Tenants share none: neither its process nor, by the time that compiling
+    takes, the knowledge that another one uses it."""
+
+    tenant: str
+    constraint: Constraint
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """The grammar of one request. Used on the step loop's thread."""
@@ -69,6 +77,11 @@ class Grammar:
     constraint: Constraint
     tenant: str
     source: ProcessSource
+
+    @property
+    def key(self) -> GrammarKey:
+        """What it shares with the grammars of equal requests."""
+        return GrammarKey(self.tenant, self.constraint)
 
     def process(self) -> GrammarProcess | None:
         """Returns a process that has the grammar, which is the request's until `release`. None: not yet; ask again.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from common.engine.grammar.base import Grammar
+from common.engine.grammar.base import Grammar, GrammarKey
 from common.engine.grammar.processes import GrammarProcess
 from common.errors import InvalidRequestError
-from common.types import Constraint
 
 _PROBLEM_BYTES = 1024  # of a constraint's error
 
@@ -19,31 +18,31 @@ class ProblemCache:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._problems: OrderedDict[Constraint, InvalidRequestError] = OrderedDict()
+        self._problems: OrderedDict[GrammarKey, InvalidRequestError] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._problems)
 
-    def get(self, constraint: Constraint) -> InvalidRequestError | None:
+    def get(self, key: GrammarKey) -> InvalidRequestError | None:
         """Returns what is wrong with it, if that is known."""
-        problem = self._problems.get(constraint)
+        problem = self._problems.get(key)
         if problem is not None:
-            self._problems.move_to_end(constraint)
+            self._problems.move_to_end(key)
         return problem
 
-    def put(self, constraint: Constraint, problem: InvalidRequestError) -> None:
+    def put(self, key: GrammarKey, problem: InvalidRequestError) -> None:
         """Keeps it, and drops those not used for longest."""
-        if constraint not in self._problems:
-            self.num_bytes += _size(constraint)
-        self._problems[constraint] = problem
+        if key not in self._problems:
+            self.num_bytes += _size(key)
+        self._problems[key] = problem
         while self._problems and (len(self._problems) > self._max_entries or self.num_bytes > self._max_bytes):
             dropped, _ = self._problems.popitem(last=False)
             self.num_bytes -= _size(dropped)
 
 
-def _size(constraint: Constraint) -> int:
-    return len(constraint.text) + _PROBLEM_BYTES
+def _size(key: GrammarKey) -> int:
+    return len(key.constraint.text) + _PROBLEM_BYTES
 
 
 @dataclass(slots=True)
@@ -61,31 +60,29 @@ class ProcessCache:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[Constraint, Kept] = OrderedDict()
+        self._kept: OrderedDict[GrammarKey, Kept] = OrderedDict()
 
-    def find(self, constraint: Constraint) -> Kept | None:
-        """Returns the process that has the grammar of `constraint`."""
-        kept = self._kept.get(constraint)
+    def find(self, key: GrammarKey) -> Kept | None:
+        """Returns the process that has the grammar."""
+        kept = self._kept.get(key)
         if kept is not None:
-            self._kept.move_to_end(constraint)
+            self._kept.move_to_end(key)
         return kept
 
-    def put(self, constraint: Constraint, kept: Kept) -> list[GrammarProcess]:
+    def put(self, key: GrammarKey, kept: Kept) -> list[GrammarProcess]:
         """Keeps a process. Returns those that are to be ended, as do the methods below."""
-        before = self._kept.get(constraint)
-        if before is not None and not before.process.is_gone:  # compiled for another tenant
-            return [kept.process]
-        self._kept[constraint] = kept
-        return ([] if before is None else [before.process]) + self._trim(constraint)
+        before = self._kept.get(key)
+        self._kept[key] = kept
+        return ([] if before is None else [before.process]) + self._trim(key)
 
     def release(self, grammar: Grammar) -> list[GrammarProcess]:
         """A request no longer uses its process. Drops one that is gone."""
-        kept = self._kept.get(grammar.constraint)
+        kept = self._kept.get(grammar.key)
         if kept is None or grammar not in kept.users:
             return []
         kept.users.discard(grammar)
         if kept.process.is_gone or (kept.process.is_late and not kept.users):
-            del self._kept[grammar.constraint]
+            del self._kept[grammar.key]
             return [kept.process]
         return self._trim()
 
@@ -95,14 +92,14 @@ class ProcessCache:
         self._kept.clear()
         return processes
 
-    def _trim(self, latest: Constraint | None = None) -> list[GrammarProcess]:
+    def _trim(self, latest: GrammarKey | None = None) -> list[GrammarProcess]:
         """Drops what is not used, but for the `latest`, which is about to be."""
         unused = deque(each for each in self._kept.items() if not each[1].users and each[0] != latest)
         num_bytes = sum(kept.num_bytes for kept in self._kept.values())
         ended: list[GrammarProcess] = []
         while unused and (len(self._kept) > self._max_entries or num_bytes > self._max_bytes):
-            constraint, kept = unused.popleft()
-            del self._kept[constraint]
+            key, kept = unused.popleft()
+            del self._kept[key]
             num_bytes -= kept.num_bytes
             ended.append(kept.process)
         return ended

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from common.engine.grammar.base import Grammar
+from common.engine.grammar.base import Grammar, GrammarKey
 from common.errors import OverloadedError
-from common.types import Constraint
 
 MAX_PENDING = 64  # constraints of one tenant that wait or are compiled
 
@@ -16,14 +15,13 @@ MAX_PENDING = 64  # constraints of one tenant that wait or are compiled
 class Job:
     """A constraint to compile, for the requests of one tenant that wait for it."""
 
-    tenant: str
-    constraint: Constraint
+    key: GrammarKey
     waiting: dict[Grammar, None] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, Constraint]:
-        """The job that equal requests share."""
-        return self.tenant, self.constraint
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.key.tenant
 
 
 class CompileQueue:
@@ -32,7 +30,7 @@ class CompileQueue:
 
     def __init__(self, max_per_tenant: int) -> None:
         self._max_per_tenant = max_per_tenant
-        self._jobs: dict[tuple[str, Constraint], Job] = {}  # all that wait or are under way
+        self._jobs: dict[GrammarKey, Job] = {}  # all that wait or are under way
         self._waiting: OrderedDict[str, OrderedDict[Job, None]] = OrderedDict()  # by tenant; whose turn it is first
         self._running: dict[str, int] = {}  # jobs under way, by tenant
 
@@ -41,20 +39,20 @@ class CompileQueue:
 
     def add(self, grammar: Grammar) -> None:
         """Lets a request wait for its grammar. Raises OverloadedError if its tenant has too many."""
-        key = grammar.tenant, grammar.constraint
+        key = grammar.key
         job = self._jobs.get(key)
         if job is None:
             waiting = self._waiting.get(grammar.tenant, ())
             num_pending = len(waiting) + self._running.get(grammar.tenant, 0)
             if num_pending >= MAX_PENDING:
                 raise OverloadedError(f"{num_pending} grammars of this tenant are being compiled already")
-            job = self._jobs[key] = Job(*key)
+            job = self._jobs[key] = Job(key)
             self._waiting.setdefault(grammar.tenant, OrderedDict())[job] = None
         job.waiting[grammar] = None
 
     def remove(self, grammar: Grammar) -> None:
         """A request no longer waits. A job for which none does is dropped, or, under way, is left without any."""
-        job = self._jobs.get((grammar.tenant, grammar.constraint))
+        job = self._jobs.get(grammar.key)
         if job is None:
             return
         job.waiting.pop(grammar, None)

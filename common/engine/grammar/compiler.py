@@ -93,7 +93,7 @@ class GrammarCompiler:
         grammar = Grammar(constraint, request.tenant, self)
         with self._lock:
             self._raise_problem(grammar)
-            if self._processes.find(constraint) is not None:
+            if self._processes.find(grammar.key) is not None:
                 return grammar
             self._queue.add(grammar)
             self._asking[request] = grammar
@@ -129,7 +129,7 @@ class GrammarCompiler:
         """See ProcessSource. A process may have been dropped since its grammar was compiled, or have ended."""
         with self._lock:
             self._raise_problem(grammar)
-            kept = self._processes.find(grammar.constraint)
+            kept = self._processes.find(grammar.key)
             if kept is not None and not kept.users and not kept.process.is_alive():
                 kept = None
             if kept is not None and not kept.process.is_gone:
@@ -148,7 +148,7 @@ class GrammarCompiler:
         self._wake()
 
     def _raise_problem(self, grammar: Grammar) -> None:
-        problem = self._problems.get(grammar.constraint)
+        problem = self._problems.get(grammar.key)
         if problem is not None:
             raise type(problem)(problem.message, param=PARAM)
 
@@ -201,7 +201,7 @@ class GrammarCompiler:
             if job is None:
                 return
             try:
-                process = self._server.start(job.constraint)
+                process = self._server.start(job.key.constraint)
             except InvalidRequestError as error:
                 self._settle(job, _impossible(error))
                 continue
@@ -272,9 +272,9 @@ class GrammarCompiler:
             grammars = self._queue.settle(job)
             if isinstance(result, GrammarProcess):
                 users = set(grammars).difference(self._asking.values())
-                self._to_end += self._processes.put(job.constraint, Kept(result, num_bytes, users))
+                self._to_end += self._processes.put(job.key, Kept(result, num_bytes, users))
             elif isinstance(result, InvalidRequestError):
-                self._problems.put(job.constraint, result)
+                self._problems.put(job.key, result)
             problem = result if isinstance(result, BatonError) else None
             self._settled.extend((grammar, problem) for grammar in grammars)
         self._on_notes()

@@ -16,7 +16,7 @@ import pytest
 
 from common.demo_model import demo_model_path
 from common.engine.config import GrammarConfig
-from common.engine.grammar.base import Grammar, ProcessSource
+from common.engine.grammar.base import Grammar, GrammarKey, ProcessSource
 from common.engine.grammar.cache import ProblemCache
 from common.engine.grammar.compile_queue import MAX_PENDING, CompileQueue
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
@@ -57,8 +57,8 @@ class Compiling:
             self._noted.clear()
         return answers
 
-    def result(self, constraint: Constraint) -> Grammar | BatonError:
-        self.ask(constraint)
+    def result(self, constraint: Constraint, tenant: str = "") -> Grammar | BatonError:
+        self.ask(constraint, tenant)
         [answer] = self.answers()
         return answer.result
 
@@ -113,6 +113,22 @@ def test_equal_constraints_are_compiled_once(compiling: Compiling) -> None:
     assert len(processes) == 1
     for grammar in [*grammars, known]:
         cast("Grammar", grammar).release()
+
+
+def test_tenants_share_no_process(compiling: Compiling) -> None:
+    """One would slow down or end the other's matchers, and learn by timing which grammars the other uses."""
+    constraint = Constraint.regex("[0-9]{4}")
+    grammars = [cast("Grammar", compiling.result(constraint, tenant)) for tenant in "ab"]  # neither is known
+    assert len({compiling.process(grammar).pid for grammar in grammars}) == 2
+    for grammar in grammars:
+        grammar.release()
+        known = compiling.compiler.ask(new_request(constraint, grammar.tenant))
+        assert known is not None
+
+
+def test_tenants_share_no_problem(compiling: Compiling) -> None:
+    for tenant in "ab":
+        assert isinstance(compiling.result(Constraint.regex("(a[c"), tenant), InvalidRequestError)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +301,14 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
 
 def test_refused_constraints_are_kept_within_bounds() -> None:
     cache = ProblemCache(max_entries=2, max_bytes=3000)
-    first, second, third = (Constraint.regex(letter) for letter in "abc")
+    first, second, third = (GrammarKey("", Constraint.regex(letter)) for letter in "abc")
     problem = InvalidRequestError("no")
     cache.put(first, problem)
     cache.put(second, problem)
     assert cache.get(first) is problem  # used last from now on
     cache.put(third, problem)
     assert (cache.get(second), len(cache)) == (None, 2)
-    cache.put(Constraint.regex("x" * 1500), problem)
+    cache.put(GrammarKey("", Constraint.regex("x" * 1500)), problem)
     assert cache.num_bytes <= 3000
     assert len(cache) == 1
 
