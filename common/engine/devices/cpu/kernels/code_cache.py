@@ -141,10 +141,24 @@ class _Directory:
         try:
             with open(draft, "xb", opener=self._open) as file:
                 file.write(content)
-            os.replace(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            try:
+                self._rename(draft, name)
+            except IsADirectoryError:
+                self._move_away(name)
+                self._rename(draft, name)
         except OSError as error:
             logger.info("a compiled kernel is not kept: %s", error)
             self._unlink(draft)
+
+    def _rename(self, name: str, to: str) -> None:
+        os.replace(name, to, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def _move_away(self, name: str) -> None:
+        """Makes room where a directory is, and removes that if it is empty: what lies in it may be another user's."""
+        aside = f"replaced-{secrets.token_hex(8)}"
+        self._rename(name, aside)
+        with contextlib.suppress(OSError):
+            os.rmdir(aside, dir_fd=self._descriptor)
 
     def _remove_oldest(self) -> None:
         # Another process removes files as well.

@@ -92,6 +92,16 @@ def change_to_socket(file: Path) -> None:
         bound.bind(file.name)
 
 
+def change_to_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def change_to_directory_with_files(file: Path) -> None:
+    file.unlink()
+    (file / "below").mkdir(parents=True)
+
+
 def add_link(file: Path) -> None:
     link = file.parent.parent / "elsewhere"
     link.unlink(missing_ok=True)
@@ -118,6 +128,8 @@ PLANTED = [
     change_to_dangling_link,
     change_to_pipe,
     change_to_socket,
+    change_to_directory,
+    change_to_directory_with_files,
     add_link,
     let_others_write,
     let_the_group_write,
@@ -177,16 +189,6 @@ def test_what_is_written_follows_no_link_that_was_there_before(
     (directory / "draft-guessed").symlink_to(directory.parent / "victim")
     assert cached_code(["other module"], Compiler()) == b"code"
     assert not (directory.parent / "victim").exists()
-
-
-def test_a_directory_in_place_of_a_file_costs_a_compilation(directory: Path) -> None:
-    compiler = Compiler()
-    cached_code(["module"], compiler)
-    (file,) = kept(directory)
-    file.unlink()
-    (file / "below").mkdir(parents=True)
-    assert [cached_code(["module"], compiler) for _ in range(2)] == [b"code"] * 2
-    assert compiler.count == 3
 
 
 def test_processes_that_start_together_come_to_one_key(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
