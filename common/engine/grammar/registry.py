@@ -36,6 +36,29 @@ _MISREAD_BY_XGRAMMAR = frozenset(
         "uniqueItems",
     }
 )
+_IGNORED_BESIDE_REFERENCES = frozenset(  # by xgrammar, which honours them elsewhere
+    {
+        "additionalProperties",
+        "anyOf",
+        "const",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "items",
+        "maxItems",
+        "maxProperties",
+        "maximum",
+        "minItems",
+        "minProperties",
+        "minimum",
+        "oneOf",
+        "prefixItems",
+        "properties",
+        "required",
+        "type",
+    }
+)
 _NOT_FOLLOWED_BY_XGRAMMAR = re.compile(r"[%~]|/[0-9]+(/|$)")  # in a reference: what is escaped, and indexes of lists
 
 
@@ -84,4 +107,7 @@ def backend_for(constraint: Constraint) -> GrammarBackendName:
 
 def _is_hard_to_follow(schema: dict[str, Any]) -> bool:
     reference = schema.get("$ref")
-    return isinstance(reference, str) and _NOT_FOLLOWED_BY_XGRAMMAR.search(reference) is not None
+    if not isinstance(reference, str):
+        return False
+    is_qualified = not _IGNORED_BESIDE_REFERENCES.isdisjoint(schema)
+    return is_qualified or _NOT_FOLLOWED_BY_XGRAMMAR.search(reference) is not None

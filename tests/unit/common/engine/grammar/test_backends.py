@@ -111,6 +111,17 @@ def test_references_within_a_schema_are_followed(reference: str) -> None:
     assert not accepts("auto", constraint, '{"b":1}')
 
 
+def test_keywords_beside_a_reference_hold() -> None:
+    def qualified(**keywords: object) -> Constraint:
+        return Constraint.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, **keywords})
+
+    assert accepts("auto", qualified(enum=[1, "ZZZ"]), "1")
+    assert not accepts("auto", qualified(enum=[1, "ZZZ"]), "2")
+    assert not accepts("auto", qualified(maximum=5), "7")
+    with pytest.raises(InvalidRequestError, match="Unsatisfiable"):
+        accepts("auto", qualified(enum=["ZZZ"]), "1")
+
+
 def test_a_grammar_that_is_too_deep_for_llguidance() -> None:
     def nested(depth: int) -> Constraint:
         return Constraint.grammar(f'root ::= {"(" * depth}"a"{")" * depth}')
@@ -130,6 +141,9 @@ def test_a_grammar_that_is_too_deep_for_llguidance() -> None:
         (Constraint.json_object(whitespace_pattern=" ?"), "llguidance"),
         (Constraint.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"minLength": 3}}}), "llguidance"),
         (Constraint.json_schema({"$ref": "#/default", "default": {"minLength": 3}}), "llguidance"),
+        (Constraint.json_schema({"$ref": "#/$defs/a", "description": "x", "$defs": {"a": NAMED}}), "xgrammar"),
+        (Constraint.json_schema({"$ref": "#/$defs/a", "maximum": 5, "$defs": {"a": {}}}), "llguidance"),
+        (Constraint.json_schema({"properties": {"$ref": {"type": "string"}, "type": {}}}), "xgrammar"),
         (Constraint.regex("maxLength"), "xgrammar"),
     ],
 )
