@@ -62,6 +62,9 @@ class ProcessCache:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[GrammarKey, Kept] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def find(self, key: GrammarKey) -> Kept | None:
         """Returns the process that has the grammar."""
         kept = self._kept.get(key)
@@ -85,6 +88,11 @@ class ProcessCache:
             del self._kept[grammar.key]
             return [kept.process]
         return self._trim()
+
+    def drop_gone(self) -> list[GrammarProcess]:
+        """Drops those that have ended while they were not used."""
+        gone = [key for key, kept in self._kept.items() if not kept.users and not kept.process.is_alive()]
+        return [self._kept.pop(key).process for key in gone]
 
     def drop_all(self) -> list[GrammarProcess]:
         """Drops those that are used, too."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PARAM = "structured_outputs"
 _MATCH_BYTES = 256 * 2**20  # memory that the matchers of one grammar may take
 _WALL_S = 60.0  # in which a process must have compiled, beyond its CPU time; one that sleeps takes none
+_CHECK_S = 1.0  # between looks at the processes that are kept
 _PROBLEM_BYTES = 16 * 2**20  # of all refused constraints that are kept
 
 
@@ -82,6 +83,7 @@ class GrammarCompiler:
         # Used by the thread alone.
         self._server = ForkServer(_settings(config, source))
         self._compiling: dict[GrammarProcess, _Compiling] = {}
+        self._next_check = 0.0  # in monotonic seconds
         self._selector = selectors.DefaultSelector()
 
     # -- on the step loop's thread ----------------------------------------------------------------------------------
@@ -178,6 +180,7 @@ class GrammarCompiler:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         try:
             while not self._is_closed:
+                self._check()
                 self._start_jobs()
                 for key, _ in self._selector.select(self._wait_s()):
                     if key.fileobj is self._wakeup:
@@ -190,6 +193,15 @@ class GrammarCompiler:
             self._on_failure(error)
         finally:
             self._end_all()
+
+    def _check(self) -> None:
+        """Once in a while: drops processes that others have ended, so that they are reaped."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _CHECK_S
+        with self._lock:
+            self._to_end += self._processes.drop_gone()
 
     def _start_jobs(self) -> None:
         while True:
@@ -212,9 +224,9 @@ class GrammarCompiler:
             self._compiling[process] = _Compiling(job, time.monotonic() + _WALL_S + self._config.grammar_timeout_s)
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next process is given up."""
-        due = min((each.due for each in self._compiling.values()), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
+        """Seconds until the next process is given up, or the next check. None: there is no process."""
+        dues = [each.due for each in self._compiling.values()] + [self._next_check] * bool(self._processes)
+        return max(0.0, min(dues) - time.monotonic()) if dues else None
 
     def _follow(self, process: GrammarProcess) -> None:
         for message in process.receive():

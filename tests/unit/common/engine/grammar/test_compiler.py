@@ -255,6 +255,17 @@ def test_a_process_that_is_gone_is_started_again(compiling: Compiling) -> None:
     wait_until_gone(process.pid)
 
 
+def test_an_idle_process_that_others_kill_is_reaped(compiling: Compiling) -> None:
+    grammar = compiling.result(Constraint.choice(["abcd"]))
+    assert isinstance(grammar, Grammar)
+    process = compiling.process(grammar)
+    grammar.release()
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until_gone(process.pid)
+    assert compiling.process(grammar).pid != process.pid
+    grammar.release()
+
+
 def test_a_matcher_that_takes_too_long_ends(compiling: Compiling) -> None:
     """By its CPU time: a share of none, and little beyond it."""
     slow = Compiling(grammar_timeout_s=0.3)
