@@ -212,6 +212,14 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     grammar_cache_bytes: Annotated[int, Meta(ge=0, description="Most memory of the processes that are kept.")] = (
         256 * 2**20
     )
+    grammar_used_bytes: Annotated[
+        int,
+        Meta(
+            ge=2**20,
+            description="Most memory of the processes in use. Further grammars of a tenant wait while its own take as "
+            "much as is left for others.",
+        ),
+    ] = 4 * 2**30
 
     @property
     def max_whitespace(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from common.engine.grammar.base import Grammar, GrammarKey
 from common.engine.grammar.processes import GrammarProcess
@@ -50,20 +51,40 @@ class Kept:
     """The process of a grammar that was compiled, and the requests that have matchers there."""
 
     process: GrammarProcess
-    num_bytes: int
+    num_bytes: int  # memory that is the process's own
     users: set[Grammar]
+    shared_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shared_bytes = self.process.resident_bytes - self.num_bytes
+
+    def measure(self) -> None:
+        """Finds out what it takes by now: matchers grow."""
+        self.num_bytes = max(0, self.process.resident_bytes - self.shared_bytes)
 
 
 class ProcessCache:
-    """The processes of grammars that were compiled. Those that are used stay; others are kept within bounds."""
+    """The processes of grammars that were compiled. Those that are used stay; others are kept within bounds.
 
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
+    What those in use take is bounded, too: a tenant that holds as much as is left starts no more. So one that is alone
+    gets half, two get a third each, and there is always room for another one.
+    """
+
+    def __init__(self, max_entries: int, max_bytes: int, max_used_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
+        self._max_used_bytes = max_used_bytes
         self._kept: OrderedDict[GrammarKey, Kept] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def all(self) -> list[Kept]:
+        """Returns all processes."""
+        return list(self._kept.values())
+
+    def _used(self) -> dict[GrammarKey, Kept]:
+        return {key: kept for key, kept in self._kept.items() if kept.users}
 
     def find(self, key: GrammarKey) -> Kept | None:
         """Returns the process that has the grammar."""
@@ -89,6 +110,22 @@ class ProcessCache:
             return [kept.process]
         return self._trim()
 
+    def full_tenants(self) -> set[str]:
+        """Returns the tenants whose grammars in use take as much memory as is left, or more."""
+        held = _held(self._used())
+        left = self._max_used_bytes - held.total()
+        return {tenant for tenant, num_bytes in held.items() if num_bytes >= left}
+
+    def excess(self) -> list[GrammarProcess]:
+        """Returns processes in use that have grown out of the bound: the largest ones of whoever holds most."""
+        used = self._used()
+        processes: list[GrammarProcess] = []
+        while (held := _held(used)).total() > self._max_used_bytes:
+            [(tenant, _)] = held.most_common(1)
+            largest = max((key for key in used if key.tenant == tenant), key=lambda key: used[key].num_bytes)
+            processes.append(used.pop(largest).process)
+        return processes
+
     def drop_gone(self) -> list[GrammarProcess]:
         """Drops those that have ended while they were not used."""
         gone = [key for key, kept in self._kept.items() if not kept.users and not kept.process.is_alive()]
@@ -102,12 +139,24 @@ class ProcessCache:
 
     def _trim(self, latest: GrammarKey | None = None) -> list[GrammarProcess]:
         """Drops what is not used, but for the `latest`, which is about to be."""
-        unused = deque(each for each in self._kept.items() if not each[1].users and each[0] != latest)
-        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
+        unused = OrderedDict((key, kept) for key, kept in self._kept.items() if not kept.users)
+        num_bytes = sum(kept.num_bytes for kept in unused.values())
+        num_entries = len(unused)
+        if latest is not None:
+            unused.pop(latest, None)
         ended: list[GrammarProcess] = []
-        while unused and (len(self._kept) > self._max_entries or num_bytes > self._max_bytes):
-            key, kept = unused.popleft()
+        while unused and (num_entries > self._max_entries or num_bytes > self._max_bytes):
+            key, kept = unused.popitem(last=False)
             del self._kept[key]
+            num_entries -= 1
             num_bytes -= kept.num_bytes
             ended.append(kept.process)
         return ended
+
+
+def _held(used: Mapping[GrammarKey, Kept]) -> Counter[str]:
+    """Memory by tenant."""
+    held: Counter[str] = Counter()
+    for key, kept in used.items():
+        held[key.tenant] += kept.num_bytes
+    return held

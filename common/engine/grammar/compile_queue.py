@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.engine.grammar.base import Grammar, GrammarKey
@@ -60,11 +61,12 @@ class CompileQueue:
             self._leave(job)
             del self._jobs[job.key]
 
-    def next(self) -> Job | None:
-        """Takes the next job that may run. None: not now."""
+    def next(self, full_tenants: Collection[str] = ()) -> Job | None:
+        """Takes the next job that may run, of none of the `full_tenants`. None: not now."""
         if sum(self._running.values()) > self._max_per_tenant:
             return None
-        tenant = next((each for each in self._waiting if self._running.get(each, 0) < self._max_per_tenant), None)
+        tenants = (each for each in self._waiting if self._running.get(each, 0) < self._max_per_tenant)
+        tenant = next((each for each in tenants if each not in full_tenants), None)
         if tenant is None:
             return None
         job = next(iter(self._waiting[tenant]))

@@ -73,7 +73,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of the next seven
         self._asking: dict[Request, Grammar] = {}
         self._queue = CompileQueue(config.grammar_threads)
-        self._processes = ProcessCache(config.grammar_cache_entries, config.grammar_cache_bytes)
+        self._processes = ProcessCache(
+            config.grammar_cache_entries, config.grammar_cache_bytes, config.grammar_used_bytes
+        )
         self._problems = ProblemCache(config.grammar_cache_entries, _PROBLEM_BYTES)
         self._settled: deque[tuple[Grammar, BatonError | None]] = deque()
         self._to_end: list[GrammarProcess] = []
@@ -195,19 +197,29 @@ class GrammarCompiler:
             self._end_all()
 
     def _check(self) -> None:
-        """Once in a while: drops processes that others have ended, so that they are reaped."""
+        """Once in a while: ends processes whose matchers have outgrown the memory for all, and drops those that others
+        have ended, so that they are reaped."""
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + _CHECK_S
         with self._lock:
             self._to_end += self._processes.drop_gone()
+            measured = self._processes.all()
+        for kept in measured:
+            kept.measure()
+        with self._lock:
+            excess = self._processes.excess()
+        for process in excess:
+            self._server.kill(process)
+        if excess:
+            logger.warning("grammars in use took more memory than grammar_used_bytes: ended %d of them", len(excess))
 
     def _start_jobs(self) -> None:
         while True:
             with self._lock:
                 to_end, self._to_end = self._to_end, []
-                job = self._queue.next()
+                job = self._queue.next(self._processes.full_tenants()) if self._queue else None
             for process in to_end:
                 self._server.reap(process)
             if job is None:

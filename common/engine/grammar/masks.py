@@ -248,14 +248,14 @@ class GrammarMasks:
                 self._bury(process)
 
     def _bury(self, process: GrammarProcess) -> None:
-        """A process has ended: of the CPU time or the memory that the matcher at work took, or for another reason. The
-        requests of its grammar go on with another process."""
+        """A process has ended: of the CPU time or the memory that the matcher at work took, or that its matchers took
+        together, or for another reason. The requests of its grammar go on with another process."""
         for entry in self._by_request.values():
             if entry.process is process:
                 matcher_id, num_drafts = process.at_work_on or (None, 0)
                 if entry.matcher_id == matcher_id and num_drafts:
                     entry.takes_drafts = False
-                elif entry.matcher_id == matcher_id:
+                elif entry.matcher_id == matcher_id or process.has_outgrown:
                     entry.num_deaths += 1
                     if entry.num_deaths == _MAX_DEATHS:
                         entry.failure = NoToken.TOO_SLOW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -89,6 +91,13 @@ class ForkServer:
         except BatonError:
             return None
 
+    def kill(self, process: GrammarProcess) -> None:
+        """Ends a process that is in use and takes too much memory; whoever uses it notices."""
+        process.has_outgrown = True
+        if process.server is self._process:  # as above
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """Ends the server's process, so that no call waits for it. May be called from any thread."""
         process = self._process
@@ -146,6 +155,7 @@ class GrammarProcess:
         self.pid = pid
         self.server = server
         self.is_gone = False  # it has ended, or its socket is closed
+        self.has_outgrown = False  # it has been ended for the memory that it took
         self._socket = own
         self._socket.setblocking(False)
         self._frames: Frames[FromGrammar] = Frames(FromGrammar)
@@ -155,6 +165,16 @@ class GrammarProcess:
         self._awaited: deque[tuple[int, int]] = deque()
         self._cpu_when_late: float | None = None  # CPU time taken when an answer was first late, if one is
         self._is_demoted = False  # has a lower priority
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory in use, with what it shares with the fork server; 0 if it has ended, or where the system does not say.
+        May be read on any thread."""
+        try:
+            num_pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
+        except OSError:
+            return 0
+        return num_pages * resource.getpagesize()
 
     def fileno(self) -> int:
         """Descriptor of the socket, readable when there are answers."""

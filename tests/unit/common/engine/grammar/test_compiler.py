@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import pytest
 from common.demo_model import demo_model_path
 from common.engine.config import GrammarConfig
 from common.engine.grammar.base import Grammar, GrammarKey, ProcessSource
-from common.engine.grammar.cache import ProblemCache
+from common.engine.grammar.cache import Kept, ProblemCache, ProcessCache
 from common.engine.grammar.compile_queue import MAX_PENDING, CompileQueue
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.processes import GrammarProcess
@@ -322,6 +323,117 @@ def test_refused_constraints_are_kept_within_bounds() -> None:
     cache.put(GrammarKey("", Constraint.regex("x" * 1500)), problem)
     assert cache.num_bytes <= 3000
     assert len(cache) == 1
+
+
+@dataclass(eq=False)
+class FakeProcess:
+    resident_bytes: int
+    is_gone: bool = False
+    is_late: bool = False
+
+
+class Cache:
+    """A cache of fake processes."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.processes = ProcessCache(**{"max_entries": 9, "max_bytes": 1000, "max_used_bytes": 100} | bounds)
+
+    def put(self, name: str, num_bytes: int, *, is_used: bool = True) -> tuple[Grammar, FakeProcess]:
+        """Adds a process of the tenant with which `name` begins, which shares 50 bytes with others."""
+        grammar, process = Grammar(Constraint.regex(name), name[0], NOWHERE), FakeProcess(num_bytes + 50)
+        users = {grammar} if is_used else set()
+        self.ended(self.processes.put(grammar.key, Kept(cast("GrammarProcess", process), num_bytes, users)))
+        return grammar, process
+
+    def ended(self, processes: list[GrammarProcess]) -> None:
+        for process in processes:
+            process.is_gone = True
+
+
+def test_a_tenant_uses_as_much_memory_as_it_leaves_to_others() -> None:
+    cache = Cache()
+    first, _ = cache.put("a1", 30)
+    assert cache.processes.full_tenants() == set()
+    cache.put("a2", 20)
+    assert cache.processes.full_tenants() == {"a"}
+    cache.put("b1", 10)
+    assert cache.processes.full_tenants() == {"a"}
+    cache.put("b2", 10)
+    cache.put("c1", 5)
+    assert cache.processes.full_tenants() == {"a"}
+    cache.put("b3", 10)
+    assert cache.processes.full_tenants() == {"a", "b"}
+    cache.processes.release(first)
+    assert cache.processes.full_tenants() == set()
+    assert cache.processes.excess() == []
+
+
+def test_what_outgrows_the_memory_for_all_is_the_largest_of_the_tenant_that_holds_most() -> None:
+    cache = Cache()
+    (_, grows), (_, small), (_, other) = (cache.put(name, 20) for name in ("a1", "a2", "b1"))
+    cache.put("c1", 90, is_used=False)
+    assert cache.processes.excess() == []
+    grows.resident_bytes, other.resident_bytes = 50 + 45, 50 + 40
+    for kept in cache.processes.all():
+        kept.measure()
+    assert cache.processes.excess() == [grows]
+    small.resident_bytes = 50 + 200
+    for kept in cache.processes.all():
+        kept.measure()
+    assert cache.processes.excess() == [small]
+
+
+def test_processes_in_use_take_no_place_of_those_that_are_kept() -> None:
+    cache = Cache(max_entries=2, max_bytes=20)
+    kept = [cache.put(name, 10, is_used=False)[1] for name in ("a1", "a2")]
+    used = [cache.put(name, 20)[1] for name in ("b1", "b2", "b3")]
+    assert not any(process.is_gone for process in kept + used)
+    cache.put("b4", 10, is_used=False)
+    assert [process.is_gone for process in kept + used] == [True] + [False] * 4
+
+
+def test_a_full_tenant_waits() -> None:
+    queue = CompileQueue(max_per_tenant=2)
+    for tenant in "aab":
+        queue.add(Grammar(Constraint.regex("x"), tenant, NOWHERE))
+    jobs = [queue.next({"a"}) for _ in range(2)]
+    assert [job and job.tenant for job in jobs] == ["b", None]
+    job = queue.next()
+    assert job is not None
+    assert job.tenant == "a"
+
+
+def test_grammars_wait_while_their_tenant_has_much_memory_in_use(compiling: Compiling) -> None:
+    known = compiling.result(Constraint.regex("[a-z]{7}"))
+    assert isinstance(known, Grammar)
+    kept = compiling.compiler._processes.find(known.key)
+    assert kept is not None
+    small = Compiling(grammar_used_bytes=kept.num_bytes * 3 // 2)
+    first = cast("Grammar", small.result(known.constraint))
+    process = small.process(first)
+    waits = small.ask(Constraint.regex("[a-z]{8}"))
+    other = small.ask(Constraint.regex("[a-z]{8}"), "other")
+    assert [answer.request for answer in small.answers()] == [other]
+    time.sleep(1.5)  # the process in use is measured
+    assert not small.compiler.has_notes
+    assert not process.receive()
+    assert not process.is_gone
+    first.release()
+    assert [answer.request for answer in small.answers()] == [waits]
+    small.compiler.close()
+    assert not small.failures
+
+
+def test_a_process_that_outgrows_the_memory_for_all_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    small = Compiling(grammar_used_bytes=2**20)
+    grammar = cast("Grammar", small.result(LARGE))
+    process = small.process(grammar)
+    assert states(process) == []
+    assert process.is_gone
+    assert process.has_outgrown
+    assert "grammar_used_bytes" in caplog.text
+    small.compiler.close()
+    assert not small.failures
 
 
 def test_grammars_outlive_no_fork_server_and_another_one_takes_over() -> None:

@@ -226,6 +226,21 @@ def test_a_request_whose_matcher_ends_its_process_twice_ends(batch: Batch, gramm
     assert batch.no_tokens(0) == {0: NoToken.TOO_SLOW}
 
 
+def test_requests_whose_grammar_outgrows_the_memory_for_all_twice_end() -> None:
+    small, batch = Grammars(grammar_used_bytes=2**20), Batch()
+    for number in range(2):
+        batch.add(number, small.compiled(Constraint.regex("[ab]+c")))
+    deadline = time.monotonic() + DEADLINE_S
+    while not batch.no_tokens(0, 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        batch.accept(0, A)
+        batch.accept(1, A)
+    assert batch.no_tokens(0, 1) == {0: NoToken.TOO_SLOW, 1: NoToken.TOO_SLOW}
+    batch.masks.close()
+    small.compiler.close()
+
+
 def test_a_matcher_that_exceeds_its_time_ends() -> None:
     """The share of each token is far below what the matcher takes, so that its reserve is used up."""
     slow, batch = Grammars(grammar_timeout_s=0.2), Batch(step_s=1e-6)
