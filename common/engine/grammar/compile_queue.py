@@ -46,7 +46,7 @@ class CompileQueue:
             waiting = self._waiting.get(grammar.tenant, ())
             num_pending = len(waiting) + self._running.get(grammar.tenant, 0)
             if num_pending >= MAX_PENDING:
-                raise OverloadedError(f"{num_pending} grammars of this tenant are being compiled already")
+                raise OverloadedError(f"{num_pending} grammars of this tenant are waiting or being compiled already")
             job = self._jobs[key] = Job(key)
             self._waiting.setdefault(grammar.tenant, OrderedDict())[job] = None
         job.waiting[grammar] = None
