@@ -207,7 +207,7 @@ class InferenceService:
                 generations[0].plan = plan  # it is dispatched before anything changes
             async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:
                 while not batch.is_dispatched:
-                    await others_turn()
+                    await others_turn(ticket.tenant)
                     _dispatch(batch, model)
                 yield Run([TextGeneration(generation, model.tokenizer) for generation in generations], waited_s)
 

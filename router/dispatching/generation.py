@@ -137,7 +137,7 @@ class Generation:
         while True:
             if self._output.has_news and not self._lacks_prompt:
                 if self._was_cut:
-                    await others_turn()
+                    await others_turn(self.request.terms.tenant)
                 return self._take()
             if self._error is not None:
                 raise self._error
@@ -324,13 +324,13 @@ class Generation:
         if len(found) != self._num_prompt_logprobs:
             return f"{len(found)} log probabilities of a prompt of {num_prompt_tokens} tokens"
         for start in range(0, len(found), _AT_ONCE):
+            await others_turn(self.request.terms.tenant)
             part = found[start : start + _AT_ONCE]
             problem = invalid_prompt_logprobs(
                 start + 1, part, num_prompt_tokens, self.request.sampling, self._vocab_size
             )
             if problem:
                 return problem
-            await others_turn()
         return ""
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:

@@ -204,7 +204,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
-            await others_turn()  # one prompt may take a few milliseconds, and there may be many
+            if number:
+                await others_turn(draft.terms.tenant)  # one prompt may take a few milliseconds, and there may be many
             if draft.seed is None and seed is not None:
                 draft = replace(draft, seed=(seed + number * n) % SEED_LIMIT)
             options = body.reply_options(draft.prompt)
@@ -269,7 +270,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         given = prompt.draft.prompt
         if isinstance(given, TextPrompt):
             return given.text
-        await others_turn()  # it may be long, and there may be many
+        await others_turn(prompt.request.terms.tenant)  # it may be long, and there may be many
         return self._tokenizer_of(prompt.request).decode(prompt.request.prompt_token_ids)
 
     async def _answer(self, job: _Job, generations: list[TextGeneration], exchange: Exchange) -> None:
@@ -350,9 +351,11 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         request, logprobs = generation.generation.request, generation.generation.prompt_logprobs
         token_ids, tokenizer = request.prompt_token_ids, self._tokenizer_of(request)
         if job.echoes_logprobs and not answer.logprobs:
-            answer.logprobs = await echoed(tokenizer, token_ids, logprobs)
+            answer.logprobs = await echoed(tokenizer, token_ids, logprobs, request.terms.tenant)
         if "prompt_logprobs" in job.prompt_fields and "prompt_logprobs" not in answer.prompt_fields:
-            answer.prompt_fields["prompt_logprobs"] = await by_token_id(tokenizer, token_ids, logprobs)
+            answer.prompt_fields["prompt_logprobs"] = await by_token_id(
+                tokenizer, token_ids, logprobs, request.terms.tenant
+            )
         if "prompt_token_ids" in job.prompt_fields:
             if id(token_ids) not in job.prompt_ids:
                 job.prompt_ids[id(token_ids)] = EncodedList(token_ids)
@@ -377,7 +380,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                 ended = delta.finish_reason is not None
                 event_id = b"" if ids is None else ids.advance(index, delta.token_ids, ended=ended)
                 if parser is not None and has_begun:
-                    await parser.replay(generation.replayed_text, generation.replayed_offsets)
+                    await parser.replay(generation.replayed_text, generation.replayed_offsets, exchange.tenant)
                     has_begun = False
                 parts = None if parser is None else parser.take(delta)
                 usage = _usage_of(generation, parser) if has_counts else None
@@ -386,6 +389,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
                         self._tokenizer_of(generation.generation.request),
                         generation.generation.request.prompt_token_ids,
                         generation.generation.prompt_logprobs,
+                        exchange.tenant,
                     )
                     opening, echo = opening + job.format.echo_chunk(index, echo, logprobs), ""
                 # Tokens without text yet have a chunk, too: load generators take the time between chunks.

@@ -14,14 +14,13 @@ from router.gateway.decoding import check_encoding, check_fields_are_unique, che
 from router.gateway.exchange import Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
 from router.service import InferenceService
-from router.turns import others_turn
+from router.turns import others_turn_if_large
 
 logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body")
 
 _LAST_CHUNK_S = 10.0  # seconds after a request's deadline until its client must have read the end
-_LARGE_BYTES = 2**18  # of a body; each time that it is read takes about a millisecond
 _INTERNAL = "internal error; the router's log has the details"
 
 
@@ -42,14 +41,15 @@ class JsonEndpoint(ABC, Generic[Body]):
         try:
             exchange.settle_request_id(self._id_prefix)
             body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
-            await others_turn()
+            tenant, num_bytes = exchange.tenant, len(body)
+            await others_turn_if_large(tenant, num_bytes)
             check_num_values(body, self._service.max_body_values)
             check_encoding(body)
-            await _let_others(body)
+            await others_turn_if_large(tenant, num_bytes)
             parsed = self._parse(body)
-            await _let_others(body)
+            await others_turn_if_large(tenant, num_bytes)
             check_fields_are_unique(body)
-            await _let_others(body)
+            await others_turn_if_large(tenant, num_bytes)
             del body
             work = self._serve(parsed, exchange, arrived_at)
             del parsed  # a long prompt must not be kept as long as its answer takes
@@ -81,9 +81,3 @@ class JsonEndpoint(ABC, Generic[Body]):
     async def _refuse(self, exchange: Exchange, error: BatonError) -> None:
         self._service.metrics.errors.labels(error.code.label).inc()
         await exchange.send_error(error)
-
-
-async def _let_others(body: bytes) -> None:
-    """Gives others their turn between steps that each read the whole of a large body."""
-    if len(body) > _LARGE_BYTES:
-        await others_turn()

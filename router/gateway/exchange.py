@@ -176,7 +176,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*own, *(headers or [])]})
         for part in parts:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
-            await others_turn()
+            await others_turn(self.tenant)
         await self._send({"type": "http.response.body", "body": last})
 
     async def send_events(self, events: bytes) -> None:

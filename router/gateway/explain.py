@@ -35,7 +35,7 @@ async def explain(service: InferenceService, requests: Sequence[GenerationReques
     routes = []
     for request in requests:
         routes.append(msgspec.Raw(msgspec.json.encode(_route(request, service.plan(request)))))
-        await others_turn()  # a route names every pod
+        await others_turn(request.terms.tenant)  # a route names every pod
     return msgspec.json.encode({"object": "list", "data": routes})
 
 

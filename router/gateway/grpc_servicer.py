@@ -127,7 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 has_begun = job.event_ids is not None and job.event_ids.has_begun(index)
                 async for delta in generation:
                     if parser is not None and has_begun:
-                        await parser.replay(generation.replayed_text, generation.replayed_offsets)
+                        await parser.replay(generation.replayed_text, generation.replayed_offsets, tenant_of_call())
                         has_begun = False
                     chunk = _chunk(job, index, delta)
                     async with writing:
@@ -362,7 +362,7 @@ async def _with_best(
         if not message.options.HasField("num_logprobs"):
             choice.ClearField("logprobs")
         best.choices.append(choice)
-        await others_turn()
+        await others_turn(tenant_of_call())
     return best
 
 
@@ -382,8 +382,8 @@ async def _fill(choice: inference_pb2.Choice, generation: TextGeneration, parser
         _set_stop_reason(choice, delta)
     of_prompt = generation.generation.prompt_logprobs
     for start in range(0, len(of_prompt), _AT_ONCE):
+        await others_turn(tenant_of_call())
         choice.prompt_logprobs.extend(of_prompt[start : start + _AT_ONCE])
-        await others_turn()
     choice.text, choice.reasoning = "".join(text), "".join(reasoning)
     return score
 

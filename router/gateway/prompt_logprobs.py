@@ -11,6 +11,7 @@ from typing import Any
 from common.pb import common_pb2
 from common.tokenization import OutputProcessor, Tokenizer
 from router.gateway.encoded import EncodedList
+from router.requests.terms import Tenant
 from router.turns import others_turn
 
 NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
@@ -18,13 +19,14 @@ _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms
 
 
 async def echoed(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs], tenant: Tenant
 ) -> dict[str, EncodedList]:
     """As OpenAI has them beside an echo: values of four parallel lists."""
     text_of = tokenizer.token_text
     processor = OutputProcessor(tokenizer)
     values: dict[str, EncodedList] = {}
     for part in _slices(token_ids):
+        await others_turn(tenant)
         tops: list[dict[str, float] | None] = []
         for index in part:
             if index == 0:
@@ -42,18 +44,17 @@ async def echoed(
         }
         for name, entries in lists.items():
             values.setdefault(name, EncodedList()).extend(entries)
-        await others_turn()
     return values
 
 
 async def by_token_id(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs], tenant: Tenant
 ) -> EncodedList:
     """As vLLM has them: a list of mappings from token id to log probability, rank and text."""
     values = EncodedList([None])
     for part in _slices(token_ids):
+        await others_turn(tenant)
         values.extend([_by_token_id(tokenizer, token_ids[index], logprobs[index - 1]) for index in part if index])
-        await others_turn()
     return values
 
 

@@ -23,6 +23,7 @@ from router.gateway.tools.base import ToolCall, ToolParser, Tools
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
 from router.requests.request import ChatPrompt, Draft, GenerationRequest
+from router.requests.terms import Tenant
 from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
@@ -186,15 +187,15 @@ class ReplyParser:
         """Tokens of the reasoning so far; None: it is not told apart."""
         return None if self._splitter is None else self._num_reasoning_tokens
 
-    async def replay(self, text: str, offsets: Sequence[int]) -> None:
+    async def replay(self, text: str, offsets: Sequence[int], tenant: Tenant) -> None:
         """Takes what the client has already. If that is much, others have their turn in between."""
         for start in range(0, len(text), _AT_ONCE):
             if start:
-                await others_turn()
+                await others_turn(tenant)
             self._parse(text[start : start + _AT_ONCE])
         for start in range(0, len(offsets), _AT_ONCE):
             if start:
-                await others_turn()
+                await others_turn(tenant)
             self._count(offsets[start : start + _AT_ONCE])
 
     def take(self, delta: TextDelta) -> list[Part]:

@@ -39,7 +39,9 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """The servicer's handler, or one that refuses."""
         service = details.method.strip("/").partition("/")[0]
-        if service not in OPEN_SERVICES:
+        if service in OPEN_SERVICES:
+            _tenant.set(Tenant())
+        else:
             metadata = {key: value for key, value in details.invocation_metadata if isinstance(value, str)}
             try:
                 _tenant.set(self._access.authenticate(lambda name: metadata.get(name, "")))

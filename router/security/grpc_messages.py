@@ -27,8 +27,9 @@ from common.errors import BatonError, DeadlineExceededError, InvalidRequestError
 from common.rpc.errors import abort_with, drop_frames
 from common.rpc.parsing import answered
 from router.security.bodies import client_of
+from router.security.grpc_guard import tenant_of_call
 from router.security.message_size import check_num_values
-from router.turns import others_turn
+from router.turns import others_turn_if_large
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]
@@ -141,7 +142,6 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
             try:
                 try:
                     request = await take(self._read(messages, context, parse))
-                    await others_turn()  # a large message takes some 10 ms to parse
                     return await answered(serve, request, context)
                 except BatonError as error:  # of reading: a servicer turns its own into statuses
                     self._on_error(error)
@@ -172,7 +172,11 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
                     raise DeadlineExceededError(problem) from None
             if data is None:
                 return
-            yield parse(data)
+            tenant = tenant_of_call()
+            await others_turn_if_large(tenant, len(data))
+            message = parse(data)  # takes some 10 ms if it is large
+            await others_turn_if_large(tenant, len(data))
+            yield message
 
     def _parser(self, parse: _Parse, method: str) -> _Parse:
         kind = _input_of(method)

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from common.errors import RequestCancelledError
-from router.gateway.exchange import Exchange
+from router.gateway.exchange import TENANT, Exchange
+from router.requests.terms import Tenant
 
 
 class Client:
@@ -127,7 +128,7 @@ async def test_others_have_their_turn_between_the_parts_of_a_body():
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_turns())
-    exchange = Exchange({"type": "http", "headers": []}, Client().receive, send)
+    exchange = Exchange({"type": "http", "headers": [], TENANT: Tenant()}, Client().receive, send)
     await exchange.send_json([b"[1,", b"2,", b"3]"])
     counting.cancel()
     assert [(body, more) for body, more, _ in sent[1:]] == [(b"[1,", True), (b"2,", True), (b"3]", False)]

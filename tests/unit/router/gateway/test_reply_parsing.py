@@ -20,6 +20,7 @@ from router.gateway.tools import qwen3_coder, registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
+from router.requests.terms import Tenant
 from tests.work import LineCounter
 
 TOOLS = {
@@ -392,7 +393,7 @@ async def test_a_resumed_reply_goes_on_where_it_was(num_replayed):
     whole, first, second = (reply_parser("qwen3", "", "hermes") for _ in range(3))
     expected = replies(whole, list(text))
     parts = replies(first, text[:num_replayed], ended=False)
-    await second.replay(text[:num_replayed], range(num_replayed))
+    await second.replay(text[:num_replayed], range(num_replayed), Tenant())
     parts += replies(second, text[num_replayed:], start=num_replayed)
     assert parts == expected
     assert second.num_reasoning_tokens == whole.num_reasoning_tokens
@@ -403,7 +404,7 @@ async def test_a_long_reply_is_resumed_bit_by_bit():
     whole, resumed = reply_parser("harmony", ASSISTANT), reply_parser("harmony", ASSISTANT)
     replies(whole, list(text), ended=False)
     with LineCounter(harmony, splits) as work:
-        most_lines, _ = await work.most_in_a_turn(resumed.replay(text, range(len(text))))
+        most_lines, _ = await work.most_in_a_turn(resumed.replay(text, range(len(text)), Tenant()))
     assert resumed.num_reasoning_tokens == whole.num_reasoning_tokens > 0
     assert work.num_lines < 20 * len(text)
     assert most_lines < 100_000

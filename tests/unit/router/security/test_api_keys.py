@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.errors import from_rpc_error
 from common.types import root_hash
+from router.requests.terms import Tenant
 from router.security.config import SecurityConfig
 from router.security.runtime import Security
 from router.testing import FakeDecodePod
+from router.turns import others_turn
 from tests.unit.router.security.conftest import ALICE, BOB, bearer
 
 COMPLETIONS = "/v1/completions"
@@ -269,6 +271,16 @@ async def test_limits_hold_before_anything_is_tokenised(start_cluster, key_file,
             await inference_pb2_grpc.InferenceStub(channel).Generate(message(), **as_tenant(ALICE))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert from_rpc_error(caught.value).retry_after_s > 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 200_000])
+async def test_no_request_waits_for_all_large_ones_of_another_tenant(cluster, num_bytes):
+    waiting = [asyncio.create_task(others_turn(Tenant("alice"))) for _ in range(20_000)]
+    body = {"prompt": "Hello", "max_tokens": 1, "metadata": {"text": " " * num_bytes}}
+    answer = await cluster.client.post(COMPLETIONS, json=body, headers=bearer(BOB))
+    assert answer.status_code == (400 if num_bytes else 200)
+    assert not waiting[-1].done()
+    await asyncio.gather(*waiting)
 
 
 async def test_a_client_that_keeps_its_connection_keeps_no_name(cluster):
