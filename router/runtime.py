@@ -32,6 +32,7 @@ from router.model_sources import read_models
 from router.peers import WorkerContext, standalone
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
+from router.security.access import AccessControl
 from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor
 from router.security.grpc_messages import MessageInterceptor, ReadSlots
@@ -77,7 +78,7 @@ class Router:
         self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
         self.security = Security(config.security, config.host, self.metrics.registry, context.usage)
         interceptors = [
-            _message_bounds(self.service),
+            _message_bounds(self.service, self.security.access),
             ApiKeyInterceptor(self.security.access, self.service.count_error),
         ]
         self._grpc = RpcServer(
@@ -216,14 +217,16 @@ def _grpc_limits(config: RouterConfig, *, shares_port: bool) -> Options:
     ]
 
 
-def _message_bounds(service: InferenceService) -> MessageInterceptor:
+def _message_bounds(service: InferenceService, access: AccessControl) -> MessageInterceptor:
     """Each message that is being read may grow to max_body_bytes."""
     config, limits = service.config, service.config.limits
     slots = ReadSlots(
         max(1, limits.max_unfinished_body_bytes // config.max_body_bytes),
         max(1, config.max_client_body_bytes // config.max_body_bytes),
     )
-    return MessageInterceptor(slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error)
+    return MessageInterceptor(
+        slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error, access
+    )
 
 
 def _http_server(service: InferenceService, security: Security, grpc_port: int) -> uvicorn.Server:

@@ -144,7 +144,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         seed = None if resume.last_id is None else resume.last_id.seed
         with (
             self._named(parsed, resume, exchange) as request_id,
-            account.admit(self._num_choices(parsed)),
+            account.admit_choices(self._num_choices(parsed)),
         ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))

@@ -40,21 +40,10 @@ class JsonEndpoint(ABC, Generic[Body]):
         exchange = Exchange(scope, receive, send)
         try:
             exchange.settle_request_id(self._id_prefix)
-            body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
-            tenant, num_bytes = exchange.tenant, len(body)
-            await others_turn_if_large(tenant, num_bytes)
-            check_num_values(body, self._service.max_body_values)
-            check_encoding(body)
-            await others_turn_if_large(tenant, num_bytes)
-            parsed = self._parse(body)
-            await others_turn_if_large(tenant, num_bytes)
-            check_fields_are_unique(body)
-            await others_turn_if_large(tenant, num_bytes)
-            del body
-            work = self._serve(parsed, exchange, arrived_at)
-            del parsed  # a long prompt must not be kept as long as its answer takes
-            async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
-                await exchange.run_while_connected(work)
+            with self._access.account(exchange.tenant).admit():
+                work = self._serve(await self._read(exchange), exchange, arrived_at)
+                async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
+                    await exchange.run_while_connected(work)
         except RequestCancelledError:
             pass  # the client is gone; its generation counted it
         except TimeoutError:
@@ -70,13 +59,27 @@ class JsonEndpoint(ABC, Generic[Body]):
             logger.exception("%s: internal error", exchange.request_id, extra=fields(request_id=exchange.request_id))
             await self._refuse(exchange, BatonError(_INTERNAL))
 
+    async def _read(self, exchange: Exchange) -> Body:
+        """The body, parsed; a reference to it must not be kept as long as its answer takes. Raises BatonError."""
+        config, tenant = self._service.config, exchange.tenant
+        body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+        await others_turn_if_large(tenant, len(body))
+        check_num_values(body, self._service.max_body_values)
+        check_encoding(body)
+        await others_turn_if_large(tenant, len(body))
+        parsed = self._parse(body)
+        await others_turn_if_large(tenant, len(body))
+        check_fields_are_unique(body)
+        await others_turn_if_large(tenant, len(body))
+        return parsed
+
     @abstractmethod
     def _parse(self, body: bytes) -> Body:
         """Raises InvalidRequestError."""
 
     @abstractmethod
     async def _serve(self, parsed: Body, exchange: Exchange, arrived_at: float) -> None:
-        """Sends the answer. Raises BatonError."""
+        """Sends the answer to a request that was admitted with one generation. Raises BatonError."""
 
     async def _refuse(self, exchange: Exchange, error: BatonError) -> None:
         self._service.metrics.errors.labels(error.code.label).inc()

@@ -171,12 +171,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = tenant_of_call()
         account = self._access.account(tenant)
         async with self._errors(context, "Tokenize"):
-            with account.admit(1):
-                prompt, param = prompt_of(request)
-                model = self._service.model(request.model)
-                token_ids = await model.preprocessor.tokenize(prompt, param, tenant)
-                account.spend(len(token_ids))
-                return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
+            prompt, param = prompt_of(request)
+            model = self._service.model(request.model)
+            token_ids = await model.preprocessor.tokenize(prompt, param, tenant)
+            account.spend(len(token_ids))
+            return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
 
     async def Detokenize(  # noqa: N802
         self,
@@ -187,12 +186,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = tenant_of_call()
         account = self._access.account(tenant)
         async with self._errors(context, "Detokenize"):
-            with account.admit(1):
-                token_ids = list(request.token_ids)
-                preprocessor = self._service.model(request.model).preprocessor
-                text = await preprocessor.detokenize(token_ids, "token_ids", tenant)
-                account.spend(len(token_ids))
-                return inference_pb2.DetokenizeResponse(text=text)
+            token_ids = list(request.token_ids)
+            preprocessor = self._service.model(request.model).preprocessor
+            text = await preprocessor.detokenize(token_ids, "token_ids", tenant)
+            account.spend(len(token_ids))
+            return inference_pb2.DetokenizeResponse(text=text)
 
     async def Explain(  # noqa: N802
         self,
@@ -204,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             terms = self._terms(context)
             self._access.check_operator(terms.tenant)
             account = self._access.account(terms.tenant)
-            with account.admit(self._num_choices(request)):
+            with account.admit_choices(self._num_choices(request)):
                 draft = draft_of(request, terms)
                 prepared = await self._valid(draft, reply_options(request, draft.prompt))
                 account.spend(len(prepared.prompt_token_ids))
@@ -231,7 +229,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[_Job]:
         terms = self._terms(context)
         account = self._access.account(terms.tenant)
-        with account.admit(self._num_choices(message)):
+        with account.admit_choices(self._num_choices(message)):
             prepared = await self._prepare(message, terms, is_stream=is_stream)
             choices, event_ids = prepared.choices, prepared.event_ids
             record.request_id = prepared.request_id
@@ -253,7 +251,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """The n best of its beams. Raises InvalidRequestError."""
         account = self._access.account(terms.tenant)
-        with account.admit(self._num_choices(message)):
+        with account.admit_choices(self._num_choices(message)):
             _check_not_resumed(message)
             beams = beams_of(message)
             assert beams is not None

@@ -34,15 +34,14 @@ class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
 
     async def _serve(self, parsed: TokenizeTextBody | TokenizeChatBody, exchange: Exchange, arrived_at: float) -> None:
         account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
-        with account.admit(1):
-            prompt = parsed.as_prompt()
-            max_model_len = model.max_model_len  # now: its pods may be gone when the tokens are there
-            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            token_ids = await model.preprocessor.tokenize(prompt, param, exchange.tenant)
-            account.spend(len(token_ids))
-            pieces = await model.preprocessor.pieces(token_ids, exchange.tenant) if parsed.return_token_strs else None
-            answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
-            await exchange.send_json(msgspec.json.encode(answer))
+        prompt = parsed.as_prompt()
+        max_model_len = model.max_model_len  # now: its pods may be gone when the tokens are there
+        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        token_ids = await model.preprocessor.tokenize(prompt, param, exchange.tenant)
+        account.spend(len(token_ids))
+        pieces = await model.preprocessor.pieces(token_ids, exchange.tenant) if parsed.return_token_strs else None
+        answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
+        await exchange.send_json(msgspec.json.encode(answer))
 
 
 class CountTokensEndpoint(JsonEndpoint[ChatBody]):
@@ -56,7 +55,7 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
 
     async def _serve(self, parsed: ChatBody, exchange: Exchange, arrived_at: float) -> None:
         account = self._access.account(exchange.tenant)
-        with MESSAGES_NAMES.in_errors(), account.admit(1):
+        with MESSAGES_NAMES.in_errors():
             terms = read_terms(exchange.given_header, exchange.tenant)
             (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
             preprocessor = self._service.model(parsed.model).preprocessor
@@ -76,7 +75,6 @@ class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):
 
     async def _serve(self, parsed: DetokenizeBody, exchange: Exchange, arrived_at: float) -> None:
         account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
-        with account.admit(1):
-            text = await model.preprocessor.detokenize(parsed.tokens, "tokens", exchange.tenant)
-            account.spend(len(parsed.tokens))
-            await exchange.send_json(msgspec.json.encode(Detokenized(text)))
+        text = await model.preprocessor.detokenize(parsed.tokens, "tokens", exchange.tenant)
+        account.spend(len(parsed.tokens))
+        await exchange.send_json(msgspec.json.encode(Detokenized(text)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -17,12 +18,22 @@ from router.security.access import AccessControl
 
 OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 
+COUNTED_METHODS = frozenset(
+    f"/baton.v1.Inference/{name}" for name in ("Generate", "GenerateStream", "Tokenize", "Detokenize", "Explain")
+)  # against quotas
+
 _tenant: ContextVar[Tenant] = ContextVar("tenant")  # no default: a call without the interceptor fails
 
 
 def tenant_of_call() -> Tenant:
     """Whose call the current task serves."""
     return _tenant.get()
+
+
+def admitted(access: AccessControl, method: str) -> AbstractContextManager[None]:
+    """Holds the place of the current call for one generation, if its method is counted against its tenant's quota.
+    Raises OverloadedError on entry."""
+    return access.account(tenant_of_call()).admit() if method in COUNTED_METHODS else nullcontext()
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the type stubs only

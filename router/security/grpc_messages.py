@@ -6,7 +6,8 @@ long it takes to parse. Here every call reads its messages itself.
 1. A message is read while its call holds one of a bounded number of slots, of all clients and of each address. What is
    not read yet is held back at the client, by flow control.
 2. A message has a time to come, and a call as long to wait for a slot.
-3. What holds very many values is refused before it is parsed.
+3. A call that is counted against a quota is refused before its message is read, if the quota is used up.
+4. What holds very many values is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from google.protobuf.message import DecodeError
 from common.errors import BatonError, DeadlineExceededError, InvalidRequestError, OverloadedError
 from common.rpc.errors import abort_with, drop_frames
 from common.rpc.parsing import answered
+from router.security.access import AccessControl
 from router.security.bodies import client_of
-from router.security.grpc_guard import tenant_of_call
+from router.security.grpc_guard import admitted, tenant_of_call
 from router.security.message_size import check_num_values
 from router.turns import others_turn_if_large
 
@@ -110,12 +112,14 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
         timeout_s: float,
         max_values: Callable[[], int],
         on_error: Callable[[BatonError], None],
+        access: AccessControl,
     ) -> None:
-        """`timeout_s`: for each message; `max_values`: of each list in a message."""
+        """`timeout_s`: for each message; `max_values`: of each list in a message; `access`: where quotas are."""
         self._slots = slots
         self._timeout_s = timeout_s
         self._max_values = max_values
         self._on_error = on_error
+        self._access = access
 
     async def intercept_service(
         self,
@@ -133,16 +137,21 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
             else grpc.stream_unary_rpc_method_handler
         )
         parse = self._parser(handler.request_deserializer, details.method)
-        return make(self._bounded(_serving(handler), parse, take), None, handler.response_serializer)
+        return make(self._bounded(details.method, _serving(handler), parse, take), None, handler.response_serializer)
 
     def _bounded(
-        self, serve: Callable[[Any, Any], Any], parse: _Parse, take: Callable[[AsyncIterator[Any]], Awaitable[Any]]
+        self,
+        method: str,
+        serve: Callable[[Any, Any], Any],
+        parse: _Parse,
+        take: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Any:
             try:
                 try:
-                    request = await take(self._read(messages, context, parse))
-                    return await answered(serve, request, context)
+                    with admitted(self._access, method):
+                        request = await take(self._read(messages, context, parse))
+                        return await answered(serve, request, context)
                 except BatonError as error:  # of reading: a servicer turns its own into statuses
                     self._on_error(error)
                     await abort_with(context, error)

@@ -48,7 +48,7 @@ class Account:
         self._tokens = TokenBucket(tokens, now, row.tokens) if tokens else None
 
     @contextmanager
-    def admit(self, num_generations: int) -> Iterator[None]:
+    def admit(self, num_generations: int = 1) -> Iterator[None]:
         """Holds the place of one request for the time of the context. Raises OverloadedError if a limit is reached."""
         started = self._clock()
         self._check(num_generations, started)
@@ -64,6 +64,19 @@ class Account:
             self._row.add_running(-num_generations)
             duration_s = self._clock() - started
             self._mean_duration_s += _WEIGHT_OF_LATEST * (duration_s - self._mean_duration_s)
+
+    @contextmanager
+    def admit_choices(self, num_generations: int) -> Iterator[None]:
+        """Holds the places of all generations of a request that was admitted with one, before it was known how many
+        they are. Raises InvalidRequestError for more than may ever run, and OverloadedError if the limit is reached."""
+        num_more = num_generations - 1
+        self._check_concurrency(num_generations, num_more)
+        self._row.add_running(num_more)
+        try:
+            self._check_concurrency(num_generations, num_more, is_counted=True)
+            yield
+        finally:
+            self._row.add_running(-num_more)
 
     def spend(self, num_tokens: int) -> None:
         """Counts tokens of a prompt or an output. Overdrawn, the tenant waits until it has paid back."""
@@ -88,17 +101,22 @@ class Account:
     def _check(self, num_generations: int, now: float, *, is_counted: bool = False) -> None:
         """Whether there is room for these, which may be counted. Raises InvalidRequestError or OverloadedError."""
         quota = self.quota
-        limit = quota.max_concurrent
-        if limit is not None and num_generations > limit:
-            raise InvalidRequestError(f"n: this key may run {limit} generations at once", param="n")
-        if limit is not None:
-            num_running = self._row.num_running - is_counted * num_generations
-            if num_running + num_generations > limit:
-                self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / num_running)
+        self._check_concurrency(num_generations, num_generations, is_counted=is_counted)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now, is_counted)) > 0:
             self._refuse("requests", f"{quota.requests_per_minute:g} requests per minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)) > 0:
             self._refuse("tokens", f"{quota.tokens_per_minute:g} tokens per minute", wait_s)
+
+    def _check_concurrency(self, num_generations: int, num_new: int, *, is_counted: bool = False) -> None:
+        """Whether there is room for `num_new` of a request's generations; the others, if any, run."""
+        limit = self.quota.max_concurrent
+        if limit is None:
+            return
+        if num_generations > limit:
+            raise InvalidRequestError(f"n: this key may run {limit} generations at once", param="n")
+        num_running = self._row.num_running - is_counted * num_new
+        if num_running + num_new > limit:
+            self._refuse("concurrency", f"{limit} generations at once", self._mean_duration_s / num_running)
 
     def _refuse(self, limit: str, what: str, wait_s: float) -> None:
         self._metrics.refused.labels(self._name, limit).inc()

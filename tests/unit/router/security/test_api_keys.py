@@ -19,6 +19,7 @@ from router.security.config import SecurityConfig
 from router.security.runtime import Security
 from router.testing import FakeDecodePod
 from router.turns import others_turn
+from tests.fuzz.raw_http import Wire
 from tests.unit.router.security.conftest import ALICE, BOB, bearer
 
 COMPLETIONS = "/v1/completions"
@@ -245,11 +246,12 @@ async def test_one_tenants_limit_is_no_other_tenants(start_cluster, key_file):
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
-    assert (await post(ALICE, n=3)).status_code == 400
     assert len(decode.submits) == 2
     await decode.allow(None)
     assert (await post(BOB)).status_code == 200
     assert (await running).status_code == 200
+    assert (await post(ALICE, n=3)).status_code == 400
+    assert len(decode.submits) == 3
     refused = await post(BOB)
     assert refused.status_code == 429
     assert 50 <= int(refused.headers["retry-after"]) <= 60
@@ -271,6 +273,48 @@ async def test_limits_hold_before_anything_is_tokenised(start_cluster, key_file,
             await inference_pb2_grpc.InferenceStub(channel).Generate(message(), **as_tenant(ALICE))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert from_rpc_error(caught.value).retry_after_s > 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 1}, {"tokens_per_minute": 1}, {"max_concurrent": 1}])
+async def test_what_is_over_a_limit_is_refused_before_its_body_comes(start_cluster, key_file, path, limits):
+    key_file.write(alice=limits)
+    cluster = await start_cluster(security=key_file.security)
+    head = f"POST {path} HTTP/1.1\r\nx-api-key: {ALICE}\r\ncontent-length: 1000\r\n\r\n".encode()
+    async with Wire.to(cluster.router.port) as first, Wire.to(cluster.router.port) as second:
+        if "max_concurrent" in limits:
+            await first.send(head)  # and no more
+            row = cluster.router.security.access.account(Tenant("alice"))._row
+            while not row.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        else:
+            await cluster.client.post(COMPLETIONS, json={"prompt": "Hello, Alice"}, headers=bearer(ALICE))
+        await second.send(head, b" " * 500)
+        assert (await second.receive()).status == 429
+
+
+async def test_bodies_that_are_refused_count_as_requests(start_cluster, key_file):
+    key_file.write(alice={"requests_per_minute": 2})
+    cluster = await start_cluster(security=key_file.security)
+    headers = {**bearer(ALICE), "content-type": "application/json"}
+    answers = [await cluster.client.post(COMPLETIONS, content=b"{", headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [400, 400, 429]
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "Detokenize", "Explain"])
+async def test_grpc_calls_over_a_limit_are_refused_before_their_message_is_parsed(start_cluster, key_file, method):
+    key_file.write(alice={"requests_per_minute": 2})
+    cluster = await start_cluster(security=key_file.security)
+    codes = []
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        for _ in range(3):
+            call = channel.unary_stream(f"/baton.v1.Inference/{method}", None, None)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"\xff", **as_tenant(ALICE)).read()
+            codes.append(caught.value.code().name)
+        abort = channel.unary_unary("/baton.v1.Inference/Abort", None, None)
+        await abort(b"", **as_tenant(ALICE))  # has no limit
+    assert codes == ["INVALID_ARGUMENT", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 200_000])

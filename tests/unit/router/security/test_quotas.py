@@ -133,6 +133,27 @@ def test_concurrency_counts_each_choice(account):
         pass
 
 
+def test_choices_are_counted_once_it_is_known_how_many(account):
+    account = account(max_concurrent=4, requests_per_minute=5)
+    with account.admit():
+        with account.admit(), account.admit_choices(2):
+            with account.admit_choices(2):  # of the first
+                refused(account)
+            with account.admit():
+                pass
+            with pytest.raises(OverloadedError), account.admit_choices(3):
+                pass
+        with account.admit_choices(4):
+            refused(account)
+        with pytest.raises(InvalidRequestError), account.admit_choices(5):
+            pass
+        with account.admit(3):
+            pass
+    with account.admit(4):
+        pass
+    assert refused(account) == 12  # each request was counted once
+
+
 def test_more_choices_than_may_ever_run_are_no_matter_of_time(account):
     with pytest.raises(InvalidRequestError) as caught, account(max_concurrent=3).admit(4):
         pass
