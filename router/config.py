@@ -221,7 +221,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def max_client_body_bytes(self) -> int:
-        """Most bytes held of the unfinished HTTP request bodies of one client."""
+        """Most bytes of one client's HTTP request bodies that are unfinished or wait to be tokenised."""
         limits = self.limits
         share = max(limits.max_unfinished_body_bytes // 4, self.max_body_bytes)
         return limits.max_unfinished_body_bytes_per_client or share

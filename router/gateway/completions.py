@@ -147,6 +147,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             account.admit_choices(self._num_choices(parsed)),
         ):
             prompts = await self._prepare(parsed, parsed.drafts(request_id, arrived_at, terms), seed)
+            exchange.release_body()
             account.spend(sum(len(prompt.request.prompt_token_ids) for prompt in prompts))
             if self._api.explains or parsed.dry_run:
                 await exchange.send_json(await explain(self._service, [prompt.request for prompt in prompts]))

@@ -41,7 +41,9 @@ class JsonEndpoint(ABC, Generic[Body]):
         try:
             exchange.settle_request_id(self._id_prefix)
             with self._access.account(exchange.tenant).admit():
-                work = self._serve(await self._read(exchange), exchange, arrived_at)
+                body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+                work = self._parse_and_serve(body, exchange, arrived_at)
+                del body  # neither it nor a long prompt must be kept as long as its answer takes
                 async with asyncio.timeout(config.request_timeout_s + _LAST_CHUNK_S):
                     await exchange.run_while_connected(work)
         except RequestCancelledError:
@@ -59,10 +61,8 @@ class JsonEndpoint(ABC, Generic[Body]):
             logger.exception("%s: internal error", exchange.request_id, extra=fields(request_id=exchange.request_id))
             await self._refuse(exchange, BatonError(_INTERNAL))
 
-    async def _read(self, exchange: Exchange) -> Body:
-        """The body, parsed; a reference to it must not be kept as long as its answer takes. Raises BatonError."""
-        config, tenant = self._service.config, exchange.tenant
-        body = await exchange.read_json(config.max_body_bytes, config.request_timeout_s)
+    async def _parse_and_serve(self, body: bytes, exchange: Exchange, arrived_at: float) -> None:
+        tenant = exchange.tenant
         await others_turn_if_large(tenant, len(body))
         check_num_values(body, self._service.max_body_values)
         check_encoding(body)
@@ -71,7 +71,9 @@ class JsonEndpoint(ABC, Generic[Body]):
         await others_turn_if_large(tenant, len(body))
         check_fields_are_unique(body)
         await others_turn_if_large(tenant, len(body))
-        return parsed
+        work = self._serve(parsed, exchange, arrived_at)
+        del body, parsed
+        await work
 
     @abstractmethod
     def _parse(self, body: bytes) -> Body:

@@ -33,6 +33,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 TIMING_HEADER = "server-timing"
 TENANT = "baton.tenant"  # key of a scope under which the guard puts whose request it is
+RELEASE_BODY = "baton.release_body"  # and the connection, what is to be called when the body is needed no longer
 
 
 class Exchange:
@@ -124,6 +125,11 @@ class Exchange:
                     body += part
         except TimeoutError as error:
             raise DeadlineExceededError(f"the body did not arrive within {timeout_s:g} s") from error
+
+    def release_body(self) -> None:
+        """Its bytes no longer count against what its client may have waiting: it was read and tokenised."""
+        if release := self._scope.get(RELEASE_BODY):
+            release()
 
     def _check_content_type(self) -> None:
         """A browser asks before it posts JSON to another site, and does not before it posts a form or plain text."""

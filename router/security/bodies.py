@@ -1,4 +1,4 @@
-"""Request bodies that have not ended: how many bytes of them are held, and whether they come fast enough."""
+"""Request bodies: how many bytes of them are held until they are tokenised, and whether they come fast enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _IPV6_SITE = 64  # bits of an address; a host that has one address has all that 
 
 
 class BodyBudget:
-    """Bytes of unfinished bodies that are held: of all clients together, and of each."""
+    """Bytes of bodies that are unfinished, or wait to be tokenised: of all clients together, and of each."""
 
     def __init__(self, max_bytes: int, max_client_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -24,10 +24,10 @@ class BodyBudget:
         of_client = self._by_client.get(client, 0) + num_bytes
         if of_client > self._max_client_bytes:
             limit = f"the limit of {self._max_client_bytes} bytes for one address"
-            raise OverloadedError(f"the unfinished request bodies of this client exceed {limit}; try again later")
+            raise OverloadedError(f"the waiting request bodies of this client exceed {limit}; try again later")
         if self.num_bytes + num_bytes > self._max_bytes:
             limit = f"the limit of {self._max_bytes} bytes"
-            raise UnavailableError(f"the unfinished request bodies of all clients exceed {limit}; try again later")
+            raise UnavailableError(f"the waiting request bodies of all clients exceed {limit}; try again later")
         self._by_client[client] = of_client
         self.num_bytes += num_bytes
 

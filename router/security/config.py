@@ -83,7 +83,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(gt=0, description="Seconds within which the headers must arrive once a client has connected.")
     ] = 30.0
     max_unfinished_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Most bytes held of unfinished HTTP request bodies, of all clients.")
+        int,
+        Meta(
+            ge=1024,
+            description="Most bytes of HTTP request bodies that are unfinished or not tokenised yet, of all clients.",
+        ),
     ] = 256 * 2**20
     max_unfinished_body_bytes_per_client: Annotated[
         Annotated[int, Meta(ge=1024)] | None,

@@ -6,8 +6,8 @@ a client that goes over a bound gets an error object, and its connection is clos
 0. There are at most `max_connections`, so that descriptors are left for all else.
 1. A head (request line and headers) has a size and a time: from the connection on for the first one, for later ones
    from their first byte; between requests uvicorn's keep-alive timeout holds.
-2. A body has a pace, see BodyPace. What a read leaves of an unfinished body is counted in a BodyBudget, so a request
-   that comes at once is never refused for the bodies of others.
+2. A body has a pace, see BodyPace. What a read leaves of an unfinished body is counted in a BodyBudget until the body
+   was tokenised or answered, so a request that comes at once is never refused for the bodies of others.
 3. Trailers are dropped. They, and the framing of chunks beyond what small chunks need, have the size of a head.
 4. One request is served at a time. A client that sends the next one before it has the answer gets this answer, and the
    connection is closed, as HTTP allows; what it sends is read and dropped. So a client that leaves is always noticed.
@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.errors import BatonError, InvalidRequestError, UnavailableError
 from router.gateway.errors import error_headers, error_json
+from router.gateway.exchange import RELEASE_BODY
 from router.security.bodies import BodyBudget, BodyPace, client_of
 from router.security.config import LimitsConfig
 from router.security.refusals import Refusals
@@ -196,6 +197,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.scope["method"] != "HEAD":  # whose responses have no body
             transport = _Unchunked(self.cycle, self.transport) if is_old else self.transport
             self.cycle.transport = _HeadHolder(self.cycle, transport)  # type: ignore[assignment]  # all it needs
+        self.scope[RELEASE_BODY] = self._release_body  # type: ignore[literal-required]  # a key of ours
         self._in_head, self._in_body = False, True
 
     def on_body(self, body: bytes) -> None:
@@ -204,10 +206,10 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End of the body."""
+        """End of the body, which stays counted until it is needed no longer."""
         self._in_body = False
         self._stop_waiting()
-        self._release_body()
+        self._pace = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -25,7 +25,9 @@ class SecurityMetrics:
             "baton_router_http_refused", "HTTP connections that were closed, by reason.", ["reason"], registry=registry
         )
         self.unfinished_body_bytes = Gauge(
-            "baton_router_http_unfinished_body_bytes", "Bytes of request bodies that have not ended.", registry=registry
+            "baton_router_http_unfinished_body_bytes",
+            "Bytes of request bodies that are unfinished or wait to be tokenised.",
+            registry=registry,
         )
         for reason in ("missing", "unknown"):
             self.unauthenticated.labels(reason)

@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import OverloadedError, UnavailableError
 from router.config import RouterConfig
+from router.gateway import endpoint
 from router.security.bodies import BodyBudget, BodyPace, client_of
 from router.security.config import LimitsConfig
 from tests.fuzz.raw_http import Wire
@@ -93,6 +94,74 @@ async def test_what_has_ended_is_held_no_longer(small, connect, stream):
         await decode.allow(None)
         assert (await wire.receive()).status == 200
     await small.until_quiet()
+
+
+@pytest.fixture
+def tokenizing(small, monkeypatch):
+    """What waits for a thread to be tokenised, until it is released."""
+
+    class Tokenizing:
+        num_waiting = 0
+        released = asyncio.Event()
+
+    async def run(_, work):
+        Tokenizing.num_waiting += 1
+        try:
+            await Tokenizing.released.wait()
+        finally:
+            Tokenizing.num_waiting -= 1
+        return work()
+
+    monkeypatch.setattr(small.router.service.model("").preprocessor._threads, "run", run)
+    return Tokenizing
+
+
+async def send_in_two_parts(cluster, wire):
+    """A whole body, of which 50 KiB are counted."""
+    before = cluster.metric(HELD)
+    body = b'{"truncate_prompt_tokens": 9, "max_tokens": 1, "prompt": "%b"}' % (b"a" * 52 * KIB)
+    await wire.send(beginning(0, of=len(body)) + body[: 50 * KIB])
+    await until(lambda: cluster.metric(HELD) == before + 50 * KIB)
+    await wire.send(body[50 * KIB :])
+
+
+async def test_what_waits_to_be_tokenised_is_held(small, connect, tokenizing):
+    first, second = await connect(), await connect()
+    await send_in_two_parts(small, first)
+    await until(lambda: tokenizing.num_waiting)
+    assert small.metric(HELD) == 50 * KIB
+    await second.send(beginning(15 * KIB, of=60 * KIB))
+    assert (await second.receive()).status == 429
+    tokenizing.released.set()
+    assert (await first.receive()).status == 200
+    assert small.metric(HELD) == 0
+
+
+async def test_what_waits_to_be_tokenised_is_dropped_once_its_client_leaves(small, tokenizing):
+    async with Wire.to(small.router.port) as wire:
+        await send_in_two_parts(small, wire)
+        await until(lambda: tokenizing.num_waiting)
+    await until(lambda: not tokenizing.num_waiting)
+    await until(lambda: not small.metric(HELD))
+
+
+async def test_what_waits_for_its_turn_is_held_and_dropped_once_its_client_leaves(start_cluster, monkeypatch):
+    cluster = await start_cluster()
+    may_go, waiting = asyncio.Event(), []
+
+    async def wait_for_turn(*_):
+        waiting.append(asyncio.current_task())
+        await may_go.wait()
+
+    monkeypatch.setattr(endpoint, "others_turn_if_large", wait_for_turn)
+    async with Wire.to(cluster.router.port) as wire:
+        await wire.send(beginning(1, of=2))
+        await until(lambda: cluster.metric(HELD) == 1)
+        await wire.send(b" ")
+        await until(lambda: waiting)
+        assert cluster.metric(HELD) == 1
+    await until(waiting[0].done)
+    assert cluster.metric(HELD) == 0
 
 
 async def test_what_fails_is_held_no_longer(small, connect):
