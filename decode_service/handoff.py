@@ -30,6 +30,7 @@ A handoff fails a request only if that is the request's policy. Otherwise missin
 a reason:
 
     prefill_failed     the prefill pod or the router reported that the prefill failed
+    prefill_refused    the same, because of what the request asks for, or asks for too often
     handoff_broken     the prefill pod cannot be reached, or the stream ended early
     handoff_timeout    no event arrived in time
     handoff_refused    the prefill pod rejected the transfer
@@ -57,6 +58,7 @@ from common.engine.kv_cache import KVGroups
 from common.errors import (
     BatonError,
     DeadlineExceededError,
+    ErrorCode,
     IncompatiblePeerError,
     InvalidRequestError,
     OverloadedError,
@@ -79,6 +81,7 @@ STALL_TIMEOUT_S = 30.0  # as long as the default lease of a prefill pod, which r
 WRITE_TIMEOUT_S = 5.0  # for gRPC to take one of our small messages
 DEFAULT_LEASE_S = 30.0  # of a prefill pod that does not state its own
 DEFAULT_QUARANTINE_S = 60.0  # the same
+PREFILL_REFUSED = "prefill_refused"  # a reason
 _LONGEST_S = 86_400.0  # longer ones are invalid
 RENEWALS_PER_LEASE = 3  # so that one may be late
 MIN_RENEWAL_S = 0.01  # whatever lease the prefill pod names
@@ -87,6 +90,12 @@ ABORT_TIMEOUT_S = 1.0  # for the router to abort a request whose prefill was can
 
 _Call = grpc.aio.StreamStreamCall[pods_pb2.HandoffCommand, pods_pb2.HandoffEvent]
 _Reading = asyncio.Future[pods_pb2.HandoffEvent | object]
+
+
+def reason_of(code: ErrorCode) -> str:
+    """The reason under which a prefill that failed with this error is counted."""
+    is_refused = code.value.http_status < 500 and code is not ErrorCode.CANCELLED
+    return PREFILL_REFUSED if is_refused else "prefill_failed"
 
 
 class Consumer(Protocol):
@@ -354,7 +363,7 @@ class Handoff:
                 if isinstance(error, RequestCancelledError):
                     raise _PrefillCancelledError("prefill_failed", error.message)
                 overdue = isinstance(error, DeadlineExceededError)
-                raise _HandoffError("handoff_timeout" if overdue else "prefill_failed", error.message)
+                raise _HandoffError("handoff_timeout" if overdue else reason_of(error.code), error.message)
             case kind:
                 raise _HandoffError("handoff_invalid", f"unexpected {kind} in phase {self.phase.name}")
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -27,6 +28,7 @@ from common.engine.messages import (
 )
 from common.errors import BatonError, DeadlineExceededError, EngineDeadError, ErrorCode, UnavailableError
 from common.observability.logging import fields
+from common.observability.repeats import RepeatedLine
 from common.pb import common_pb2, pods_pb2
 from common.pod.context import PodContext
 from common.pod.convert import error_of
@@ -36,7 +38,7 @@ from common.rpc.convert import finish_reason_to_pb, logprobs_to_pb
 from common.rpc.errors import error_to_pb
 from common.types import FinishReason, RequestId, SampledToken, TransferId
 from decode_service.config import DecodeConfig
-from decode_service.handoff import Handoff, HandoffTimeouts, Offer
+from decode_service.handoff import PREFILL_REFUSED, Handoff, HandoffTimeouts, Offer, reason_of
 from decode_service.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ class PodServices:
     handoffs: TaskSet
     quarantine: Quarantine
     timeouts: HandoffTimeouts
+    recompute_lines: defaultdict[str, RepeatedLine] = field(  # by reason
+        default_factory=lambda: defaultdict(lambda: RepeatedLine(logger, logging.WARNING))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class DecodeRequest:
     def note_prefill_failed(self, epoch: int, code: ErrorCode) -> None:
         """Handles the router's report that the prefill leg failed; one about another attempt is ignored."""
         if self._handoff is not None and self._handoff.offer.epoch == epoch:
-            self._handoff.fail("prefill_failed", f"the prefill leg failed: {code.label}")
+            self._handoff.fail(reason_of(code), f"the prefill leg failed: {code.label}")
 
     def abort(self) -> None:
         """Aborts it at the router's request."""
@@ -260,12 +265,11 @@ class DecodeRequest:
             self._pod.metrics.handoffs.labels("delivered").inc()
 
     def _note_recompute(self, reason: str) -> None:
-        logger.warning(
-            "request %s: recomputing KV that did not arrive by handoff: %s",
-            self.request_id,
-            reason,
-            extra=fields(request_id=self.request_id),
-        )
+        text = "request %s: recomputing KV that did not arrive by handoff: %s"
+        if reason == PREFILL_REFUSED:
+            logger.info(text, self.request_id, reason, extra=fields(request_id=self.request_id))
+        else:
+            self._services.recompute_lines[reason].log(text, self.request_id, reason)
         self._report = replace(self._report, recompute_reason=reason)
         self._pod.metrics.handoffs.labels("failed").inc()
         self._pod.metrics.kv_recompute.labels(reason).inc()

@@ -399,10 +399,13 @@ class FakeRouter:
     async def abort(self, request_id: str) -> None:
         await self._write(pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
 
-    async def prefill_failed(self, request_id: str, epoch: int = 1) -> None:
-        failed = pods_pb2.PrefillFailed(
-            request_id=request_id, epoch=epoch, reason=common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
-        )
+    async def prefill_failed(
+        self,
+        request_id: str,
+        epoch: int = 1,
+        code: common_pb2.ErrorCode.ValueType = common_pb2.ERROR_CODE_UNAVAILABLE,
+    ) -> None:
+        failed = pods_pb2.PrefillFailed(request_id=request_id, epoch=epoch, reason=code)
         await self._write(pods_pb2.DecodeCommand(prefill_failed=failed))
 
     async def leave(self) -> None:

@@ -302,7 +302,7 @@ class PrefillFailed(_message.Message):
     epoch: _builtins.int
     """The attempt that failed; an older one is ignored."""
     reason: _common_pb2.ErrorCode.ValueType
-    """Class of the failure, for the log; counted as `prefill_failed`."""
+    """Class of the failure; `prefill_refused` or `prefill_failed` follows from it."""
     def __init__(
         self,
         *,

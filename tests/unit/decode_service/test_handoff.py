@@ -145,6 +145,8 @@ async def test_good_handoff_in_order() -> None:
         ([failed(0, code=common_pb2.ERROR_CODE_DEADLINE_EXCEEDED)], "handoff_timeout", 0),
         ([COMPUTING, failed(16, code=common_pb2.ERROR_CODE_CANCELLED)], "prefill_failed", 16),
         ([COMPUTING, progress(16), failed(32)], "prefill_failed", 32),
+        ([COMPUTING, failed(16, code=common_pb2.ERROR_CODE_INVALID_ARGUMENT)], "prefill_refused", 16),
+        ([failed(0, code=common_pb2.ERROR_CODE_RESOURCE_EXHAUSTED)], "prefill_refused", 0),
         ([progress(16)], "handoff_invalid", 0),
         ([delivered(40)], "handoff_invalid", 0),
         ([COMPUTING, COMPUTING], "handoff_invalid", 0),

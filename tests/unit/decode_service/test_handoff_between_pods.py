@@ -1,6 +1,7 @@
 """A prefill pod and a decode pod, real gRPC between them: the handoff, and everything that can go wrong with it."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -209,6 +210,23 @@ async def test_router_reports_that_the_prefill_leg_failed(cluster: Cluster, stag
     assert cluster.recomputed("prefill_failed") == 1
     with suppress(grpc.aio.AioRpcError):
         await call
+
+
+async def test_what_clients_bring_about_is_no_warning_and_the_rest_is_no_flood(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = [common_pb2.ERROR_CODE_INVALID_ARGUMENT] * 3 + [common_pb2.ERROR_CODE_UNAVAILABLE] * 3
+    with caplog.at_level(logging.INFO):
+        for number, code in enumerate(codes):
+            answer = await cluster.submit(f"r{number}")
+            await cluster.router.prefill_failed(f"r{number}", code=code)
+            assert (await answer.wait_finished()).tokens == EXPECTED
+    lines = [record for record in caplog.records if "did not arrive by handoff" in record.message]
+    assert [(record.levelname, record.message.split()[-1]) for record in lines] == [
+        *[("INFO", "prefill_refused")] * 3,
+        ("WARNING", "prefill_failed"),
+    ]
+    assert (cluster.recomputed("prefill_refused"), cluster.recomputed("prefill_failed")) == (3, 3)
 
 
 async def test_refused_prefill_leg_leaves_nothing_behind(cluster: Cluster) -> None:
