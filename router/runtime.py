@@ -224,8 +224,12 @@ def _message_bounds(service: InferenceService, access: AccessControl) -> Message
         max(1, limits.max_unfinished_body_bytes // config.max_body_bytes),
         max(1, config.max_client_body_bytes // config.max_body_bytes),
     )
+    bodies = BodyBudget(
+        max(limits.max_unfinished_body_bytes, config.max_body_bytes),
+        max(config.max_client_body_bytes, config.max_body_bytes),
+    )
     return MessageInterceptor(
-        slots, limits.body_timeout_s, lambda: service.max_body_values, service.count_error, access
+        slots, bodies, limits.body_timeout_s, lambda: service.max_body_values, service.count_error, access
     )
 
 

@@ -40,6 +40,7 @@ from router.requests.request import Draft, GenerationRequest
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
+from router.security.grpc_messages import release_message
 from router.service import InferenceService
 from router.turns import others_turn
 
@@ -316,7 +317,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
         model = self._service.model(draft.model)
-        return await model.parsing.prepare(draft, options, model.prepare)
+        request = await model.parsing.prepare(draft, options, model.prepare)
+        release_message()
+        return request
 
     def _terms(self, context: _AnyContext) -> Terms:
         """As HTTP clients say them in headers of the same names."""

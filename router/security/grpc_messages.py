@@ -7,7 +7,8 @@ long it takes to parse. Here every call reads its messages itself.
    not read yet is held back at the client, by flow control.
 2. A message has a time to come, and a call as long to wait for a slot.
 3. A call that is counted against a quota is refused before its message is read, if the quota is used up.
-4. What holds very many values is refused before it is parsed.
+4. A message that has come counts in a BodyBudget until it was tokenised or the call has ended.
+5. What holds very many values is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,7 +30,7 @@ from common.errors import BatonError, DeadlineExceededError, InvalidRequestError
 from common.rpc.errors import abort_with, drop_frames
 from common.rpc.parsing import answered
 from router.security.access import AccessControl
-from router.security.bodies import client_of
+from router.security.bodies import BodyBudget, client_of
 from router.security.grpc_guard import admitted, tenant_of_call
 from router.security.message_size import check_num_values
 from router.turns import others_turn_if_large
@@ -103,12 +105,41 @@ class ReadSlots:
             del self._waiting[client]
 
 
+class _HeldBytes:
+    """Bytes of one call's messages that count in a budget."""
+
+    def __init__(self, budget: BodyBudget, client: str) -> None:
+        self._budget = budget
+        self._client = client
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError or UnavailableError if there is no memory for them."""
+        self._budget.take(self._client, num_bytes)
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """They count no longer. Idempotent."""
+        if self._num_bytes:
+            self._budget.give_back(self._client, self._num_bytes)
+            self._num_bytes = 0
+
+
+_held: ContextVar[_HeldBytes] = ContextVar("held")
+
+
+def release_message() -> None:
+    """The current call's message counts no longer against what its client may have waiting: it was tokenised."""
+    _held.get().release()
+
+
 class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the type stubs only
     """Outside of all interceptors that may refuse a call."""
 
     def __init__(
         self,
         slots: ReadSlots,
+        bodies: BodyBudget,
         timeout_s: float,
         max_values: Callable[[], int],
         on_error: Callable[[BatonError], None],
@@ -116,6 +147,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
     ) -> None:
         """`timeout_s`: for each message; `max_values`: of each list in a message; `access`: where quotas are."""
         self._slots = slots
+        self._bodies = bodies
         self._timeout_s = timeout_s
         self._max_values = max_values
         self._on_error = on_error
@@ -147,10 +179,13 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
         take: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Any:
+            client = client_of_peer(context.peer())
+            held = _HeldBytes(self._bodies, client)
+            _held.set(held)
             try:
                 try:
                     with admitted(self._access, method):
-                        request = await take(self._read(messages, context, parse))
+                        request = await take(self._read(messages, client, held, parse))
                         return await answered(serve, request, context)
                 except BatonError as error:  # of reading: a servicer turns its own into statuses
                     self._on_error(error)
@@ -159,13 +194,16 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
                 request = None
                 drop_frames(error)
                 raise
+            finally:
+                held.release()
 
         return call
 
-    async def _read(self, messages: AsyncIterator[bytes], context: _Context, parse: _Parse) -> AsyncIterator[Any]:
-        """Each message, parsed. Raises OverloadedError, DeadlineExceededError, PayloadTooLargeError or
-        InvalidRequestError."""
-        client = client_of_peer(context.peer())
+    async def _read(
+        self, messages: AsyncIterator[bytes], client: str, held: _HeldBytes, parse: _Parse
+    ) -> AsyncIterator[Any]:
+        """Each message, parsed. Raises OverloadedError, UnavailableError, DeadlineExceededError, PayloadTooLargeError
+        or InvalidRequestError."""
         while True:
             async with AsyncExitStack() as stack:
                 try:
@@ -181,6 +219,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] 
                     raise DeadlineExceededError(problem) from None
             if data is None:
                 return
+            held.take(len(data))
             tenant = tenant_of_call()
             await others_turn_if_large(tenant, len(data))
             message = parse(data)  # takes some 10 ms if it is large

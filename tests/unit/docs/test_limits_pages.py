@@ -61,6 +61,7 @@ TRAFFIC: dict[str, list[float]] = {
     "time of a gRPC message": [LIMITS.body_timeout_s],
     "gRPC messages of one address that are read at once": [ROUTER.max_client_body_bytes // ROUTER.max_body_bytes],
     "gRPC messages of all clients that are read at once": [LIMITS.max_unfinished_body_bytes // ROUTER.max_body_bytes],
+    "gRPC messages that wait to be tokenised": [],
     "calls at once on a gRPC connection": [LIMITS.max_grpc_streams],
 }
 

@@ -154,6 +154,41 @@ async def test_a_call_gets_the_slot_of_one_that_ends(one_slot):
         assert (await models).models
 
 
+async def test_what_waits_to_be_tokenised_counts_until_it_is(start_cluster, monkeypatch):
+    limits = LimitsConfig(max_unfinished_body_bytes=2**20, max_unfinished_body_bytes_per_client=100_000)
+    cluster = await start_cluster(limits=limits, max_body_bytes=100_000)
+    decode, may_tokenize, num_waiting = cluster.decode[0], asyncio.Event(), 0
+
+    async def run(_, work):
+        nonlocal num_waiting
+        num_waiting += 1
+        await may_tokenize.wait()
+        return work()
+
+    monkeypatch.setattr(cluster.router.service.model("").preprocessor._threads, "run", run)
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        def generate(num_bytes):
+            options = inference_pb2.GenerateOptions(max_tokens=2, truncate_prompt_tokens=9)
+            message = inference_pb2.GenerateRequest(text="a" * num_bytes, options=options)
+            return asyncio.ensure_future(stub.Generate(message, timeout=30))
+
+        decode.allowed = 1
+        first = generate(60_000)
+        while not num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(60_000)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        may_tokenize.set()
+        await decode.until(lambda: len(decode.submits) == 1)
+        second = generate(60_000)  # while the first one runs
+        await decode.until(lambda: len(decode.submits) == 2)
+        await decode.allow(None)
+        await asyncio.gather(first, second)
+
+
 async def test_a_call_without_a_message(start_cluster):
     async def nothing():
         for each in ():
