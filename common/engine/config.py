@@ -129,17 +129,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             min_length=1,
-            description="What runs the model: inproc, in the engine's process; or module:factory of an Executor.",
+            description="What runs the model: inproc, in the engine's process, which is multiproc if there are several "
+            "ranks; multiproc, in a process for each rank; or module:factory of an Executor.",
         ),
     ] = "inproc"
-    tensor_parallel_size: Annotated[
-        int,
-        Meta(ge=1, description="Ranks that share the model's heads, for executors that have several; inproc has one."),
-    ] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, description="Ranks that share the model's heads.")] = 1
     rank_devices: Annotated[
         list[Annotated[int, Meta(ge=0)]],
         Meta(description="Number of the GPU of each rank; default: 0, 1 and so on."),
     ] = []
+    step_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Most seconds that ranks wait for each other, and for a step; then the engine ends."),
+    ] = 30.0
 
     def __post_init__(self) -> None:
         if self.rank_devices and len(self.rank_devices) != self.tensor_parallel_size:
@@ -147,6 +149,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"--rank-devices: {len(self.rank_devices)} devices, "
                 f"but --tensor-parallel-size is {self.tensor_parallel_size}"
             )
+
+    @property
+    def executor_name(self) -> str:
+        """What runs the model: an executor of several ranks where there are some."""
+        return "multiproc" if self.executor == "inproc" and self.tensor_parallel_size > 1 else self.executor
 
     def device_of(self, rank: int) -> int:
         """Number of the GPU of this rank."""

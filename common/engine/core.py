@@ -88,6 +88,7 @@ class EngineCore:
         self._clock = clock
         self.phases = PhaseClock(clock)
         executor.share_phases(self.phases)
+        executor.watch(on_failure)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step

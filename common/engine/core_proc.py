@@ -138,7 +138,7 @@ class EngineCoreProc:
     def _start(self) -> EngineLoop:
         with self._without_compiler():
             with kept_imports():  # torch and transformers
-                factory = EXECUTORS.find(self._launch.config.parallel.executor)
+                factory = EXECUTORS.find(self._launch.config.parallel.executor_name)
             executor = factory(self._launch.config)
             loop = EngineLoop(self._launch.config, executor, self._output.emit)
         try:
@@ -153,7 +153,8 @@ class EngineCoreProc:
         return loop
 
     def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
-        if self._launch.config.parallel.executor.startswith("fake"):  # which may need neither torch nor transformers
+        executor = self._launch.config.parallel.executor_name
+        if executor == "multiproc" or executor.startswith("fake"):  # which need neither torch nor transformers here
             return contextlib.nullcontext()
         from common.engine.model.without_compiler import without_compiler
 

@@ -38,6 +38,9 @@ class ThreadExecutor:
     def share_phases(self, phases: PhaseClock) -> None:
         """The caller's thread computes nothing."""
 
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """The worker fails in its calls only."""
+
     def load_model(self) -> ModelFacts:
         return self._thread.submit(self._worker.load_model).result()
 

@@ -42,7 +42,7 @@ class InprocClient:
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         """`executor`: runs the model; by default, in this process."""
         if executor is None:
-            executor = EXECUTORS.find(config.parallel.executor)(config)
+            executor = EXECUTORS.find(config.parallel.executor_name)(config)
         self._wakeup = threading.Event()
         self._news: deque[RequestOutput] = deque()  # of transfers, between steps
         self._dead = ""

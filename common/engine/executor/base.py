@@ -13,8 +13,8 @@ from common.engine.phases import PhaseClock
 
 
 class Executor(Protocol):
-    """Owns the workers. Called by EngineCore on its one thread, in this order: `share_phases`, `load_model`,
-    `initialize_kv_cache`, `open_connector`, `measure_steps`, then `submit` once per step, then `close`."""
+    """Owns the workers. Called by EngineCore on its one thread, in this order: `share_phases`, `watch`,
+    `load_model`, `initialize_kv_cache`, `open_connector`, `measure_steps`, `submit` once per step, `close`."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -30,6 +30,10 @@ class Executor(Protocol):
     def share_phases(self, phases: PhaseClock) -> None:
         """An executor that computes on the caller's thread enters there what it does in a step. The caller enters the
         rest: Phase.PREPARE before it submits a step, and Phase.DEVICE before it waits for the result."""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure` may be called once, from any thread and also between steps: workers that are elsewhere can do
+        no more."""
 
     def load_model(self) -> ModelFacts:
         """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""

@@ -298,6 +298,9 @@ class FakeExecutor:
         """See Executor."""
         self._phases = phases
 
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """See Executor. The workers fail in their calls only."""
+
     def load_model(self) -> ModelFacts:
         """The facts given to the constructor."""
         return self._facts

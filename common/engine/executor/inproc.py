@@ -27,6 +27,9 @@ class InprocExecutor:
         """See Executor."""
         self._worker.phases = phases
 
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """See Executor. The worker fails in its calls only."""
+
     def load_model(self) -> ModelFacts:
         """See Executor."""
         return self._worker.load_model()

@@ -14,9 +14,11 @@ EXECUTORS: Registry[ExecutorFactory] = Registry(
     "executor",
     {
         "inproc": "common.engine.executor.inproc:InprocExecutor",
+        "multiproc": "common.engine.executor.multiproc.executor:MultiprocExecutor",
         "fake": "common.engine.executor.fake:create_fake_executor",
         "fake-groups": "common.engine.executor.fake:create_fake_groups_executor",
         "fake-ranks": "common.engine.executor.fake:create_fake_ranks_executor",
         "fake-direct": "common.engine.executor.fake:create_fake_direct_executor",
+        "fake-multiproc": "common.engine.executor.multiproc.fake:create_fake_multiproc_executor",
     },
 )

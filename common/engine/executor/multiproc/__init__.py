@@ -1,0 +1,1 @@
+"""The executor of several ranks, each a process of its own."""

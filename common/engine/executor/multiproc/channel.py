@@ -1,0 +1,71 @@
+"""Messages over a stream socket, each with its length before it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+_LENGTH = struct.Struct("!I")
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Channel:
+    """One end. Any thread may send; one receives."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self._socket = own
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, readable when there are messages."""
+        return self._socket.fileno()
+
+    def limit_sends(self, seconds: float) -> None:
+        """From now on, `send` raises TimeoutError when the other end takes nothing for as long."""
+        self._limit(socket.SO_SNDTIMEO, seconds)
+
+    def limit_receives(self, seconds: float) -> None:
+        """From now on, `receive` raises TimeoutError when nothing comes for as long."""
+        self._limit(socket.SO_RCVTIMEO, seconds)
+
+    def send(self, message: bytes) -> None:
+        """Raises OSError if the other end is closed."""
+        with self._sending:
+            try:
+                self._socket.sendall(_LENGTH.pack(len(message)) + message)
+            except BlockingIOError as error:
+                raise TimeoutError from error
+
+    def receive(self) -> bytearray:
+        """Waits for a message. Raises EOFError if the other end is closed."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._read(length)
+
+    def shut_down(self) -> None:
+        """Ends whatever waits on the socket, at both ends. May be called from any thread."""
+        with contextlib.suppress(OSError):  # the other end is gone, or this one is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the socket. Idempotent."""
+        self._socket.close()
+
+    def _limit(self, option: int, seconds: float) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+
+    def _read(self, length: int) -> bytearray:
+        buffer = bytearray(length)
+        view, num_read = memoryview(buffer), 0
+        while num_read < length:
+            try:
+                part = self._socket.recv_into(view[num_read:])
+            except BlockingIOError as error:
+                raise TimeoutError from error
+            except ConnectionError as error:
+                raise EOFError from error
+            if not part:
+                raise EOFError
+            num_read += part
+        return buffer

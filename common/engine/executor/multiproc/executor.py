@@ -1,0 +1,407 @@
+"""The executor of several ranks, each a process of its own.
+
+1. `load_model` starts a process for each rank. Each call of the start goes to all of them at once, and their answers
+   are joined: they must be the same, but for what is a rank's own.
+2. `submit` writes the step to a ring, which all ranks read; the first of them answers. Each rank samples all tokens, so
+   that none has to be told any.
+3. Transfers and their results travel on another socket of each rank, on which a thread listens. So it sees at once,
+   also between steps, that a rank has ended. Then, or when a rank fails or takes too long, the engine ends.
+4. `close` ends the processes. They also end when this process is gone, however it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
+from common.engine.executor.multiproc.channel import Channel
+from common.engine.executor.multiproc.protocol import (
+    WORKER,
+    Cancel,
+    Close,
+    Decoder,
+    Done,
+    FromRank,
+    InitializeKVCache,
+    Loaded,
+    LoadModel,
+    LogLine,
+    Masks,
+    Measured,
+    MeasureSteps,
+    OpenConnector,
+    Opened,
+    RankLaunch,
+    Settled,
+    StartAnswer,
+    StartLoad,
+    StartLookup,
+    StartSave,
+    Step,
+    StepAnswer,
+    StepDone,
+    ToRanks,
+    Transfer,
+    WantMasks,
+    encode,
+)
+from common.engine.executor.multiproc.ring import RingWriter
+from common.engine.executor.ranked_connector import join_ranks
+from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import OpenConnector as Opening
+from common.engine.launch import EngineFailed
+from common.engine.phases import PhaseClock
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+_COMMAND = [sys.executable, "-m", "common.engine.executor.multiproc.worker_process"]
+_CLOSE_TIMEOUT_S = 5.0  # for ranks to close their connectors
+_EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
+_CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
+_OWN_FACTS = frozenset({"available_kv_bytes", "device", "kernels_failed", "num_threads", "tokenizer_directory"})
+
+_Answer = TypeVar("_Answer", Loaded, Done, Opened, Measured)
+
+
+class MultiprocExecutor:
+    """See Executor."""
+
+    runs_ahead = False
+    num_failed_recordings = 0  # nothing is recorded over several ranks
+
+    def __init__(self, config: EngineConfig, factory: str = WORKER) -> None:
+        """`factory`: "module:name" of a RankWorkerFactory."""
+        self._config = config
+        self._factory = factory
+        self._num_ranks = config.parallel.tensor_parallel_size
+        self._timeout_s = config.parallel.step_timeout_s
+        self._ranks: list[_Rank] = []
+        self._ring: RingWriter | None = None
+        self._directory: Path | None = None
+        self._has_started = False
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._on_failure: Callable[[Exception], None] = lambda error: None
+        self._start_answer: Decoder[StartAnswer] = Decoder(StartAnswer)
+        self._step_answer: Decoder[StepAnswer] = Decoder(StepAnswer)
+
+    def share_phases(self, phases: PhaseClock) -> None:
+        """See Executor. The caller's thread computes nothing."""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None:
+        """See Executor."""
+        self._on_failure = on_failure
+
+    def load_model(self) -> ModelFacts:
+        """See Executor."""
+        self._start_processes()
+        return join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """See Executor."""
+        self._call(InitializeKVCache(num_blocks), Done)
+
+    def open_connector(self, on_settled: Callable[[], None]) -> Opening | None:
+        """See Executor."""
+        for rank in self._ranks:
+            rank.connector.on_settled = on_settled
+        opened = [
+            Opening(rank.connector, answer.facts)
+            for rank, answer in zip(self._ranks, self._call(OpenConnector(), Opened), strict=True)
+            if answer.facts is not None
+        ]
+        return join_ranks(opened) if opened else None
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """See Executor. A step takes as long as on the slowest rank."""
+        by_rank = [answer.steps for answer in self._call(MeasureSteps(), Measured)]
+        for rank in self._ranks:
+            rank.calls.limit_sends(self._timeout_s)
+            rank.calls.limit_receives(self._timeout_s)
+        self._has_started = True
+        return [max(measured, key=lambda each: each[1]) for measured in zip(*by_rank, strict=True)]
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
+        """See Executor."""
+        self._broadcast(Step(step))
+        return _Running(self, masks) if step.num_scheduled_tokens else FinishedStep(ModelRunnerOutput())
+
+    def finish(self, masks: MaskSource) -> ModelRunnerOutput:
+        """Waits for the results of the step that was submitted. Called once for each that computes something."""
+        while True:
+            match self._step_answer(self._receive(self._ranks[0])):
+                case StepDone(output):
+                    return output
+                case WantMasks(request_ids, lengths):
+                    self._broadcast(Masks.of(masks(request_ids, np.array(lengths, dtype=np.int64))))
+
+    def close(self) -> None:
+        """See Executor."""
+        with self._lock:
+            self._is_closed = True
+        if self._has_started and self._failure is None:
+            try:
+                self._broadcast(Close())
+            except EngineDeadError:
+                self._has_started = False
+        due = time.monotonic() + (_CLOSE_TIMEOUT_S if self._has_started and self._failure is None else 0)
+        for rank in self._ranks:
+            rank.end(max(0.0, due - time.monotonic()))
+        self._ranks = []
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    def _start_processes(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        pairs = [(_socketpair(), _socketpair()) for _ in range(self._num_ranks)]
+        self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s)
+        for number, (calls, news) in enumerate(pairs):
+            launch = RankLaunch(
+                config=self._config,
+                rank=number,
+                factory=self._factory,
+                rendezvous=str(self._directory / "rendezvous"),
+                ring=self._ring.descriptors(number),
+                news=news.others.fileno(),
+                log_level=logging.getLogger().getEffectiveLevel(),
+            )
+            with calls.others, news.others:
+                process = subprocess.Popen(  # noqa: S603  # our own module
+                    _COMMAND,
+                    stdin=calls.others.fileno(),
+                    stdout=2,
+                    pass_fds=(*launch.ring, launch.news),
+                    env=self._environment(),
+                )
+            news.own.limit_sends(self._timeout_s)
+            calls.own.send(encode(launch))
+            self._ranks.append(_Rank(number, self._num_ranks, process, calls.own, news.own, self._fail))
+
+    def _environment(self) -> dict[str, str]:
+        """The ranks share the cores, unless that is set."""
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks)
+        return {"OMP_NUM_THREADS": str(num_threads), **os.environ}
+
+    def _call(self, call: ToRanks, kind: type[_Answer]) -> list[_Answer]:
+        """The answers of all ranks to a call of the start."""
+        self._broadcast(call)
+        answers: list[_Answer] = []
+        for rank in self._ranks:
+            answer = self._start_answer(self._receive(rank))
+            assert isinstance(answer, kind)
+            answers.append(answer)
+        return answers
+
+    def _broadcast(self, message: ToRanks) -> None:
+        assert self._ring is not None
+        try:
+            self._ring.write(encode(message))
+        except TimeoutError as error:
+            raise self._failure or EngineDeadError(self._late("taken a step")) from error
+        except OSError as error:
+            raise self._cause() from error
+
+    def _receive(self, rank: _Rank) -> bytearray:
+        try:
+            return rank.calls.receive()
+        except TimeoutError as error:
+            raise EngineDeadError(self._late("finished a step")) from error
+        except EOFError as error:
+            raise self._cause() from error
+
+    def _late(self, what: str) -> str:
+        return f"the {self._num_ranks} ranks have not {what} for {self._timeout_s:g} s (step_timeout_s)"
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        """A rank's thread says that it has ended, or will. Ends all waits."""
+        with self._lock:
+            if self._is_closed or self._failure is not None:
+                return
+            self._failure = error
+        for rank in self._ranks:
+            rank.calls.shut_down()
+        self._on_failure(error)
+
+    def _cause(self) -> Exception:
+        """Why a socket is closed, of which the rank's thread hears at the same time."""
+        due = time.monotonic() + _EXIT_TIMEOUT_S
+        while self._failure is None and time.monotonic() < due:
+            time.sleep(0.01)
+        return self._failure or EngineDeadError("a rank has closed its socket")
+
+
+class _Running(NamedTuple):
+    """See RunningStep."""
+
+    executor: MultiprocExecutor
+    masks: MaskSource
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        return self.executor.finish(self.masks)
+
+
+class _Pair(NamedTuple):
+    own: Channel
+    others: socket.socket
+
+
+def _socketpair() -> _Pair:
+    own, others = socket.socketpair()
+    return _Pair(Channel(own), others)
+
+
+class _Rank:
+    """A rank's process, and the thread that listens to it."""
+
+    def __init__(
+        self,
+        number: int,
+        num_ranks: int,
+        process: subprocess.Popen[bytes],
+        calls: Channel,
+        news: Channel,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        """`on_failure` is called when the process fails or ends, also if it was told to end."""
+        self.calls = calls
+        self.connector = RankConnector(news)
+        self._name = f"rank {number} of {num_ranks}"
+        self._process = process
+        self._news = news
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._listen, name=f"rank-{number}", daemon=True)
+        self._thread.start()
+
+    def end(self, timeout_s: float) -> None:
+        """Waits for the process to end, and kills it after that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join()
+        self.calls.close()
+        self._news.close()
+
+    def _listen(self) -> None:
+        decode: Decoder[FromRank] = Decoder(FromRank)
+        try:
+            while True:
+                match decode(self._news.receive()):
+                    case Settled(results):
+                        self.connector.settle(results)
+                    case LogLine(level, name, text):
+                        logging.getLogger(name).log(level, "%s: %s", self._name, text)
+                    case EngineFailed() as failed:
+                        self._on_failure(self._describe(failed))
+        except EOFError:
+            self._on_failure(EngineDeadError(f"{self._name} {self._exit()}"))
+
+    def _describe(self, failed: EngineFailed) -> Exception:
+        error = failed.to_error()
+        if isinstance(error, ConfigError):
+            return error
+        time.sleep(_CAUSE_TIMEOUT_S)
+        return EngineDeadError(f"{self._name} failed: {failed.message}")
+
+    def _exit(self) -> str:
+        try:
+            code = self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its socket"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+class RankConnector:
+    """See Connector. That of a rank's process."""
+
+    def __init__(self, news: Channel) -> None:
+        self.on_settled: Callable[[], None] = lambda: None
+        self._news = news
+        self._settled: deque[TransferResult] = deque()
+
+    def start_load(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._send(StartLoad(transfer))
+
+    def start_save(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._send(StartSave(transfer))
+
+    def start_lookup(self, transfer: BlockTransfer) -> None:
+        """See Connector."""
+        self._send(StartLookup(transfer))
+
+    def cancel(self, job_id: int) -> None:
+        """See Connector."""
+        self._send(Cancel(job_id))
+
+    def poll(self) -> list[TransferResult]:
+        """See Connector."""
+        return [self._settled.popleft() for _ in range(len(self._settled))]
+
+    def settle(self, results: Sequence[TransferResult]) -> None:
+        """The rank has settled jobs. May be called from any thread."""
+        self._settled.extend(results)
+        self.on_settled()
+
+    def _send(self, message: Transfer) -> None:
+        try:
+            self._news.send(encode(message))
+        except TimeoutError as error:
+            raise EngineDeadError("a rank takes no transfers") from error
+        except OSError as error:
+            logger.debug("a rank is gone, as its thread reports: %r", error)
+
+
+def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:
+    """What holds of the model on all ranks. Raises ModelLoadError if they have not loaded the same."""
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        for field in fields(ModelFacts):
+            own, others = getattr(first, field.name), getattr(other, field.name)
+            if own != others and field.name not in _OWN_FACTS:
+                raise ModelLoadError(
+                    f"the ranks have loaded different models: {field.name} is {_shown(own)} on rank 0, "
+                    f"{_shown(others)} on rank {rank}",
+                    param="model",
+                )
+    return replace(
+        first,
+        available_kv_bytes=min(facts.available_kv_bytes for facts in by_rank),
+        kernels_failed=any(facts.kernels_failed for facts in by_rank),
+    )
+
+
+def _shown(value: object) -> object:
+    return value.hex() if isinstance(value, bytes) else value

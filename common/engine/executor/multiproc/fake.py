@@ -1,0 +1,79 @@
+"""Ranks of a FakeExecutor in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import FinishedStep, SchedulerOutput
+from common.engine.executor.fake import FAKE_FINGERPRINT, FakeExecutor, MemoryConnector
+from common.engine.executor.fake_worker import FakeWorker, Sums
+from common.engine.executor.multiproc.executor import MultiprocExecutor
+from common.engine.kv_connector import OpenConnector, WorkerConnector
+
+
+class FakeRank:
+    """See RankWorker. One rank of a FakeExecutor."""
+
+    def __init__(self, config: EngineConfig, rank: int, rendezvous: str, connector: WorkerConnector) -> None:
+        size = config.parallel.tensor_parallel_size
+        self._rank = rank
+        self._facts = FakeExecutor(block_size=config.cache.block_size, num_ranks=size).load_model()
+        self._connector = connector
+        self._worker = FakeWorker(self._facts, rank, connector)
+        timeout = timedelta(seconds=config.parallel.step_timeout_s)
+        self._ranks = ProcessGroupGloo(FileStore(rendezvous, size), rank, size, timeout)
+
+    def load_model(self) -> ModelFacts:
+        """See RankWorker."""
+        return self._facts
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """See RankWorker."""
+        self._worker.initialize_kv_cache(num_blocks)
+
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
+        """See RankWorker."""
+        return self._worker.open_connector(FAKE_FINGERPRINT, self._facts.layout, on_settled)
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """See RankWorker."""
+        return []
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        """See RankWorker."""
+        return FinishedStep(self._worker.sample(self._over_all_ranks(self._worker.compute(step))))
+
+    def close(self) -> None:
+        """See RankWorker."""
+        self._connector.close()
+
+    def _over_all_ranks(self, sums: Sums) -> Sums:
+        own = [each - 2**63 for request_sums in sums.values() for each in request_sums]
+        if not own:
+            return sums
+        # The constant that makes them fit has to be taken out as often as it was put in; int64 wraps around.
+        totals = torch.tensor(own, dtype=torch.int64)
+        self.all_reduce(totals)
+        excess, rest = 2**63 * self._facts.layout.tensor_parallel_size, iter(totals.tolist())
+        return {request_id: [(next(rest) + excess) % 2**64 for _ in each] for request_id, each in sums.items()}
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums over all ranks, in place."""
+        self._ranks.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+
+
+def create_fake_rank(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """RankWorkerFactory of a FakeRank."""
+    return FakeRank(config, rank, rendezvous, MemoryConnector())
+
+
+def create_fake_multiproc_executor(config: EngineConfig) -> MultiprocExecutor:
+    """ExecutorFactory of a MultiprocExecutor of FakeRanks."""
+    return MultiprocExecutor(config, f"{__name__}:{create_fake_rank.__name__}")

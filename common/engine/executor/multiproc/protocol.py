@@ -1,0 +1,196 @@
+"""The messages between the driver and the processes of its ranks: msgpack, over three ways.
+
+Ring, driver to all ranks:    `LoadModel`, `InitializeKVCache`, `OpenConnector`, `MeasureSteps`, in this order; then a
+                              `Step` for each step, and `Masks` where the first rank has asked for them; `Close`.
+Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Loaded`, `Done`,
+                              `Opened` or `Measured`. The first rank answers each step that computes something, and asks
+                              for masks before it does.
+News, another socket of each: the driver's transfers; the rank's results of them, its log, and `EngineFailed`, after
+                              which it ends. End of file tells either side that the other one is gone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from common.engine.config import EngineConfig
+from common.engine.contract.masks import BatchMasks
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import ModelRunnerOutput, NoToken, SchedulerOutput
+from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
+from common.engine.launch import EngineFailed
+from common.types import RequestId
+
+WORKER = "common.engine.executor.multiproc.worker:create_worker"  # the factory of ranks that have a model
+
+
+class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a rank's process. Descriptors are inherited."""
+
+    config: EngineConfig
+    rank: int
+    factory: str  # "module:name" of a RankWorkerFactory
+    rendezvous: str  # a path, at which there is nothing yet, where the ranks find each other
+    ring: tuple[int, int, int]  # RingDescriptors
+    news: int
+    log_level: int
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.load_model."""
+
+
+class InitializeKVCache(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.initialize_kv_cache."""
+
+    num_blocks: int
+
+
+class OpenConnector(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.open_connector."""
+
+
+class MeasureSteps(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.measure_steps."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.submit."""
+
+    step: SchedulerOutput
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """BatchMasks of the step that runs."""
+
+    positions: list[int]
+    num_words: int  # of each mask
+    words: bytes
+    no_tokens: dict[int, NoToken]
+
+    @classmethod
+    def of(cls, masks: BatchMasks | None) -> Masks:
+        """The message for `masks`."""
+        if masks is None:
+            return cls([], 0, b"", {})
+        return cls(masks.positions, masks.words.shape[1], masks.words.tobytes(), masks.no_tokens)
+
+    def to_batch(self) -> BatchMasks | None:
+        """The masks, which must not be written to."""
+        if not self.positions and not self.no_tokens:
+            return None
+        words = np.frombuffer(self.words, dtype=np.int32).reshape(len(self.positions), self.num_words)
+        return BatchMasks(self.positions, words, self.no_tokens)
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """The end."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded."""
+
+    facts: ModelFacts
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answers calls that return nothing."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """The connector is open, if there is one."""
+
+    facts: ConnectorFacts | None
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """What steps take on this rank."""
+
+    steps: list[tuple[int, float]]
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """The results of a step."""
+
+    output: ModelRunnerOutput
+
+
+class WantMasks(msgspec.Struct, frozen=True, tag=True):
+    """The arguments of a MaskSource."""
+
+    request_ids: list[RequestId]
+    lengths: list[int]
+
+
+class StartLoad(msgspec.Struct, frozen=True, tag=True):
+    """See Connector.start_load."""
+
+    transfer: BlockTransfer
+
+
+class StartSave(msgspec.Struct, frozen=True, tag=True):
+    """See Connector.start_save."""
+
+    transfer: BlockTransfer
+
+
+class StartLookup(msgspec.Struct, frozen=True, tag=True):
+    """See Connector.start_lookup."""
+
+    transfer: BlockTransfer
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """See Connector.cancel."""
+
+    job_id: int
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """Jobs that have settled on this rank."""
+
+    results: list[TransferResult]
+
+
+class LogLine(msgspec.Struct, frozen=True, tag=True):
+    """What a rank has logged."""
+
+    level: int
+    logger: str
+    text: str
+
+
+ToRanks = LoadModel | InitializeKVCache | OpenConnector | MeasureSteps | Step | Masks | Close
+StartAnswer = Loaded | Done | Opened | Measured
+StepAnswer = StepDone | WantMasks
+Transfer = StartLoad | StartSave | StartLookup | Cancel
+FromRank = Settled | LogLine | EngineFailed
+
+_Message = TypeVar("_Message")
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # of paths
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The bytes of a message, at least one."""
+    return _encoder.encode(message)
+
+
+class Decoder(Generic[_Message]):
+    """Decodes the messages of one way."""
+
+    def __init__(self, kind: object) -> None:
+        """`kind`: the type of the messages."""
+        self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(kind, dec_hook=_to_path)
+
+    def __call__(self, message: bytes | bytearray) -> _Message:
+        """Returns the message."""
+        return self._decoder.decode(message)
+
+
+def _to_path(kind: type, value: str) -> Path:
+    assert kind is Path
+    return Path(value)

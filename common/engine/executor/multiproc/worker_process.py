@@ -1,0 +1,274 @@
+"""The process of one rank. Run as `python -m common.engine.executor.multiproc.worker_process` by MultiprocExecutor;
+`common.engine.executor.multiproc.protocol` has their messages.
+
+    ring ─▶ main thread: the worker's calls and steps ─▶ calls socket
+    news socket ◀─▶ transfer thread: the connector
+
+The transfer thread does not wait for steps. It sees as well that the driver is gone, and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pkgutil
+import select
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from common.engine.config import EngineConfig
+from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.executor.multiproc.channel import Channel
+from common.engine.executor.multiproc.protocol import (
+    WORKER,
+    Cancel,
+    Close,
+    Decoder,
+    Done,
+    InitializeKVCache,
+    Loaded,
+    LoadModel,
+    LogLine,
+    Masks,
+    Measured,
+    MeasureSteps,
+    OpenConnector,
+    Opened,
+    RankLaunch,
+    Settled,
+    StartLoad,
+    StartLookup,
+    StartSave,
+    Step,
+    StepDone,
+    ToRanks,
+    Transfer,
+    WantMasks,
+    encode,
+)
+from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
+from common.engine.kv_connector import Connector
+from common.engine.kv_connector import OpenConnector as Opening
+from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
+from common.errors import ConfigError
+from common.imports import kept_imports
+from common.types import RequestId
+
+logger = logging.getLogger("common.engine.executor.multiproc.worker_process")
+
+
+class RankWorker(Protocol):
+    """The worker of one rank: see Executor, whose calls it gets in the same order on one thread. It joins the other
+    ranks' workers in `load_model`."""
+
+    def load_model(self) -> ModelFacts:
+        """The facts must be the same on all ranks, but for those of memory and threads."""
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """The rank's part of each block."""
+
+    def open_connector(self, on_settled: Callable[[], None]) -> Opening | None:
+        """The rank's own connector."""
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """Runs the same steps on all ranks."""
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
+        """Gives the same results on all ranks."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+RankWorkerFactory = Callable[[EngineConfig, int, str], RankWorker]
+"""(config, rank, rendezvous) -> worker; see RankLaunch. Raises ConfigError for settings that do not fit."""
+
+
+class RankProcess:
+    """Serves the driver on the main thread."""
+
+    def __init__(self, launch: RankLaunch, calls: Channel, transfers: TransferThread) -> None:
+        self._launch = launch
+        self._calls = calls
+        self._transfers = transfers
+        self._ring = RingReader(RingDescriptors(*launch.ring), calls)
+        self._decode: Decoder[ToRanks] = Decoder(ToRanks)
+        self._constrained: set[RequestId] = set()  # live requests with a grammar
+
+    def run(self) -> None:
+        """Serves until the driver closes this rank."""
+        with self._without_compiler():
+            with kept_imports():  # torch and transformers
+                factory = cast("RankWorkerFactory", pkgutil.resolve_name(self._launch.factory))
+            worker = factory(self._launch.config, self._launch.rank, self._launch.rendezvous)
+            while self._start(worker):
+                pass
+        gc.collect()
+        gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
+        while self._step(worker):
+            pass
+        self._transfers.close()
+        worker.close()
+
+    def _start(self, worker: RankWorker) -> bool:
+        """Answers a call of the start. False: it was the last."""
+        match self._decode(self._ring.read()):
+            case LoadModel():
+                self._calls.send(encode(Loaded(worker.load_model())))
+            case InitializeKVCache(num_blocks):
+                worker.initialize_kv_cache(num_blocks)
+                self._calls.send(encode(Done()))
+            case OpenConnector():
+                opened = worker.open_connector(self._transfers.wake)
+                self._transfers.connector = None if opened is None else opened.connector
+                self._calls.send(encode(Opened(None if opened is None else opened.facts)))
+            case MeasureSteps():
+                self._calls.send(encode(Measured(worker.measure_steps())))
+                return False
+        return True
+
+    def _step(self, worker: RankWorker) -> bool:
+        """Runs a step. False: there are no more."""
+        match self._decode(self._ring.read()):
+            case Step(step):
+                self._constrained.difference_update(step.dropped_request_ids)
+                self._constrained.update(
+                    each.request_id for each in step.new_requests if each.sampling.structured_outputs
+                )
+                output = worker.submit(step, self._masks if self._constrained else no_masks).result()
+                if self._launch.rank == 0 and step.num_scheduled_tokens:
+                    self._calls.send(encode(StepDone(output)))
+            case Close():
+                return False
+        return True
+
+    def _masks(self, request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
+        """See MaskSource."""
+        if self._launch.rank == 0:
+            self._calls.send(encode(WantMasks(list(request_ids), lengths.tolist())))
+        masks = self._decode(self._ring.read())
+        if not isinstance(masks, Masks):
+            raise EOFError("the driver ends in a step")
+        return masks.to_batch()
+
+    def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
+        if self._launch.factory != WORKER:
+            return contextlib.nullcontext()
+        from common.engine.model.without_compiler import without_compiler
+
+        return without_compiler()
+
+
+class TransferThread:
+    """Owns the news socket's receiving end, and calls the connector."""
+
+    def __init__(self, news: Channel, on_failure: Callable[[Exception], None], rendezvous: str) -> None:
+        self.connector: Connector | None = None  # set once, before there are transfers
+        self._news = news
+        self._on_failure = on_failure
+        self._rendezvous = Path(rendezvous)
+        self._decode: Decoder[Transfer] = Decoder(Transfer)
+        self._settled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # held while the connector is called
+        threading.Thread(target=self._run, name="rank-transfers", daemon=True).start()
+
+    def wake(self) -> None:
+        """The connector has settled jobs. May be called from any thread."""
+        os.eventfd_write(self._settled, 1)
+
+    def close(self) -> None:
+        """The connector is not called any more."""
+        with self._lock:
+            self.connector = None
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._news, select.POLLIN)
+        poll.register(self._settled, select.POLLIN)
+        try:
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor == self._settled:
+                        os.eventfd_read(self._settled)
+                        self._tell_settled()
+                    else:
+                        self._take(self._decode(self._news.receive()))
+        except (EOFError, ConnectionError):  # the driver is gone: no process uses this one any more
+            shutil.rmtree(self._rendezvous.parent, ignore_errors=True)
+            os._exit(EXIT_ORPHANED)
+        except Exception as error:  # noqa: BLE001  whatever it is ends the rank
+            self._on_failure(error)
+
+    def _take(self, message: Transfer) -> None:
+        with self._lock:
+            connector = self.connector
+            if connector is None:
+                return
+            match message:
+                case StartLoad(transfer):
+                    connector.start_load(transfer)
+                case StartSave(transfer):
+                    connector.start_save(transfer)
+                case StartLookup(transfer):
+                    connector.start_lookup(transfer)
+                case Cancel(job_id):
+                    connector.cancel(job_id)
+
+    def _tell_settled(self) -> None:
+        with self._lock:
+            results = [] if self.connector is None else self.connector.poll()
+        if results:
+            self._news.send(encode(Settled(results)))
+
+
+class _DriversLog(logging.Handler):
+    """Sends records to the driver, whose log they are in."""
+
+    def __init__(self, news: Channel) -> None:
+        super().__init__()
+        self._news = news
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone
+            self._news.send(encode(LogLine(record.levelno, record.name, self.format(record))))
+
+
+def main() -> None:
+    """Entry point of the process. Ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the driver decides when to stop
+    calls = Channel(socket.socket(fileno=os.dup(0)))
+    launch = Decoder[RankLaunch](RankLaunch)(calls.receive())
+    news = Channel(socket.socket(fileno=launch.news))
+    logging.basicConfig(level=launch.log_level, format="%(message)s", handlers=[_DriversLog(news)])
+
+    def fail(error: Exception) -> None:
+        if not isinstance(error, ConfigError):  # which the driver reports
+            logger.critical("it failed", exc_info=error)
+        with contextlib.suppress(OSError):  # the driver is gone
+            news.send(encode(EngineFailed.of(error)))
+        os._exit(EXIT_FAILED)
+
+    transfers = TransferThread(news, fail, launch.rendezvous)
+    try:
+        RankProcess(launch, calls, transfers).run()
+    except Exception as error:  # noqa: BLE001  whatever it is ends the rank, and the driver must hear of it
+        fail(error)
+    # Everything is closed. Taking an interpreter down that has loaded torch costs seconds of collecting garbage.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

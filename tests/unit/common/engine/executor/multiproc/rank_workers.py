@@ -1,0 +1,119 @@
+"""Workers of ranks for tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.engine.config import EngineConfig
+from common.engine.contract.masks import MaskSource
+from common.engine.contract.model import ModelFacts
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
+from common.engine.executor.fake import MemoryConnector
+from common.engine.executor.multiproc.fake import FakeRank
+from common.errors import ConfigError, ModelLoadError
+from common.types import BlockHash, SampledToken
+
+MODULE = __name__
+
+
+class FileStore(MutableMapping[BlockHash, torch.Tensor]):
+    """A dict in a directory, which processes share."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __getitem__(self, key: BlockHash) -> torch.Tensor:
+        return torch.from_numpy(np.load(self._directory / key.hex()))
+
+    def __setitem__(self, key: BlockHash, block: torch.Tensor) -> None:
+        unfinished = self._directory / f".{key.hex()}"
+        with unfinished.open("wb") as file:
+            np.save(file, block.numpy())
+        unfinished.rename(self._directory / key.hex())
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and (self._directory / key.hex()).exists()
+
+    def __delitem__(self, key: BlockHash) -> None:
+        (self._directory / key.hex()).unlink()
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return (BlockHash(bytes.fromhex(path.name)) for path in self._directory.iterdir())
+
+    def __len__(self) -> int:
+        return len(list(self._directory.iterdir()))
+
+
+def create_storing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Its blocks are kept in a directory that the connector's options name."""
+    assert config.connector is not None
+    options = config.connector.options
+    connector = MemoryConnector(FileStore(Path(str(options["path"]))), is_tier=bool(options.get("is_tier")), rank=rank)
+    return FakeRank(config, rank, rendezvous, connector)
+
+
+def create_failing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 fails in the second step that computes something; the others wait for it."""
+    return _Failing(config, rank, rendezvous, MemoryConnector())
+
+
+class _Failing(FakeRank):
+    num_steps = 0
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        self.num_steps += bool(step.num_scheduled_tokens)
+        if self._rank == 1 and self.num_steps == 2:
+            raise MemoryError("out of device memory")
+        return super().submit(step, masks)
+
+
+def create_unloadable(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    return _Unloadable(config, rank, rendezvous, MemoryConnector())
+
+
+class _Unloadable(FakeRank):
+    def load_model(self) -> ModelFacts:
+        if self._rank == 1:
+            raise ModelLoadError("model: /nowhere has no weights", param="model")
+        self.all_reduce(torch.zeros(1))  # which never comes about
+        return super().load_model()
+
+
+def create_unfit(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    raise ConfigError("dtype: int3 is none", param="dtype")
+
+
+def create_other_models(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    return _OtherModels(config, rank, rendezvous, MemoryConnector())
+
+
+class _OtherModels(FakeRank):
+    def load_model(self) -> ModelFacts:
+        return replace(super().load_model(), fingerprint=bytes([self._rank]) * 32)
+
+
+def create_masked(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    return _Masked(config, rank, rendezvous, MemoryConnector())
+
+
+class _Masked(FakeRank):
+    """Samples the first token that the masks allow. Logs what it has got."""
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        ids = list(step.num_scheduled_tokens)
+        found = masks(ids, np.arange(len(ids)) + 5)
+        logging.getLogger("tests.masked").warning("masks %s", found)
+        if found is None:
+            return FinishedStep(ModelRunnerOutput())
+        words = dict(zip(found.positions, found.words, strict=True))
+        outcomes = {
+            each: found.no_tokens[at] if at in found.no_tokens else [SampledToken(int(words[at][0]))]
+            for at, each in enumerate(ids)
+        }
+        return FinishedStep(ModelRunnerOutput(outcomes))

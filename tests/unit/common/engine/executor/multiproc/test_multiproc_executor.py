@@ -1,0 +1,314 @@
+"""Ranks in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig, SchedulerConfig
+from common.engine.contract.masks import BatchMasks, no_masks
+from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
+from common.engine.executor.fake import FakeExecutor, expected_tokens
+from common.engine.executor.multiproc.executor import MultiprocExecutor, join_facts
+from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
+from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput, TransferUpdate
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.types import Constraint, RequestId, SampledToken, SamplingParams, TransferId
+from tests.unit.common.engine.executor.multiproc import rank_workers
+
+R = RequestId("r")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+FAKE = "common.engine.executor.multiproc.fake:create_fake_rank"
+
+
+def config_of(num_ranks: int = 2, step_timeout_s: float = 20.0, **changes: object) -> EngineConfig:
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=step_timeout_s)
+    return EngineConfig(parallel=parallel, cache=CacheConfig(block_size=4), **changes)
+
+
+def factory(name: str) -> str:
+    return f"{rank_workers.MODULE}:{name}"
+
+
+@contextlib.contextmanager
+def started(config: EngineConfig | None = None, name: str = FAKE, num_blocks: int = 64) -> Iterator[MultiprocExecutor]:
+    """As far as it takes steps."""
+    executor = MultiprocExecutor(config or config_of(), name)
+    try:
+        executor.load_model()
+        executor.initialize_kv_cache(num_blocks)
+        executor.open_connector(lambda: None)
+        executor.measure_steps()
+        yield executor
+    finally:
+        executor.close()
+        assert children() == []
+
+
+def children() -> list[int]:
+    """Processes of ranks that this one has started."""
+    found = []
+    for line in Path("/proc/self/task").glob("*/children"):
+        found += [int(each) for each in line.read_text().split()]
+    return [each for each in found if b"multiproc" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def pid_of(executor: MultiprocExecutor, rank: int) -> int:
+    return executor._ranks[rank]._process.pid
+
+
+def step(
+    tokens: Sequence[int] = (), scheduled: int = 1, blocks: Sequence[int] = (), **kwargs: object
+) -> SchedulerOutput:
+    sampling = kwargs.pop("sampling", GREEDY)
+    new = [NewRequest(R, list(tokens), len(tokens), sampling, [list(blocks)], 0)] if tokens else []
+    return SchedulerOutput(new, {}, {R: scheduled}, scheduled, **kwargs)
+
+
+def run(executor: MultiprocExecutor, step: SchedulerOutput) -> list[int]:
+    outcome = executor.submit(step, no_masks).result().outcomes[R]
+    assert isinstance(outcome, list)
+    return [token.token_id for token in outcome]
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + index) % 500 for index in range(10 + 9 * number)]
+
+
+def add(client: InprocClient, name: str, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
+    client.add_request(AddRequest(request_id=RequestId(name), prompt_token_ids=prompt, sampling=sampling))
+
+
+def finish(client: InprocClient) -> dict[RequestId, list[int]]:
+    tokens: dict[RequestId, list[int]] = {}
+    while client.has_unfinished:
+        for output in client.step().outputs:
+            assert not output.error
+            tokens.setdefault(output.request_id, []).extend(token.token_id for token in output.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_generate_the_expected_tokens(num_ranks: int) -> None:
+    config = config_of(num_ranks, scheduler=SchedulerConfig(max_num_batched_tokens=16))
+    prompts = {RequestId(str(number)): prompt_of(number) for number in range(6)}
+    seeded = SamplingParams(seed=3, max_tokens=24)
+    with InprocClient(config, create_fake_multiproc_executor(config)) as client:
+        for name, prompt in prompts.items():
+            add(client, name, prompt, seeded if name == "0" else GREEDY)
+        tokens = finish(client)
+        client.check_integrity()
+    assert tokens == {
+        name: expected_tokens(prompt, 24, sampling=seeded if name == "0" else GREEDY)
+        for name, prompt in prompts.items()
+    }
+    assert children() == []
+
+
+def test_a_step_larger_than_a_slot() -> None:
+    prompt = [number % 500 for number in range(50_000)]
+    with started(num_blocks=12_600) as executor:
+        assert run(executor, step(prompt, 50_000, range(1, 12_502))) == expected_tokens(prompt, 1)
+        assert len(run(executor, step())) == 1
+
+
+# -- ranks that end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_seen_between_steps(rank: int) -> None:
+    failures: list[Exception] = []
+    failed = threading.Event()
+
+    def note(error: Exception) -> None:
+        failures.append(error)
+        failed.set()
+
+    with started() as executor:
+        executor.watch(note)
+        os.kill(pid_of(executor, rank), signal.SIGKILL)
+        assert failed.wait(1)
+        with pytest.raises(EngineDeadError, match=f"rank {rank} of 2 was ended by SIGKILL"):
+            run(executor, step([1, 2], 2, [1]))
+    assert [str(each) for each in failures] == [f"rank {rank} of 2 was ended by SIGKILL"]
+
+
+def test_a_rank_that_is_killed_ends_the_step_that_runs() -> None:
+    with started() as executor:
+        os.kill(pid_of(executor, 1), signal.SIGSTOP)  # the other one waits for it
+        running = executor.submit(step([1, 2], 2, [1]), no_masks)
+        time.sleep(0.2)
+        began = time.monotonic()
+        os.kill(pid_of(executor, 1), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+            running.result()
+        assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_ends_the_engine_in_time(rank: int) -> None:
+    with started(config_of(step_timeout_s=0.5)) as executor:
+        os.kill(pid_of(executor, rank), signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match="rank"):
+            run(executor, step([1, 2], 2, [1]))
+        assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with started(name=factory("create_failing")) as executor:
+        assert run(executor, step([1, 2], 2, [1])) == expected_tokens([1, 2], 1)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: MemoryError: out of device memory"):
+            run(executor, step())
+    assert any(
+        record.name.endswith("worker_process") and "rank 1 of 2: " in record.message and "Traceback" in record.message
+        for record in caplog.records
+    )
+
+
+def test_ranks_end_with_the_driver(tmp_path: Path) -> None:
+    script = f"""
+import time
+from {__name__} import *
+with started() as executor:
+    print(executor._directory, *children(), flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        directory, *ranks = driver.stdout.readline().split()
+        driver.kill()
+    assert len(ranks) == 2
+    due = time.monotonic() + 2
+    while any(Path("/proc", rank).exists() for rank in ranks) and time.monotonic() < due:
+        time.sleep(0.05)
+    assert not any(Path("/proc", rank).exists() for rank in ranks)
+    assert not Path(directory).exists()
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "problem", "param"),
+    [
+        ("create_unloadable", ModelLoadError, "/nowhere has no weights", "model"),
+        ("create_unfit", ConfigError, "dtype: int3", "dtype"),
+        ("create_other_models", ModelLoadError, "fingerprint is 0000.* on rank 0, 0101.* on rank 1", "model"),
+    ],
+)
+def test_what_a_rank_refuses(name: str, kind: type[ConfigError], problem: str, param: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=problem) as raised, started(name=factory(name)):
+        pass
+    assert type(raised.value) is kind
+    assert raised.value.param == param
+    assert time.monotonic() - began < 20
+    assert children() == []
+
+
+def test_what_holds_on_all_ranks() -> None:
+    facts = FakeExecutor().load_model()
+    other = replace(facts, available_kv_bytes=100, kernels_failed=True, num_threads=7)
+    assert join_facts([facts, other]) == replace(facts, available_kv_bytes=100, kernels_failed=True)
+    with pytest.raises(ModelLoadError, match="vocab_size is 512 on rank 0, 511 on rank 2"):
+        join_facts([facts, other, replace(facts, vocab_size=511)])
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_get_the_masks_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[tuple[list[RequestId], list[int]]] = []
+    answers = [
+        BatchMasks([0], np.array([[9, -1]], dtype=np.int32), {}),
+        BatchMasks([], np.empty((0, 2), dtype=np.int32), {0: NoToken.NOT_YET}),
+        None,
+    ]
+
+    def source(request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
+        asked.append((list(request_ids), lengths.tolist()))
+        return answers[len(asked) - 1]
+
+    constrained = SamplingParams(structured_outputs=Constraint.json_object())
+    with started(name=factory("create_masked")) as executor:
+        first = executor.submit(step([1, 2], 2, [1], sampling=constrained), source).result()
+        assert first.outcomes == {R: [SampledToken(9)]}
+        assert executor.submit(step(), source).result().outcomes == {R: NoToken.NOT_YET}
+        assert executor.submit(step(), source).result().outcomes == {}
+        assert asked == [([R], [5])] * 3
+        other = step([1, 2], 2, [1], dropped_request_ids=[R])
+        assert executor.submit(other, source).result().outcomes == {}
+        assert len(asked) == 3
+    lines = [record.message.partition(": ") for record in caplog.records if record.name == "tests.masked"]
+    by_rank = [[text for who, _, text in lines if who == f"rank {rank} of 2"] for rank in range(2)]
+    assert len(by_rank[0]) == 4
+    assert by_rank[0] == by_rank[1]
+
+
+# -- transfers --------------------------------------------------------------------------------------------------------
+
+
+def storing(directory: Path, **changes: object) -> EngineConfig:
+    options = {"path": str(directory), **changes}
+    return config_of(connector=KVConnectorConfig(factory="unused:unused", name="files", options=options))
+
+
+def test_blocks_come_back_from_a_tier(tmp_path: Path) -> None:
+    config = storing(tmp_path, is_tier=True)
+    prompts = {RequestId(str(number)): prompt_of(number) for number in range(4)}
+    with InprocClient(config, MultiprocExecutor(config, factory("create_storing"))) as client:
+        for _ in range(2):
+            for name, prompt in prompts.items():
+                add(client, name, prompt)
+            assert finish(client) == {name: expected_tokens(prompt, 24) for name, prompt in prompts.items()}
+            client.reset_prefix_cache()
+        assert client.stats().tier_hits > 40
+
+
+def test_a_handoff_between_engines_of_ranks(tmp_path: Path) -> None:
+    config = storing(tmp_path)
+    prompt = prompt_of(5)
+
+    def transfer(role: str) -> KVTransferParams:
+        return KVTransferParams(transfer_id=TransferId("t"), epoch=1, role=role)
+
+    def started_client() -> InprocClient:
+        return InprocClient(config, MultiprocExecutor(config, factory("create_storing")))
+
+    with started_client() as producer:
+        request = AddRequest(request_id=R, prompt_token_ids=prompt, sampling=GREEDY, transfer=transfer("producer"))
+        producer.add_request(request)
+        outputs = all_outputs(producer)
+    saved = [event.num_tokens for each in outputs for event in each.events if isinstance(event, KVSaved)]
+    assert saved[-1] == len(prompt)
+    [first] = [token for each in outputs for token in each.tokens]
+    with started_client() as consumer:
+        request = AddRequest(request_id=R, prompt_token_ids=prompt, sampling=GREEDY, transfer=transfer("consumer"))
+        consumer.add_request(request)
+        update = TransferUpdate(request_id=R, epoch=1, num_ready_tokens=len(prompt), final=True, first_token=first)
+        consumer.update_transfer(update)
+        tokens = [token.token_id for each in all_outputs(consumer) for token in each.tokens]
+        assert consumer.stats().num_prompt_tokens == 0
+        consumer.check_integrity()
+    assert tokens == expected_tokens(prompt, 24)
+
+
+def all_outputs(client: InprocClient) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while client.has_unfinished:
+        outputs += client.step().outputs
+    return outputs
