@@ -1,1 +1,1 @@
-"""Where the model runs: in this process, or (later) in several."""
+"""Where the model runs: in this process, or in several."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -24,31 +25,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from common.engine.config import EngineConfig
-from common.engine.contract.masks import MaskSource
+from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, RunningStep, SchedulerOutput
 from common.engine.executor.multiproc.channel import Channel
+from common.engine.executor.multiproc.digests import create_digests
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
     Close,
     Decoder,
     Done,
+    EndStart,
     FromRank,
     InitializeKVCache,
     Loaded,
     LoadModel,
     LogLine,
     Masks,
-    Measured,
-    MeasureSteps,
-    OpenConnector,
+    OpenConnectors,
     Opened,
     RankLaunch,
     Settled,
@@ -66,21 +66,23 @@ from common.engine.executor.multiproc.protocol import (
 )
 from common.engine.executor.multiproc.ring import RingWriter
 from common.engine.executor.ranked_connector import join_ranks
-from common.engine.kv_connector import BlockTransfer, TransferResult
-from common.engine.kv_connector import OpenConnector as Opening
+from common.engine.kv_connector import BlockTransfer, OpenConnector, TransferResult
 from common.engine.launch import EngineFailed
 from common.engine.phases import PhaseClock
+from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.types import RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _COMMAND = [sys.executable, "-m", "common.engine.executor.multiproc.worker_process"]
-_CLOSE_TIMEOUT_S = 5.0  # for ranks to close their connectors
+_CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
+_DRAWN = SamplingParams(temperature=1.0, seed=0)
 _OWN_FACTS = frozenset({"available_kv_bytes", "device", "kernels_failed", "num_threads", "tokenizer_directory"})
 
-_Answer = TypeVar("_Answer", Loaded, Done, Opened, Measured)
+_Answer = TypeVar("_Answer", Loaded, Done, Opened)
 
 
 class MultiprocExecutor:
@@ -97,7 +99,9 @@ class MultiprocExecutor:
         self._timeout_s = config.parallel.step_timeout_s
         self._ranks: list[_Rank] = []
         self._ring: RingWriter | None = None
-        self._directory: Path | None = None
+        self._cleanup = contextlib.ExitStack()
+        self._num_groups = 1
+        self._max_tokens = 0  # of a request
         self._has_started = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -116,31 +120,44 @@ class MultiprocExecutor:
     def load_model(self) -> ModelFacts:
         """See Executor."""
         self._start_processes()
-        return join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
+        facts = join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
+        self._num_groups = len(facts.layout.groups)
+        self._max_tokens = min(facts.max_model_len, self._config.model.max_model_len or facts.max_model_len)
+        return facts
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor."""
         self._call(InitializeKVCache(num_blocks), Done)
+        self._max_tokens = min(self._max_tokens, (num_blocks - 1) // self._num_groups * self._config.cache.block_size)
 
-    def open_connector(self, on_settled: Callable[[], None]) -> Opening | None:
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor."""
         for rank in self._ranks:
             rank.connector.on_settled = on_settled
         opened = [
-            Opening(rank.connector, answer.facts)
-            for rank, answer in zip(self._ranks, self._call(OpenConnector(), Opened), strict=True)
+            OpenConnector(rank.connector, answer.facts)
+            for rank, answer in zip(self._ranks, self._call(OpenConnectors(), Opened), strict=True)
             if answer.facts is not None
         ]
         return join_ranks(opened) if opened else None
 
     def measure_steps(self) -> list[tuple[int, float]]:
-        """See Executor. A step takes as long as on the slowest rank."""
-        by_rank = [answer.steps for answer in self._call(MeasureSteps(), Measured)]
+        """See Executor. Measured here, as ranks that went by clocks of their own would run different steps."""
+        measured = measure_steps(self._run_prompt, min(self._config.scheduler.max_num_batched_tokens, self._max_tokens))
+        self._broadcast(EndStart())
         for rank in self._ranks:
             rank.calls.limit_sends(self._timeout_s)
             rank.calls.limit_receives(self._timeout_s)
         self._has_started = True
-        return [max(measured, key=lambda each: each[1]) for measured in zip(*by_rank, strict=True)]
+        return measured
+
+    def _run_prompt(self, num_tokens: int) -> None:
+        """Runs a step of one prompt, which writes to the first blocks."""
+        request_id = RequestId("measured")
+        block_ids = list(range(1, -(-num_tokens // self._config.cache.block_size) + 1))
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, [block_ids] * self._num_groups, 0)
+        self.submit(SchedulerOutput([new], {}, {request_id: num_tokens}, num_tokens), no_masks).result()
+        self.submit(SchedulerOutput(dropped_request_ids=[request_id]), no_masks)
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
@@ -160,44 +177,43 @@ class MultiprocExecutor:
         """See Executor."""
         with self._lock:
             self._is_closed = True
-        if self._has_started and self._failure is None:
-            try:
+        due = time.monotonic()
+        if self._has_started and self._ranks and self._failure is None:
+            with contextlib.suppress(EngineDeadError):
                 self._broadcast(Close())
-            except EngineDeadError:
-                self._has_started = False
-        due = time.monotonic() + (_CLOSE_TIMEOUT_S if self._has_started and self._failure is None else 0)
+                due += _CLOSE_TIMEOUT_S
         for rank in self._ranks:
             rank.end(max(0.0, due - time.monotonic()))
         self._ranks = []
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        self._cleanup.close()
 
     # -- processes --------------------------------------------------------------------------------------------------
 
     def _start_processes(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        directory = tempfile.mkdtemp(prefix="baton-ranks-")
+        self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         pairs = [(_socketpair(), _socketpair()) for _ in range(self._num_ranks)]
-        self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s)
+        ring = self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s)
+        self._cleanup.callback(ring.close)
+        digests = create_digests(self._num_ranks)
+        self._cleanup.callback(os.close, digests)
         for number, (calls, news) in enumerate(pairs):
             launch = RankLaunch(
                 config=self._config,
                 rank=number,
                 factory=self._factory,
-                rendezvous=str(self._directory / "rendezvous"),
-                ring=self._ring.descriptors(number),
+                rendezvous=f"{directory}/rendezvous",
+                ring=ring.descriptors(number),
+                digests=digests,
                 news=news.others.fileno(),
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             with calls.others, news.others:
                 process = subprocess.Popen(  # noqa: S603  # our own module
-                    _COMMAND,
+                    [*_COMMAND, f"rank {number}"],  # for the process list
                     stdin=calls.others.fileno(),
                     stdout=2,
-                    pass_fds=(*launch.ring, launch.news),
+                    pass_fds=(*launch.ring, launch.digests, launch.news),
                     env=self._environment(),
                 )
             news.own.limit_sends(self._timeout_s)
@@ -229,6 +245,8 @@ class MultiprocExecutor:
             raise self._cause() from error
 
     def _receive(self, rank: _Rank) -> bytearray:
+        if self._failure is not None:
+            raise self._failure
         try:
             return rank.calls.receive()
         except TimeoutError as error:
@@ -309,6 +327,7 @@ class _Rank:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._news.shut_down()
         self._thread.join()
         self.calls.close()
         self._news.close()
@@ -329,10 +348,10 @@ class _Rank:
 
     def _describe(self, failed: EngineFailed) -> Exception:
         error = failed.to_error()
-        if isinstance(error, ConfigError):
-            return error
-        time.sleep(_CAUSE_TIMEOUT_S)
-        return EngineDeadError(f"{self._name} failed: {failed.message}")
+        if not isinstance(error, ConfigError):
+            time.sleep(_CAUSE_TIMEOUT_S)
+        is_told = isinstance(error, ConfigError) or failed.kind == EngineDeadError.__name__
+        return error if is_told else EngineDeadError(f"{self._name} failed: {failed.message}")
 
     def _exit(self) -> str:
         try:

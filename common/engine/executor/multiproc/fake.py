@@ -42,10 +42,6 @@ class FakeRank:
         """See RankWorker."""
         return self._worker.open_connector(FAKE_FINGERPRINT, self._facts.layout, on_settled)
 
-    def measure_steps(self) -> list[tuple[int, float]]:
-        """See RankWorker."""
-        return []
-
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See RankWorker."""
         return FinishedStep(self._worker.sample(self._over_all_ranks(self._worker.compute(step))))

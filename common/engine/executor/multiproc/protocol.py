@@ -1,10 +1,10 @@
 """The messages between the driver and the processes of its ranks: msgpack, over three ways.
 
-Ring, driver to all ranks:    `LoadModel`, `InitializeKVCache`, `OpenConnector`, `MeasureSteps`, in this order; then a
-                              `Step` for each step, and `Masks` where the first rank has asked for them; `Close`.
-Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Loaded`, `Done`,
-                              `Opened` or `Measured`. The first rank answers each step that computes something, and asks
-                              for masks before it does.
+Ring, driver to all ranks:    `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each step, and `Masks`
+                              where the first rank has asked for them; `EndStart` between steps; `Close`.
+Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Loaded`, `Done` or
+                              `Opened`. The first rank answers each step that computes something, and asks for masks
+                              before it does.
 News, another socket of each: the driver's transfers; the rank's results of them, its log, and `EngineFailed`, after
                               which it ends. End of file tells either side that the other one is gone.
 """
@@ -36,6 +36,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     factory: str  # "module:name" of a RankWorkerFactory
     rendezvous: str  # a path, at which there is nothing yet, where the ranks find each other
     ring: tuple[int, int, int]  # RingDescriptors
+    digests: int  # see RankDigests
     news: int
     log_level: int
 
@@ -50,18 +51,18 @@ class InitializeKVCache(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
-class OpenConnector(msgspec.Struct, frozen=True, tag=True):
+class OpenConnectors(msgspec.Struct, frozen=True, tag=True):
     """See Executor.open_connector."""
-
-
-class MeasureSteps(msgspec.Struct, frozen=True, tag=True):
-    """See Executor.measure_steps."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     """See Executor.submit."""
 
     step: SchedulerOutput
+
+
+class EndStart(msgspec.Struct, frozen=True, tag=True):
+    """Requests follow; the steps so far were for measuring."""
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
@@ -105,12 +106,6 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """The connector is open, if there is one."""
 
     facts: ConnectorFacts | None
-
-
-class Measured(msgspec.Struct, frozen=True, tag=True):
-    """What steps take on this rank."""
-
-    steps: list[tuple[int, float]]
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -164,8 +159,8 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRanks = LoadModel | InitializeKVCache | OpenConnector | MeasureSteps | Step | Masks | Close
-StartAnswer = Loaded | Done | Opened | Measured
+ToRanks = LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Close
+StartAnswer = Loaded | Done | Opened
 StepAnswer = StepDone | WantMasks
 Transfer = StartLoad | StartSave | StartLookup | Cancel
 FromRank = Settled | LogLine | EngineFailed

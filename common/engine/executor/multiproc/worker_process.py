@@ -29,22 +29,22 @@ import numpy.typing as npt
 from common.engine.config import EngineConfig
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.contract.step import ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.executor.multiproc.channel import Channel
+from common.engine.executor.multiproc.digests import RankDigests
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
     Close,
     Decoder,
     Done,
+    EndStart,
     InitializeKVCache,
     Loaded,
     LoadModel,
     LogLine,
     Masks,
-    Measured,
-    MeasureSteps,
-    OpenConnector,
+    OpenConnectors,
     Opened,
     RankLaunch,
     Settled,
@@ -59,8 +59,7 @@ from common.engine.executor.multiproc.protocol import (
     encode,
 )
 from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
-from common.engine.kv_connector import Connector
-from common.engine.kv_connector import OpenConnector as Opening
+from common.engine.kv_connector import Connector, OpenConnector
 from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
 from common.errors import ConfigError
 from common.imports import kept_imports
@@ -70,8 +69,8 @@ logger = logging.getLogger("common.engine.executor.multiproc.worker_process")
 
 
 class RankWorker(Protocol):
-    """The worker of one rank: see Executor, whose calls it gets in the same order on one thread. It joins the other
-    ranks' workers in `load_model`."""
+    """The worker of one rank: see Executor, whose calls it gets in the same order on one thread. It computes together
+    with those of the other ranks."""
 
     def load_model(self) -> ModelFacts:
         """The facts must be the same on all ranks, but for those of memory and threads."""
@@ -79,11 +78,8 @@ class RankWorker(Protocol):
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """The rank's part of each block."""
 
-    def open_connector(self, on_settled: Callable[[], None]) -> Opening | None:
+    def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """The rank's own connector."""
-
-    def measure_steps(self) -> list[tuple[int, float]]:
-        """Runs the same steps on all ranks."""
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """Gives the same results on all ranks."""
@@ -104,6 +100,7 @@ class RankProcess:
         self._calls = calls
         self._transfers = transfers
         self._ring = RingReader(RingDescriptors(*launch.ring), calls)
+        self._digests = RankDigests(launch.digests, launch.rank, launch.config.parallel.tensor_parallel_size)
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
         self._constrained: set[RequestId] = set()  # live requests with a grammar
 
@@ -113,46 +110,39 @@ class RankProcess:
             with kept_imports():  # torch and transformers
                 factory = cast("RankWorkerFactory", pkgutil.resolve_name(self._launch.factory))
             worker = factory(self._launch.config, self._launch.rank, self._launch.rendezvous)
-            while self._start(worker):
-                pass
+            self._serve(worker)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
-        while self._step(worker):
-            pass
+        self._serve(worker)
         self._transfers.close()
         worker.close()
 
-    def _start(self, worker: RankWorker) -> bool:
-        """Answers a call of the start. False: it was the last."""
-        match self._decode(self._ring.read()):
-            case LoadModel():
-                self._calls.send(encode(Loaded(worker.load_model())))
-            case InitializeKVCache(num_blocks):
-                worker.initialize_kv_cache(num_blocks)
-                self._calls.send(encode(Done()))
-            case OpenConnector():
-                opened = worker.open_connector(self._transfers.wake)
-                self._transfers.connector = None if opened is None else opened.connector
-                self._calls.send(encode(Opened(None if opened is None else opened.facts)))
-            case MeasureSteps():
-                self._calls.send(encode(Measured(worker.measure_steps())))
-                return False
-        return True
+    def _serve(self, worker: RankWorker) -> None:
+        """Serves to the end of the start, or to the end."""
+        while True:
+            message = self._ring.read()
+            match self._decode(message):
+                case Step(step):
+                    result = encode(StepDone(self._run_step(worker, step)))
+                    self._digests.end_step(message, result)
+                    if self._launch.rank == 0 and step.num_scheduled_tokens:
+                        self._calls.send(result)
+                case LoadModel():
+                    self._calls.send(encode(Loaded(worker.load_model())))
+                case InitializeKVCache(num_blocks):
+                    worker.initialize_kv_cache(num_blocks)
+                    self._calls.send(encode(Done()))
+                case OpenConnectors():
+                    opened = worker.open_connector(self._transfers.wake)
+                    self._transfers.connector = None if opened is None else opened.connector
+                    self._calls.send(encode(Opened(None if opened is None else opened.facts)))
+                case EndStart() | Close():
+                    return
 
-    def _step(self, worker: RankWorker) -> bool:
-        """Runs a step. False: there are no more."""
-        match self._decode(self._ring.read()):
-            case Step(step):
-                self._constrained.difference_update(step.dropped_request_ids)
-                self._constrained.update(
-                    each.request_id for each in step.new_requests if each.sampling.structured_outputs
-                )
-                output = worker.submit(step, self._masks if self._constrained else no_masks).result()
-                if self._launch.rank == 0 and step.num_scheduled_tokens:
-                    self._calls.send(encode(StepDone(output)))
-            case Close():
-                return False
-        return True
+    def _run_step(self, worker: RankWorker, step: SchedulerOutput) -> ModelRunnerOutput:
+        self._constrained.difference_update(step.dropped_request_ids)
+        self._constrained.update(each.request_id for each in step.new_requests if each.sampling.structured_outputs)
+        return worker.submit(step, self._masks if self._constrained else no_masks).result()
 
     def _masks(self, request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
         """See MaskSource."""

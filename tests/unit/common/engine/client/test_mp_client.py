@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -76,6 +77,49 @@ async def test_killed_process(slow_client: AsyncMPClient) -> None:
         await asyncio.wait([pending_call])  # answered before the kill, or failed by it; never left hanging
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         slow_client.abort_requests([RequestId("r")])
+
+
+@pytest.fixture
+async def client_of_ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncMPClient]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    parallel = ParallelConfig(executor="fake-multiproc", tensor_parallel_size=2)
+    client = AsyncMPClient(msgspec.structs.replace(CONFIG, parallel=parallel))
+    await client.start()
+    yield client
+    await client.close()
+
+
+def ranks_of(client: AsyncMPClient) -> list[psutil.Process]:
+    assert client.pid is not None
+    return [
+        each for each in psutil.Process(client.pid).children() if any("multiproc" in word for word in each.cmdline())
+    ]
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_a_killed_rank_ends_the_engine(client_of_ranks: AsyncMPClient, is_idle: bool) -> None:
+    if not is_idle:
+        client_of_ranks.add_request(request(2000))
+        await next_tokens(client_of_ranks, 1)
+    ranks = ranks_of(client_of_ranks)
+    assert len(ranks) == 2
+    ranks[1].kill()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+        await next_tokens(client_of_ranks, 2000)
+    assert time.monotonic() - began < 1
+    psutil.wait_procs(ranks, timeout=TIMEOUT_S)
+    assert not any(rank.is_running() for rank in ranks)
+
+
+async def test_ranks_end_with_the_engine(client_of_ranks: AsyncMPClient) -> None:
+    client_of_ranks.add_request(request(2000))
+    await next_tokens(client_of_ranks, 1)
+    ranks = ranks_of(client_of_ranks)
+    assert client_of_ranks.pid is not None
+    os.kill(client_of_ranks.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=2)
+    assert all(rank.status() == psutil.STATUS_ZOMBIE for rank in alive)  # nobody may have reaped it
 
 
 async def test_sigterm_ends_it_cleanly(slow_client: AsyncMPClient) -> None:

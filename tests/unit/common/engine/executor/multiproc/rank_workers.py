@@ -17,9 +17,10 @@ from common.engine.contract.step import FinishedStep, ModelRunnerOutput, Schedul
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.multiproc.fake import FakeRank
 from common.errors import ConfigError, ModelLoadError
-from common.types import BlockHash, SampledToken
+from common.types import BlockHash, SampledToken, SamplingParams
 
 MODULE = __name__
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class FileStore(MutableMapping[BlockHash, torch.Tensor]):
@@ -59,17 +60,31 @@ def create_storing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank
 
 
 def create_failing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
-    """Rank 1 fails in the second step that computes something; the others wait for it."""
+    """Rank 1 fails in the second step of a request; the others wait for it."""
     return _Failing(config, rank, rendezvous, MemoryConnector())
 
 
 class _Failing(FakeRank):
-    num_steps = 0
-
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
-        self.num_steps += bool(step.num_scheduled_tokens)
-        if self._rank == 1 and self.num_steps == 2:
+        if self._rank == 1 and step.num_scheduled_tokens and not step.new_requests:
             raise MemoryError("out of device memory")
+        return super().submit(step, masks)
+
+
+def create_unseeded(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 samples something else when there is a seed."""
+    return _Unseeded(config, rank, rendezvous, MemoryConnector())
+
+
+class _Unseeded(FakeRank):
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        if self._rank == 1:
+            step = replace(
+                step,
+                new_requests=[
+                    replace(each, sampling=_GREEDY) if each.sampling.seed else each for each in step.new_requests
+                ],
+            )
         return super().submit(step, masks)
 
 
@@ -106,7 +121,9 @@ class _Masked(FakeRank):
     """Samples the first token that the masks allow. Logs what it has got."""
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
-        ids = list(step.num_scheduled_tokens)
+        ids = [each for each in step.num_scheduled_tokens if each != "measured"]
+        if not ids:
+            return FinishedStep(ModelRunnerOutput())
         found = masks(ids, np.arange(len(ids)) + 5)
         logging.getLogger("tests.masked").warning("masks %s", found)
         if found is None:

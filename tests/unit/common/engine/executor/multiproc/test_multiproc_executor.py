@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 
 from common.engine.client.inproc import InprocClient
@@ -51,7 +52,7 @@ def started(config: EngineConfig | None = None, name: str = FAKE, num_blocks: in
         executor.load_model()
         executor.initialize_kv_cache(num_blocks)
         executor.open_connector(lambda: None)
-        executor.measure_steps()
+        assert len(executor.measure_steps()) > 1
         yield executor
     finally:
         executor.close()
@@ -184,19 +185,28 @@ def test_ranks_end_with_the_driver(tmp_path: Path) -> None:
 import time
 from {__name__} import *
 with started() as executor:
-    print(executor._directory, *children(), flush=True)
+    print(*children(), flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env) as driver:
         assert driver.stdout is not None
-        directory, *ranks = driver.stdout.readline().split()
+        ranks = [psutil.Process(int(each)) for each in driver.stdout.readline().split()]
+        assert len(list(tmp_path.iterdir())) == 1
         driver.kill()
     assert len(ranks) == 2
-    due = time.monotonic() + 2
-    while any(Path("/proc", rank).exists() for rank in ranks) and time.monotonic() < due:
-        time.sleep(0.05)
-    assert not any(Path("/proc", rank).exists() for rank in ranks)
-    assert not Path(directory).exists()
+    _, alive = psutil.wait_procs(ranks, timeout=2)
+    assert all(rank.status() == psutil.STATUS_ZOMBIE for rank in alive)  # nobody may have reaped it
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_part_ways_are_an_error() -> None:
+    seeded = SamplingParams(seed=5)
+    with started(name=factory("create_unseeded")) as executor:
+        tokens = run(executor, step([1, 2], 2, [1], sampling=seeded))
+        assert tokens == expected_tokens([1, 2], 1, sampling=seeded)
+        with pytest.raises(EngineDeadError, match=r"the ranks have parted ways: after step \d+, rank \d has"):
+            run(executor, step())
 
 
 # -- the start --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""A guard against ranks that part ways: each writes a digest of what it has done so far to memory that all share.
+
+Every step digests the one before, what the scheduler decided, and what was sampled. A rank that ends a step looks at
+where the others were after the step before: they have all begun this one, as ranks compute together.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+
+from common.errors import EngineDeadError
+
+_NUM_ENTRIES = 64  # steps of each rank that are kept, more than one rank can be behind another
+_NUMBER_BITS = 32  # of an entry; the others are its digest's
+
+
+def create_digests(num_ranks: int) -> int:
+    """Returns the descriptor of memory for as many ranks, which they inherit."""
+    memory = os.memfd_create("baton-digests")
+    os.ftruncate(memory, num_ranks * _NUM_ENTRIES * 8)
+    return memory
+
+
+class RankDigests:
+    """One rank's view."""
+
+    def __init__(self, memory: int, rank: int, num_ranks: int) -> None:
+        self._entries = memoryview(mmap.mmap(memory, num_ranks * _NUM_ENTRIES * 8)).cast("Q")
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._number = 0  # of steps that are over
+        self._digest = 0  # after the last of them
+
+    def end_step(self, decisions: bytes | bytearray, results: bytes) -> None:
+        """Raises EngineDeadError if a rank did something else until the step before."""
+        for other in range(self._num_ranks):
+            number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
+            if number == self._number and digest != self._digest:
+                raise EngineDeadError(
+                    f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
+                    f"{self._digest:08x}, rank {other} has {digest:08x}"
+                )
+        self._number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
+        self._digest = zlib.crc32(results, zlib.crc32(decisions, self._digest))
+        # As one word, so that none is read while half of it is written.
+        self._entries[self._place(self._rank)] = (self._number << _NUMBER_BITS) + self._digest
+
+    def _place(self, rank: int) -> int:
+        return rank * _NUM_ENTRIES + self._number % _NUM_ENTRIES
