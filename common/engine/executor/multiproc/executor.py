@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -255,7 +256,8 @@ class MultiprocExecutor:
             raise self._cause() from error
 
     def _late(self, what: str) -> str:
-        return f"the {self._num_ranks} ranks have not {what} for {self._timeout_s:g} s (step_timeout_s)"
+        stopped = "".join(f"; {rank.name} is stopped" for rank in self._ranks if rank.is_stopped)
+        return f"the {self._num_ranks} ranks have not {what} for {self._timeout_s:g} s (step_timeout_s){stopped}"
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -313,12 +315,17 @@ class _Rank:
         """`on_failure` is called when the process fails or ends, also if it was told to end."""
         self.calls = calls
         self.connector = RankConnector(news)
-        self._name = f"rank {number} of {num_ranks}"
+        self.name = f"rank {number} of {num_ranks}"
         self._process = process
         self._news = news
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._listen, name=f"rank-{number}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal, such as SIGSTOP, has stopped the process."""
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
     def end(self, timeout_s: float) -> None:
         """Waits for the process to end, and kills it after that time."""
@@ -340,18 +347,18 @@ class _Rank:
                     case Settled(results):
                         self.connector.settle(results)
                     case LogLine(level, name, text):
-                        logging.getLogger(name).log(level, "%s: %s", self._name, text)
+                        logging.getLogger(name).log(level, "%s: %s", self.name, text)
                     case EngineFailed() as failed:
                         self._on_failure(self._describe(failed))
         except EOFError:
-            self._on_failure(EngineDeadError(f"{self._name} {self._exit()}"))
+            self._on_failure(EngineDeadError(f"{self.name} {self._exit()}"))
 
     def _describe(self, failed: EngineFailed) -> Exception:
         error = failed.to_error()
         if not isinstance(error, ConfigError):
             time.sleep(_CAUSE_TIMEOUT_S)
         is_told = isinstance(error, ConfigError) or failed.kind == EngineDeadError.__name__
-        return error if is_told else EngineDeadError(f"{self._name} failed: {failed.message}")
+        return error if is_told else EngineDeadError(f"{self.name} failed: {failed.message}")
 
     def _exit(self) -> str:
         try:

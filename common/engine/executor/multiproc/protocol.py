@@ -166,7 +166,21 @@ Transfer = StartLoad | StartSave | StartLookup | Cancel
 FromRank = Settled | LogLine | EngineFailed
 
 _Message = TypeVar("_Message")
-_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # of paths
+
+
+def _from_path(value: object) -> str:
+    if not isinstance(value, Path):
+        raise NotImplementedError
+    return str(value)
+
+
+def _to_path(kind: type, value: str) -> Path:
+    if kind is not Path:
+        raise NotImplementedError
+    return Path(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_from_path)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -184,8 +198,3 @@ class Decoder(Generic[_Message]):
     def __call__(self, message: bytes | bytearray) -> _Message:
         """Returns the message."""
         return self._decoder.decode(message)
-
-
-def _to_path(kind: type, value: str) -> Path:
-    assert kind is Path
-    return Path(value)

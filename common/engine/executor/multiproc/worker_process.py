@@ -240,6 +240,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to stop
     calls = Channel(socket.socket(fileno=os.dup(0)))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that no process that this one starts has it
     launch = Decoder[RankLaunch](RankLaunch)(calls.receive())
     news = Channel(socket.socket(fileno=launch.news))
     logging.basicConfig(level=launch.log_level, format="%(message)s", handlers=[_DriversLog(news)])
