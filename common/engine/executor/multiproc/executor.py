@@ -103,6 +103,7 @@ class MultiprocExecutor:
         self._cleanup = contextlib.ExitStack()
         self._num_groups = 1
         self._max_tokens = 0  # of a request
+        self._num_steps = 0  # that have computed something
         self._has_started = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -170,6 +171,7 @@ class MultiprocExecutor:
         while True:
             match self._step_answer(self._receive(self._ranks[0])):
                 case StepDone(output):
+                    self._num_steps += 1
                     return output
                 case WantMasks(request_ids, lengths):
                     self._broadcast(Masks.of(masks(request_ids, np.array(lengths, dtype=np.int64))))
@@ -219,7 +221,9 @@ class MultiprocExecutor:
                 )
             news.own.limit_sends(self._timeout_s)
             calls.own.send(encode(launch))
-            self._ranks.append(_Rank(number, self._num_ranks, process, calls.own, news.own, self._fail))
+            self._ranks.append(
+                _Rank(number, self._num_ranks, process, calls.own, news.own, self._fail, lambda: self._num_steps)
+            )
 
     def _environment(self) -> dict[str, str]:
         """The ranks share the cores, unless that is set."""
@@ -311,10 +315,11 @@ class _Rank:
         calls: Channel,
         news: Channel,
         on_failure: Callable[[Exception], None],
+        num_steps: Callable[[], int],
     ) -> None:
         """`on_failure` is called when the process fails or ends, also if it was told to end."""
         self.calls = calls
-        self.connector = RankConnector(news)
+        self.connector = RankConnector(news, num_steps)
         self.name = f"rank {number} of {num_ranks}"
         self._process = process
         self._news = news
@@ -371,18 +376,20 @@ class _Rank:
 class RankConnector:
     """See Connector. That of a rank's process."""
 
-    def __init__(self, news: Channel) -> None:
+    def __init__(self, news: Channel, num_steps: Callable[[], int]) -> None:
+        """`num_steps`: how many have computed something."""
         self.on_settled: Callable[[], None] = lambda: None
         self._news = news
+        self._num_steps = num_steps
         self._settled: deque[TransferResult] = deque()
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See Connector."""
-        self._send(StartLoad(transfer))
+        self._send(StartLoad(transfer, self._num_steps()))
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """See Connector."""
-        self._send(StartSave(transfer))
+        self._send(StartSave(transfer, self._num_steps()))
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """See Connector."""

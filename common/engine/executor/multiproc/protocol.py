@@ -125,12 +125,14 @@ class StartLoad(msgspec.Struct, frozen=True, tag=True):
     """See Connector.start_load."""
 
     transfer: BlockTransfer
+    num_steps: int  # that have computed something so far: a rank may still be at work on the last
 
 
 class StartSave(msgspec.Struct, frozen=True, tag=True):
     """See Connector.start_save."""
 
     transfer: BlockTransfer
+    num_steps: int  # see StartLoad
 
 
 class StartLookup(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,8 @@
     ring ─▶ main thread: the worker's calls and steps ─▶ calls socket
     news socket ◀─▶ transfer thread: the connector
 
-The transfer thread does not wait for steps. It sees as well that the driver is gone, and ends the process.
+The transfer thread waits for no step but those that the driver has seen end, on the first rank. It sees as well that
+the driver is gone, and ends the process.
 """
 
 from __future__ import annotations
@@ -125,8 +126,10 @@ class RankProcess:
                 case Step(step):
                     result = encode(StepDone(self._run_step(worker, step)))
                     self._digests.end_step(message, result)
-                    if self._launch.rank == 0 and step.num_scheduled_tokens:
-                        self._calls.send(result)
+                    if step.num_scheduled_tokens:
+                        self._transfers.end_step()
+                        if self._launch.rank == 0:
+                            self._calls.send(result)
                 case LoadModel():
                     self._calls.send(encode(Loaded(worker.load_model())))
                 case InitializeKVCache(num_blocks):
@@ -172,11 +175,19 @@ class TransferThread:
         self._decode: Decoder[Transfer] = Decoder(Transfer)
         self._settled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # held while the connector is called
+        self._num_steps = 0
+        self._step_ended = threading.Condition()
         threading.Thread(target=self._run, name="rank-transfers", daemon=True).start()
 
     def wake(self) -> None:
         """The connector has settled jobs. May be called from any thread."""
         os.eventfd_write(self._settled, 1)
+
+    def end_step(self) -> None:
+        """The main thread has run another step that computes something."""
+        with self._step_ended:
+            self._num_steps += 1
+            self._step_ended.notify()
 
     def close(self) -> None:
         """The connector is not called any more."""
@@ -202,6 +213,9 @@ class TransferThread:
             self._on_failure(error)
 
     def _take(self, message: Transfer) -> None:
+        if isinstance(message, StartLoad | StartSave):
+            with self._step_ended:
+                self._step_ended.wait_for(lambda: self._num_steps >= message.num_steps)
         with self._lock:
             connector = self.connector
             if connector is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,16 @@ def create_storing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank
     assert config.connector is not None
     options = config.connector.options
     connector = MemoryConnector(FileStore(Path(str(options["path"]))), is_tier=bool(options.get("is_tier")), rank=rank)
-    return FakeRank(config, rank, rendezvous, connector)
+    return _Lagging(config, rank, rendezvous, connector)
+
+
+class _Lagging(FakeRank):
+    """Rank 1 is late, for which others wait only where they need its part."""
+
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        if self._rank == 1:
+            time.sleep(0.02)
+        return super().submit(step, masks)
 
 
 def create_failing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:

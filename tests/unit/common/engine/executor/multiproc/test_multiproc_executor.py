@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import psutil
@@ -292,7 +293,7 @@ def test_blocks_come_back_from_a_tier(tmp_path: Path) -> None:
 
 
 def test_a_handoff_between_engines_of_ranks(tmp_path: Path) -> None:
-    config = storing(tmp_path)
+    config = msgspec.structs.replace(storing(tmp_path), scheduler=SchedulerConfig(max_num_batched_tokens=16))
     prompt = prompt_of(5)
 
     def transfer(role: str) -> KVTransferParams:
