@@ -94,8 +94,13 @@ def tiny_model_dir(name: str, *, seed: int = 0) -> Path:
     directory = _root() / f"{name}-{seed}"
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    _build(name, seed).save_pretrained(directory)
+    random_model(_CONFIGS[name](), seed=seed).save_pretrained(directory)
     return directory
+
+
+def tiny_config(class_name: str, **overrides: object) -> PreTrainedConfig:
+    """The configuration of a tiny model with other settings than those above."""
+    return _config(class_name, **overrides)()
 
 
 def reference_generate(model_dir: Path, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -128,10 +133,11 @@ def _root() -> Path:
     return root
 
 
-def _build(name: str, seed: int) -> transformers.PreTrainedModel:
+def random_model(config: PreTrainedConfig, *, seed: int = 0) -> transformers.PreTrainedModel:
+    """A model with random weights, the same for each seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_CONFIGS[name](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter_name, parameter in model.named_parameters():
             if "emb" in parameter_name or "wte" in parameter_name or "wpe" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.03)

@@ -27,6 +27,7 @@ from common.engine.devices.attention import (
 )
 from common.engine.devices.operators import AddNorm, Operators, PerToken
 from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
+from common.engine.model.collected_linear import CollectedLinear
 from common.engine.model.probe import ProbedModel
 from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
@@ -54,7 +55,7 @@ class FusedDecoder:
             self._layers.append(_Layer.of(layer, args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
         self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), embedding.dtype)
-        self._head = operators.linear(model.lm_head)
+        self._head = _linear(operators, model.lm_head)
         model.lm_head = nn.Identity()
 
     @torch.inference_mode()
@@ -129,7 +130,7 @@ def can_fuse(model: Any, operators: Operators) -> bool:
     return (
         operators.supports(model)
         and type(base.embed_tokens) is nn.Embedding
-        and _is_linear(model.lm_head)
+        and _gives_all(model.lm_head)
         and all(_is_known_layer(layer) for layer in base.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base))
     )
@@ -161,10 +162,10 @@ class _Layer:
             input_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.input_layernorm)), dtype),
             qkv=operators.linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
             projected=ProjectedArgs(num_heads, args, _head_norms(attention)),
-            o=operators.linear(attention.o_proj),
+            o=_linear(operators, attention.o_proj),
             post_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
             gated=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj])),
-            down=operators.linear(mlp.down_proj),
+            down=_linear(operators, mlp.down_proj),
         )
 
     def project(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -214,13 +215,26 @@ def _is_known_layer(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not (_has_parts(attention, _ATTENTION_PARTS) or _has_parts(attention, _ATTENTION_PARTS | _HEAD_NORMS)):
         return False
-    linears = [getattr(attention, name) for name in _ATTENTION_PARTS]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return type(mlp.act_fn).__name__ in _SILU and all(map(_is_linear, linears))
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+    is_known = all(map(_is_linear, linears)) and _gives_all(attention.o_proj) and _gives_all(mlp.down_proj)
+    return type(mlp.act_fn).__name__ in _SILU and is_known
 
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, QuantizedLinear)
+
+
+def _gives_all(module: nn.Module) -> bool:
+    """True for a linear layer, also one whose parts ranks have."""
+    return _is_linear(module.local if isinstance(module, CollectedLinear) else module)
+
+
+def _linear(operators: Operators, module: Any) -> PerToken:
+    """The layer with the outputs of all ranks."""
+    if not isinstance(module, CollectedLinear):
+        return operators.linear(module)
+    local, collect = operators.linear(cast("AnyLinear", module.local)), module.collect
+    return lambda inputs: collect(local(inputs))
 
 
 def _has_parts(module: Any, names: set[str]) -> bool:

@@ -25,15 +25,18 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.probe import ProbedModel, probe_model
+from common.engine.model.ranks import OneRank, Ranks
+from common.engine.model.tensor_parallel import heads_of, load_rank
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
-from common.errors import ConfigError, ModelLoadError
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
 _EXPECTED_SHARE = 0.5  # of the weights, that quantisation covers
+_ONE_RANK = OneRank()
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -50,8 +53,8 @@ class LoadedModel:
     rounding: str  # see fingerprint_model
     device: Device
     dtype: torch.dtype
-    kv_groups: tuple[KVGroupSpec, ...]
-    kv_spec: KVSpec  # of the layers of each group
+    kv_groups: tuple[KVGroupSpec, ...]  # with the heads of the whole model
+    kv_spec: KVSpec  # of the layers of each group, with this rank's heads
     attention_modules: list[torch.nn.Module]  # in layer order
     vocab_size: int
     max_model_len: int
@@ -62,19 +65,26 @@ class LoadedModel:
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
-def load_model(config: ModelConfig, device_number: int = 0, group_layers: GroupLayers = all_in_one) -> LoadedModel:
-    """Load `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for a bad device."""
+def load_model(
+    config: ModelConfig, device_number: int = 0, group_layers: GroupLayers = all_in_one, ranks: Ranks = _ONE_RANK
+) -> LoadedModel:
+    """Load the rank's part of `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for
+    a bad device or a model that cannot be cut."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
     raw_config = _read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
+    if ranks.size > 1:
+        _check_unquantized(config, raw_config)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
-        found = _load_and_probe(_Source(directory, config, device, quantized), group_layers)
+        found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks), group_layers)
     model, probed = found.model, found.probed
     if quantized is not None:
         _return_freed_memory()
     kv_groups = group_layers(probed)
+    if ranks.size > 1:
+        kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
     embedding_rows = int(model.get_input_embeddings().weight.shape[0])
     vocab_size = min(int(text_config.vocab_size), embedding_rows)
@@ -110,6 +120,23 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
         reason = f"quantization: {name} is for float weights, and the checkpoint's are quantised ({method})"
         raise ConfigError(reason, param="quantization")
     return layer
+
+
+def _check_unquantized(config: ModelConfig, raw_config: dict[str, Any]) -> None:
+    if config.quantization is not None or raw_config.get("quantization_config"):
+        reason = "tensor_parallel_size: quantised weights are supported for one rank only"
+        raise ConfigError(reason, param="tensor_parallel_size")
+
+
+def _of_all_ranks(
+    groups: tuple[KVGroupSpec, ...], model: Any, probed: ProbedModel, size: int
+) -> tuple[KVGroupSpec, ...]:
+    """The groups with the heads of the whole model. Raises ConfigError if this rank has not its share of them."""
+    heads = heads_of(model.config, size)
+    if probed.spec.num_kv_heads != heads.kv_of_rank or set(probed.num_heads) != {heads.of_rank}:
+        reason = f"tensor_parallel_size: the plan of {type(model).__name__} does not cut its attention by heads"
+        raise ConfigError(reason, param="tensor_parallel_size")
+    return tuple(replace(group, num_kv_heads=heads.num_kv_heads) for group in groups)
 
 
 def _row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[RowSampler | None, bool]:
@@ -179,9 +206,11 @@ class _Source(NamedTuple):
     """What a model is loaded from, perhaps more than once."""
 
     directory: Path
+    weight_files: list[Path]
     config: ModelConfig
     device: Device
     quantized: type[QuantizedLinear] | None
+    ranks: Ranks
 
 
 class _Probed(NamedTuple):
@@ -208,6 +237,8 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     if operators is not None and probed is not None:
         try:
             return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
+        except EngineDeadError:
+            raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
             if batch_invariant:
                 reason = f"batch_invariant: the compiled kernels cannot be used: {_first_line(error)}"
@@ -250,7 +281,7 @@ def _probe_packed(source: _Source, model: Any, *, compiles: bool) -> tuple[Any, 
 
 
 def _load(source: _Source) -> Any:
-    model = _from_pretrained(source.directory, source.config, source.device)
+    model = _loaded(source)
     if source.quantized is not None:
         share = quantize_linears(model, source.quantized)
         if share < _EXPECTED_SHARE:  # experts, or layers that are not torch's linear ones
@@ -258,23 +289,18 @@ def _load(source: _Source) -> Any:
     return model
 
 
-def _from_pretrained(directory: Path, config: ModelConfig, device: Device) -> Any:
+def _loaded(source: _Source) -> Any:
+    directory = source.directory
     try:
         model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if getattr(model_config, "is_encoder_decoder", False):
             raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
-        dtype = _resolve_dtype(config, model_config, device)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            low_cpu_mem_usage=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    except ModelLoadError:
+        dtype = _resolve_dtype(source.config, model_config, source.device)
+        if source.ranks.size > 1:
+            model = load_rank(directory, source.weight_files, model_config, dtype, source.ranks)
+        else:
+            model = _from_pretrained(directory, model_config, dtype)
+    except ConfigError:
         raise
     except KeyError as error:
         no_interface = error.args == (ATTENTION_NAME,)  # looked up in a table of the architecture's own
@@ -282,12 +308,26 @@ def _from_pretrained(directory: Path, config: ModelConfig, device: Device) -> An
         raise ModelLoadError(f"{directory} cannot be served: {reason}", param="model") from error
     except Exception as error:  # third-party code over user files: any exception means unusable
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
+    return model.to(source.device.torch_device).eval().requires_grad_(False)
+
+
+def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=model_config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        low_cpu_mem_usage=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(
             f"{directory} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}", param="model"
         )
-    return model.to(device.torch_device).eval().requires_grad_(False)
+    return model
 
 
 def _return_freed_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -21,6 +22,7 @@ from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.model.ranks import OneRank, Ranks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
@@ -29,6 +31,8 @@ from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import SamplingParams
+
+_ONE_RANK = OneRank()
 
 
 class _FencedStep(NamedTuple):
@@ -46,8 +50,16 @@ class Worker:
     """Executor's other half: the same calls, in the same order, on one thread. Loads the part of the model that is its
     rank's."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0, *, group_layers: GroupLayers = all_in_one) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        ranks: Ranks = _ONE_RANK,
+        *,
+        group_layers: GroupLayers = all_in_one,
+    ) -> None:
         self.rank = rank
+        self._ranks = ranks
         self._group_layers = group_layers
         self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
@@ -64,7 +76,7 @@ class Worker:
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
         device_number = self._config.parallel.device_of(self.rank)
-        loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers)
+        loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers, self._ranks)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         try:
@@ -80,7 +92,7 @@ class Worker:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(
             fingerprint=fingerprint,
-            layout=KVLayout(block_size, loaded.kv_groups),
+            layout=KVLayout(block_size, loaded.kv_groups, self._ranks.size),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
@@ -115,7 +127,7 @@ class Worker:
             ),
             proposer=self._proposer(),
         )
-        if not self._config.model.enforce_eager:
+        if not self._config.model.enforce_eager and self._ranks.size == 1:  # collectives cannot be recorded
             self._runner.record_decodes()
 
     def measure_steps(self) -> list[tuple[int, float]]:
@@ -126,7 +138,8 @@ class Worker:
         if self.runs_ahead:
             # Triton compiles other kernels for such requests, which the first of them must not wait for.
             self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0))
-        return measure_steps(self._runner.profile, most)
+        clock = time.perf_counter if self._ranks.size == 1 else self._shared_clock
+        return measure_steps(self._runner.profile, most, clock)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor.open_connector."""
@@ -172,10 +185,16 @@ class Worker:
         self._runner = None
         self._kv_cache = None
         self._loaded = None
+        self._ranks.close()
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer
         return None if name is None else PROPOSERS.find(name)(self._config)
+
+    def _shared_clock(self) -> float:
+        """The time of rank 0, so that all ranks measure the same steps."""
+        now = time.perf_counter() if self._ranks.rank == 0 else 0.0
+        return float(self._ranks.all_reduce(torch.tensor(now, dtype=torch.float64)))
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

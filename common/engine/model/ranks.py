@@ -1,0 +1,109 @@
+"""The ranks that compute a model together, and what they tell each other while they do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
+
+from common.errors import EngineDeadError
+
+_LOOPBACK = "127.0.0.1"  # ranks of one host; nothing of theirs is seen on the network
+
+
+class Ranks(Protocol):
+    """One rank's end of the collectives. All ranks make the same calls in the same order, each on its worker's
+    thread. Calls raise EngineDeadError if another rank is gone, or late."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same to the last bit on each. `tensor` may be overwritten."""
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, [..., n] each of two or more dimensions, joined in the order of ranks to
+        [..., size * n]."""
+
+    def close(self) -> None:
+        """Leaves the others. Idempotent."""
+
+
+class OneRank:
+    """See Ranks. There are no others."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        return tensor
+
+    def close(self) -> None:
+        """See Ranks."""
+
+
+class GlooRanks:
+    """See Ranks. Processes of one host over gloo, which meet at a store of torch.distributed, for instance a
+    FileStore."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float = 30.0) -> None:
+        """Waits for the others. Raises EngineDeadError if they do not come within `timeout_s`, in which each
+        collective must end, too."""
+        self.rank = rank
+        self.size = size
+        timeout = timedelta(seconds=timeout_s)
+        _meet(store, rank, size, timeout)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
+        with self._failures():
+            self._group: Any = ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        tensor = tensor.contiguous()
+        with self._failures():
+            self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        with self._failures():
+            self._group._allgather_base(gathered, tensor).wait()  # noqa: SLF001
+        # [size * first, ..., n] -> [size, first, ..., n] -> [first, ..., size, n] -> [first, ..., size * n]
+        return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
+
+    def close(self) -> None:
+        """See Ranks."""
+        self._group = None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineDeadError(f"rank {self.rank} of {self.size} has lost another: {reason}") from error
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    names = {f"rank {number}": number for number in range(size)}
+    store.set(f"rank {rank}", "")
+    try:
+        store.wait(list(names), timeout)
+    except RuntimeError as error:
+        missing = [name for name in names if not store.check([name])]
+        seconds = f"{timeout.total_seconds():g} s"
+        raise EngineDeadError(f"{' and '.join(missing)} of {size} did not join within {seconds}") from error

@@ -1,0 +1,116 @@
+"""Processes that are ranks, for tests: each takes jobs on its standard input, as lines of JSON, and answers with one.
+
+`RankProcesses` starts them once for many jobs, as importing torch takes longer than any job.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import torch
+from torch.distributed import FileStore
+
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from common.engine.contract.step import SchedulerOutput
+from common.engine.model.ranks import GlooRanks
+from common.engine.worker.worker import Worker
+from common.errors import BatonError
+from common.types import SamplingParams
+from tests.unit.common.engine.worker.step_driver import BLOCK_SIZE, NUM_BLOCKS, Driver
+
+
+class RankProcesses:
+    """Up to `most` ranks."""
+
+    def __init__(self, most):
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.unit.common.engine.model.rank_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+            for _ in range(most)
+        ]
+
+    def run(self, size, **job):
+        """The answers of `size` ranks to one job."""
+        with tempfile.TemporaryDirectory() as directory:
+            return self.answers(self.submit(range(size), size, directory, **job))
+
+    def submit(self, ranks, size, directory, **job):
+        """The processes that begin a job as these ranks of so many."""
+        chosen = self._processes[: len(ranks)]
+        for rank, process in zip(ranks, chosen, strict=True):
+            line = json.dumps({"rank": rank, "size": size, "store": f"{directory}/store", **job})
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return chosen
+
+    def answers(self, processes):
+        return [json.loads(process.stdout.readline()) for process in processes]
+
+    def close(self):
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            process.wait(timeout=30)
+            process.stdout.close()
+
+
+def generate(job, ranks):
+    """Greedy tokens of all prompts at once, and facts of the rank."""
+    config = EngineConfig(
+        model=ModelConfig(model=job["model"], device="cpu", **job.get("settings", {})),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        parallel=ParallelConfig(tensor_parallel_size=ranks.size),
+    )
+    worker = Worker(config, ranks.rank, ranks)
+    try:
+        facts = worker.load_model()
+        loaded = worker._loaded
+        num_weights = {name: weight.numel() for name, weight in loaded.model.named_parameters()}
+        buffers = {name: buffer.flatten().tolist() for name, buffer in loaded.model.named_buffers()}
+        worker.initialize_kv_cache(NUM_BLOCKS)
+        driver = Driver(worker)
+        sampling = SamplingParams(**job.get("sampling", {"temperature": 0.0}))
+        requests = [driver.add(f"r{n}", prompt, sampling) for n, prompt in enumerate(job["prompts"])]
+        tokens = driver.run(requests, job["num_tokens"], job.get("chunk", 1000))
+        worker.execute(SchedulerOutput(dropped_request_ids=[*driver.computed]))
+        return {
+            "tokens": tokens,
+            "kernels": facts.kernels,
+            "fingerprint": facts.fingerprint.hex(),
+            "layout": [facts.layout.tensor_parallel_size, facts.layout.groups[0].num_kv_heads],
+            "bytes_per_block": facts.bytes_per_block,
+            "eos": sorted(facts.eos_token_ids),
+            "num_weights": num_weights,
+            "buffers": buffers,
+            "measured": [size for size, _ in worker.measure_steps()] if job.get("measures") else [],
+        }
+    finally:
+        worker.close()
+
+
+def main():
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            store = FileStore(job["store"], job["size"])
+            ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=job.get("timeout_s", 20.0))
+            answer = generate(job, ranks)
+        except BatonError as error:
+            answer = {"error": type(error).__name__, "message": str(error), "param": getattr(error, "param", None)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

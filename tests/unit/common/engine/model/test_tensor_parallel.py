@@ -1,0 +1,220 @@
+"""Ranks in processes of their own generate what transformers generates with the whole model."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from common.engine.config import ModelConfig
+from common.engine.model.loader import load_model
+from tests.tiny_models import (
+    TINY_MODELS,
+    prompt_of,
+    random_model,
+    reference_generate,
+    reference_model,
+    tiny_config,
+    tiny_model_dir,
+)
+from tests.unit.common.engine.model.rank_process import RankProcesses
+
+PLANNED = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
+PROMPTS = [prompt_of(length) for length in (1, 5, 22)]
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = RankProcesses(4)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def run(processes):
+    def run(size, directory, **job):
+        return processes.run(
+            size, **{"model": str(directory), "prompts": PROMPTS, "num_tokens": NUM_TOKENS, "chunk": 5, **job}
+        )
+
+    return run
+
+
+@pytest.fixture
+def error_of(run):
+    def error_of(size, directory, **job):
+        answers = run(size, directory, **job)
+        assert answers == [answers[0]] * size
+        return answers[0]["error"], answers[0]["param"], answers[0]["message"]
+
+    return error_of
+
+
+def expected_of(directory):
+    return [reference_generate(directory, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def saved(directory, config, **generation):
+    model = random_model(config)
+    model.generation_config = GenerationConfig(**generation)
+    model.save_pretrained(directory)
+    return directory
+
+
+FUSED = ("llama", "qwen3", "mistral")
+CASES = [
+    *((2, model, {}, "fused" if model in FUSED else "attention") for model in PLANNED),
+    *((2, model, {"cpu_kernels": "reference"}, "torch") for model in PLANNED),
+    (4, "llama", {}, "fused"),  # with four, each KV head is on two ranks
+    *((4, model, {"cpu_kernels": "reference"}, "torch") for model in PLANNED),
+]
+
+
+@pytest.mark.parametrize(("size", "model", "settings", "kernels"), CASES)
+def test_ranks_generate_what_the_whole_model_generates(run, size, model, settings, kernels):
+    directory = tiny_model_dir(model)
+    whole = load_model(ModelConfig(model=str(directory), device="cpu", cpu_kernels="reference"))
+    for answer in run(size, directory, settings=settings):
+        assert answer["tokens"] == expected_of(directory)
+        assert answer["kernels"] == kernels
+        assert answer["layout"] == [size, 2]
+        assert answer["bytes_per_block"] == whole.kv_spec.bytes_per_block(4) // 2  # at least one KV head each
+
+
+def test_all_at_once_equals_chunks(run):
+    directory = tiny_model_dir("llama")
+    for answer in run(2, directory, chunk=1000):
+        assert answer["tokens"] == expected_of(directory)
+
+
+def test_all_ranks_draw_the_same_tokens(run):
+    sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 0.3}
+    one, other = run(2, tiny_model_dir("qwen3"), sampling=sampling)
+    alone, *_ = run(1, tiny_model_dir("qwen3"), sampling=sampling)
+    assert one["tokens"] == other["tokens"] == alone["tokens"] != expected_of(tiny_model_dir("qwen3"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"cpu_kernels": "reference"}])
+def test_a_vocabulary_that_ranks_cannot_share_evenly_and_biases_that_count_once(run, tmp_path, settings):
+    config = tiny_config("LlamaConfig", vocab_size=255, attention_bias=True, mlp_bias=True)
+    directory = saved(tmp_path, config)
+    for size in (2, 4):
+        for answer in run(size, directory, settings=settings):
+            assert answer["tokens"] == expected_of(directory)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cpu_kernels": "reference"}])
+def test_tied_output_layer_and_rotary_embeddings_that_depend_on_the_length(run, tmp_path, settings):
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+    config = tiny_config("Qwen2Config", tie_word_embeddings=True, rope_parameters=rope)
+    directory = saved(tmp_path, config, eos_token_id=[7, 9])
+    for answer in run(2, directory, settings=settings):
+        assert answer["tokens"] == expected_of(directory)
+        assert answer["eos"] == [7, 9]
+
+
+@pytest.mark.parametrize("model", PLANNED)
+def test_buffers_are_those_of_the_whole_model(run, model):
+    whole = {name: buffer.flatten().tolist() for name, buffer in reference_model(tiny_model_dir(model)).named_buffers()}
+    assert whole
+    assert run(2, tiny_model_dir(model))[1]["buffers"] == whole
+
+
+def test_a_rank_reads_only_its_part(run):
+    directory = tiny_model_dir("llama")
+    whole = {name: weight.numel() for name, weight in reference_model(directory).named_parameters()}
+    cut = {name for name in whole if "proj" in name or "lm_head" in name}
+    for answer in run(4, directory, settings={"cpu_kernels": "reference"}):
+        for name, size in answer["num_weights"].items():
+            name = name.replace(".local", "")
+            share = 2 if "k_proj" in name or "v_proj" in name else 4
+            assert size == whole[name] // (share if name in cut else 1), name
+
+
+def test_the_fingerprint_is_that_of_the_whole_model(run):
+    directory = tiny_model_dir("llama")
+    fingerprints = {answer["fingerprint"] for size in (1, 2, 4) for answer in run(size, directory)}
+    assert len(fingerprints) == 1
+
+
+def test_ranks_measure_the_same_steps(run):
+    one, other = run(2, tiny_model_dir("llama"), measures=True)
+    assert one["measured"] == other["measured"] != []
+
+
+@pytest.mark.parametrize("model", ["gpt2", "opt", "gpt_oss"])
+def test_a_model_without_a_plan_is_refused(error_of, model):
+    error, param, message = error_of(2, tiny_model_dir(model))
+    assert (error, param) == ("ConfigError", "tensor_parallel_size")
+    assert "has no plan" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "style", "layer"),
+    [
+        ("phi3", "rowwise_split_input", "model.layers.0.self_attn.o_proj"),
+        ("mixtral", "moe_tp_experts", "model.layers.0.mlp.experts"),
+        ("deepseek_v3", "moe_tp_experts", "model.layers.1.mlp.experts"),
+    ],
+)
+def test_a_style_that_is_not_supported_is_refused(error_of, model, style, layer):
+    error, param, message = error_of(2, tiny_model_dir(model))
+    assert (error, param) == ("ConfigError", "tensor_parallel_size")
+    assert style in message
+    assert layer in message
+
+
+def test_every_model_is_cut_or_refused(run):
+    for model in set(TINY_MODELS) - set(PLANNED):
+        assert run(2, tiny_model_dir(model))[0]["error"] == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "reason"),
+    [
+        (3, {}, "3 ranks cannot share 4 heads evenly"),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "2 ranks cannot share 3 KV heads evenly"),
+        (2, {"intermediate_size": 95}, "2 ranks cannot share the 95 outputs of model.layers.0.mlp.gate_proj evenly"),
+    ],
+)
+def test_a_degree_that_does_not_divide_is_refused(error_of, tmp_path, size, overrides, reason):
+    directory = saved(tmp_path, tiny_config("LlamaConfig", **overrides))
+    assert error_of(size, directory) == (
+        "ConfigError",
+        "tensor_parallel_size",
+        f"tensor_parallel_size: {reason}",
+    )
+
+
+def test_weights_under_other_names_are_refused(error_of, tmp_path):
+    shutil.copytree(tiny_model_dir("llama"), tmp_path, dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path).model.save_pretrained(tmp_path)  # without the prefix "model."
+    config = json.loads((tiny_model_dir("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error, param, message = error_of(2, tmp_path)
+    assert (error, param) == ("ModelLoadError", "model")
+    assert "model.embed_tokens.weight" in message
+
+
+def test_weights_of_another_shape_are_refused(error_of, tmp_path):
+    directory = saved(tmp_path, tiny_config("LlamaConfig"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    error, _, message = error_of(2, directory)
+    assert error == "ModelLoadError"
+    assert "model.layers.0.mlp" in message
+    assert "[96, 48]" in message
+
+
+def test_quantised_weights_are_refused(error_of):
+    error, param, message = error_of(2, tiny_model_dir("llama"), settings={"quantization": "int8"})
+    assert (error, param) == ("ConfigError", "tensor_parallel_size")
+    assert "quantised" in message
+
+
+def test_a_rank_that_does_not_come_is_named(processes, tmp_path):
+    job = {"model": str(tiny_model_dir("llama")), "prompts": PROMPTS, "num_tokens": 1, "timeout_s": 0.5}
+    answers = processes.answers(processes.submit(range(2), 4, tmp_path, **job))
+    assert [answer["error"] for answer in answers] == ["EngineDeadError"] * 2
+    assert answers[0]["message"] == "rank 2 and rank 3 of 4 did not join within 0.5 s"
