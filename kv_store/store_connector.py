@@ -173,6 +173,7 @@ class StoreWorkerConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
         stored = layout.of_store

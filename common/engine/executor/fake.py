@@ -12,16 +12,23 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.kv_groups import KVGroupSpec
-from common.engine.contract.layout import KVLayout
+from common.engine.contract.layout import KVLayout, MappedPart, map_layouts
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
+from common.engine.contract.parts import (
+    PartDigest,
+    decode_addresses,
+    digests_of_rank,
+    encode_address,
+    encode_digests,
+)
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.fake_worker import (
     EncodedWorker,
@@ -99,6 +106,7 @@ class MemoryConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector. Nothing is compared: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
@@ -154,6 +162,13 @@ class MemoryConnector:
         self._on_settled()
 
 
+class _OpenCache(NamedTuple):
+    """A KV cache that can be written to."""
+
+    kv_cache: torch.Tensor
+    layout: KVLayout
+
+
 class DirectMemoryConnector:
     """A direct WorkerConnector between executors of one process, on whatever threads.
 
@@ -161,12 +176,14 @@ class DirectMemoryConnector:
     do not match their digests.
     """
 
-    _kv_caches: ClassVar[dict[bytes, torch.Tensor]] = {}  # all that are open, by address
+    _open: ClassVar[dict[bytes, _OpenCache]] = {}  # all there are, by address
     _serial: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(self) -> None:
         self._address = b"memory-%d" % next(self._serial)
         self._kv_cache: torch.Tensor = torch.empty(0)
+        self._layout = KVLayout(1, ())
+        self._rank = 0
         self._on_settled: Callable[[], None] = lambda: None
         self._settled: list[TransferResult] = []
 
@@ -177,12 +194,14 @@ class DirectMemoryConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector. Pods compare fingerprints and layouts before they exchange addresses."""
         self._kv_cache = kv_cache
+        self._layout, self._rank = layout, rank
         self._on_settled = on_settled
-        self._kv_caches[self._address] = kv_cache
-        return ConnectorFacts(is_direct=True, address=self._address)
+        self._open[self._address] = _OpenCache(kv_cache, layout)
+        return ConnectorFacts(is_direct=True, address=encode_address(self._address))
 
     def of_rank(self, rank: int) -> DirectMemoryConnector:
         """One for the parts of blocks of another rank."""
@@ -191,23 +210,29 @@ class DirectMemoryConnector:
     def start_load(self, transfer: BlockTransfer) -> None:
         """Compare blocks up to the first that differs."""
         num_ok = 0
-        for block_id, digest in zip(transfer.block_ids, transfer.digests, strict=True):
-            if _digest(self._kv_cache[block_id]) != digest:
+        for block_id, digests in zip(transfer.block_ids, transfer.digests, strict=True):
+            block = self._kv_cache[block_id]
+            parts = digests_of_rank(digests, self._rank, block.shape[2])
+            if not parts or any(_digest(block, part.head, part.num_heads) != part.digest for part in parts):
                 break
             num_ok += 1
         self._settle(transfer.job_id, num_ok, "" if num_ok == len(transfer.block_ids) else "block_corrupt")
 
     def start_save(self, transfer: BlockTransfer) -> None:
-        """Write blocks into the destination's KV cache."""
+        """Write blocks into the destination's KV caches."""
         destination = transfer.destination
         assert destination is not None, "a direct save has a destination"
-        target = self._kv_caches.get(destination.address)
-        if target is None:
+        targets = [self._open.get(address) for address in decode_addresses(destination.address)]
+        found = [target for target in targets if target is not None]
+        if not found or len(found) < len(targets):
             self._settle(transfer.job_id, 0, "transfer")
             return
-        for block_id, target_id in zip(transfer.block_ids, destination.block_ids, strict=True):
-            target[target_id].copy_(self._kv_cache[block_id])
-        digests = tuple(_digest(self._kv_cache[block_id]) for block_id in transfer.block_ids)
+        parts = [part for part in map_layouts(self._layout, found[0].layout) if part.producer_rank == self._rank]
+        for part in parts:
+            source = self._kv_cache.narrow(3, part.producer_head, part.num_heads)
+            target = found[part.consumer_rank].kv_cache.narrow(3, part.consumer_head, part.num_heads)
+            target[list(destination.block_ids)] = source[list(transfer.block_ids)]
+        digests = tuple(self._digests(self._kv_cache[block_id], parts) for block_id in transfer.block_ids)
         self._settle(transfer.job_id, len(digests), digests=digests)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
@@ -224,22 +249,30 @@ class DirectMemoryConnector:
 
     def close(self) -> None:
         """Rejects further writes."""
-        self._kv_caches.pop(self._address, None)
+        self._open.pop(self._address, None)
+
+    def _digests(self, block: torch.Tensor, parts: Sequence[MappedPart]) -> bytes:
+        return encode_digests(
+            PartDigest(rank, head, num_heads, _digest(block, own_head, num_heads))
+            for _, rank, own_head, head, num_heads in parts
+        )
 
     def _settle(self, job_id: int, num_ok: int, error: str = "", digests: tuple[bytes, ...] = ()) -> None:
         self._settled.append(TransferResult(job_id, num_ok, error, digests))
         self._on_settled()
 
 
-def _digest(block: torch.Tensor) -> bytes:
-    return hashlib.blake2b(block.numpy().tobytes(), digest_size=16).digest()
+def _digest(block: torch.Tensor, head: int, num_heads: int) -> bytes:
+    """Of these heads of a block [1, 2, heads, block_size, 1]."""
+    return hashlib.blake2b(block.narrow(2, head, num_heads).numpy().tobytes(), digest_size=16).digest()
 
 
 class FakeExecutor:
     """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
     `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Of several
-    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded. `drafts`: steps
-    verify what a FakeProposer proposes; not for executors that run ahead."""
+    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded. Executors of one
+    `num_kv_heads` (default: one for each rank) hand over to each other, whatever their ranks. `drafts`: steps verify
+    what a FakeProposer proposes; not for executors that run ahead."""
 
     def __init__(
         self,
@@ -255,12 +288,15 @@ class FakeExecutor:
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
         position_dims: int = 1,
         num_ranks: int = 1,
+        num_kv_heads: int | None = None,
         drafts: Accuracy | None = None,
     ) -> None:
-        bytes_per_block = 2 * block_size * 4
+        num_kv_heads = num_kv_heads or num_ranks
+        groups = tuple(replace(each, num_kv_heads=num_kv_heads) for each in groups)
+        bytes_per_block = 2 * max(1, num_kv_heads // num_ranks) * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
-            layout=KVLayout(block_size, tuple(replace(each, num_kv_heads=num_ranks) for each in groups), num_ranks),
+            layout=KVLayout(block_size, groups, num_ranks),
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
@@ -303,7 +339,7 @@ class FakeExecutor:
         return self._facts
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, 1, 2, 1, block_size, 1] on each rank."""
+        """Allocates [num_blocks, 1, 2, heads, block_size, 1] on each rank."""
         for worker in self._workers:
             worker.initialize_kv_cache(num_blocks)
 

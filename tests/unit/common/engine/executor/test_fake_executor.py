@@ -25,6 +25,9 @@ def num_ranks(request):
     return request.param
 
 
+DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (8, 2), (2, 8)]  # of four KV heads
+
+
 def started(num_ranks, **kwargs):
     executor = FakeExecutor(block_size=4, available_blocks=16, num_ranks=num_ranks, **kwargs)
     executor.load_model()
@@ -86,8 +89,12 @@ def test_saved_blocks_can_be_loaded_by_another_executor(num_ranks):
     assert (missing.num_blocks_ok, missing.error) == (0, "block_missing")
 
 
-def test_a_direct_save_writes_into_the_other_executor(num_ranks):
-    producer, consumer = (started(num_ranks, connector=DirectMemoryConnector()) for _ in range(2))
+@pytest.mark.parametrize(("of_producer", "of_consumer"), [(1, 1), *DEGREES])
+def test_a_direct_save_writes_into_the_other_executor(of_producer, of_consumer):
+    producer, consumer = (
+        started(num_ranks, connector=DirectMemoryConnector(), num_kv_heads=4)
+        for num_ranks in (of_producer, of_consumer)
+    )
     writing, verifying = (executor.open_connector(lambda: None) for executor in (producer, consumer))
     assert writing.facts.address != verifying.facts.address
     prompt = list(range(8))
