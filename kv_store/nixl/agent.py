@@ -156,5 +156,6 @@ class Agent:
 
 def _descriptors(block_ids: Sequence[int], num_runs: int) -> npt.NDArray[np.int32]:
     """The indices of the blocks' descriptors in a BlockList."""
-    firsts = np.array(block_ids, dtype=np.int32) * num_runs
-    return (firsts[:, None] + np.arange(num_runs, dtype=np.int32)).reshape(-1)
+    runs: npt.NDArray[np.int32] = np.arange(num_runs, dtype=np.int32)
+    descriptors: npt.NDArray[np.int32] = np.add.outer(np.array(block_ids, dtype=np.int32) * num_runs, runs)
+    return descriptors.reshape(-1)

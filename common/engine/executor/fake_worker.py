@@ -159,8 +159,10 @@ class FakeWorker:
         """What is in the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
         first = start // self._block_size
         blocks = table[first : -(-end // self._block_size)]
-        seen = self._adds * self._slots[blocks].sum(axis=2).transpose(1, 0, 2).reshape(2, -1)
-        return seen[:, start - first * self._block_size : end - first * self._block_size].astype(np.uint64)
+        shares = self._slots[blocks].sum(axis=2) * self._adds  # [blocks, 2, block_size]
+        seen = shares.transpose(1, 0, 2).reshape(2, -1)
+        read: npt.NDArray[np.uint64] = seen.astype(np.uint64)
+        return read[:, start - first * self._block_size : end - first * self._block_size]
 
 
 @dataclass(slots=True)
